@@ -1,0 +1,32 @@
+# One command each; CI runs these same targets.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
+	$(BIN)/legato fit configs/digits.yaml
+
+test: $(STAMP)  ## run all tests
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+
+lint: $(STAMP)  ## format, imports, layers, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	.ci/types $(BIN)/python
+
+bench: $(STAMP)  ## run the benchmarks in their quick form
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+# constraints.txt pins what is tested: a plain `torch` would take the newest build, with gigabytes of CUDA packages.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,tasks]'
+	touch $(STAMP)

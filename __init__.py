@@ -1,0 +1,64 @@
+"""Legato: a trainer for PyTorch. The same run on any hardware, through any break, with the same result.
+
+Only the public names live here, and each is imported when it is first used, so that `legato --help` and a config
+mistake do not wait for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import callbacks as callbacks
+    from . import tasks as tasks
+    from .callbacks.callback import Callback as Callback
+    from .tasks.data_module import DataModule as DataModule
+    from .tasks.task import Task as Task
+    from .trainer import loggers as loggers
+    from .trainer import strategies as strategies
+    from .trainer.data.combined_loader import CombinedLoader as CombinedLoader
+    from .trainer.processes.rank_zero import rank_zero_only as rank_zero_only
+    from .trainer.randomness import seed_everything as seed_everything
+    from .trainer.trainer import Trainer as Trainer
+
+__version__ = "0.1.0"
+__all__ = [
+    "Callback",
+    "CombinedLoader",
+    "DataModule",
+    "Task",
+    "Trainer",
+    "callbacks",
+    "loggers",
+    "rank_zero_only",
+    "seed_everything",
+    "strategies",
+    "tasks",
+]
+
+_HOMES = {
+    "Callback": ".callbacks.callback",
+    "CombinedLoader": ".trainer.data.combined_loader",
+    "DataModule": ".tasks.data_module",
+    "Task": ".tasks.task",
+    "Trainer": ".trainer.trainer",
+    "rank_zero_only": ".trainer.processes.rank_zero",
+    "seed_everything": ".trainer.randomness",
+}
+_ROOMS = {
+    "callbacks": ".callbacks",
+    "loggers": ".trainer.loggers",
+    "strategies": ".trainer.strategies",
+    "tasks": ".tasks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    if name in _ROOMS:
+        return import_module(_ROOMS[name], __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

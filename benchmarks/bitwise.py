@@ -1,0 +1,268 @@
+"""What `reproducible: bitwise` costs on two processes, and how many bytes its tree moves.
+
+Run: python -m benchmarks.bitwise [--rounds 6] [--steps 6] [--workloads gpt mlp "gpt x 4"]
+
+Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so that a busy neighbour
+troubles all alike: a hand-written loop around DistributedDataParallel, Legato with `reproducible: order` (also DDP),
+and Legato with `bitwise` (its own reduction). `wall` is the least of all steps; `CPU` is the median of a process's time
+in all its threads, which a neighbour changes less.
+
+gpt: 25 million parameters, 512 tokens for each replica, the step is mostly arithmetic. mlp: as many parameters, 4
+samples for each replica, the step is nearly all communication. gpt x 4: four replicas on the two processes.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import legato as lg
+from legato.tasks.characters import ALPHABET, CharacterGPT
+from legato.trainer.data.sampling import Layout
+from legato.trainer.processes import launch
+from legato.trainer.strategies.replicas import buckets
+from legato.trainer.strategies.replicas.tree import GradientTree
+
+PROCESSES = 2
+CONTESTANTS = ("hand", "order", "bitwise")
+WORKLOADS = {"gpt": ("gpt", 2), "mlp": ("mlp", 2), "gpt x 4": ("gpt", 4)}
+LAYOUTS = [(2, 2), (4, 2), (8, 2), (3, 3), (8, 3), (4, 4), (8, 4)]
+"""(replicas, processes) whose bytes are counted."""
+
+Times = list[tuple[float, float]]
+"""Wall and CPU seconds of each step."""
+
+
+class Tokens(Dataset[Any]):
+    """Random characters, drawn when they are read."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(len(ALPHABET), (65,))
+        return tokens[:-1], tokens[1:]
+
+
+class Vectors(Tokens):
+    """Random vectors."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(2048), torch.randn(2048)
+
+
+class GPT(CharacterGPT):
+    """25 million parameters."""
+
+    data, batch_size = Tokens, 8
+
+    def __init__(self) -> None:
+        super().__init__(n_layer=8, n_head=8, n_embd=512, block_size=64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+
+
+class MLP(lg.Task):
+    """25 million parameters, and little to compute with them."""
+
+    data, batch_size = Vectors, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(6)))
+
+    def loss(self, batch: Any) -> Tensor:
+        return functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 1e-2, momentum=0.9)
+
+
+class Loss(nn.Module):
+    """Lets DDP see a call of the loss."""
+
+    def __init__(self, task: Any) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: Any) -> Any:
+        return self.task.loss(batch)
+
+
+class Clock(lg.Callback):
+    """Reads the clocks where a step begins."""
+
+    def __init__(self) -> None:
+        self.marks: Times = []
+        self.step = -1
+
+    def on_train_batch_start(self, trainer: Any, task: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step != self.step:
+            self.step = trainer.global_step
+            self.read()
+
+    def read(self) -> None:
+        self.marks.append((time.perf_counter(), time.process_time()))
+
+    def steps(self) -> Times:
+        """Return what each step took, without the first one, which makes room."""
+        pairs = zip(self.marks[1:], self.marks[2:], strict=False)
+        return [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairs]
+
+
+def train(contestant: str, kind: str, replicas: int, steps: int) -> Times:
+    """Train for `steps` steps in this process, as one of PROCESSES."""
+    torch.manual_seed(0)
+    task: Any = {"gpt": GPT, "mlp": MLP}[kind]()
+    data, clock = task.data(steps * replicas * task.batch_size), Clock()
+    if contestant == "hand":
+        train_by_hand(task, data, replicas // PROCESSES, clock)
+        return clock.steps()
+    trainer = lg.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        strategy="ddp",
+        devices=PROCESSES,
+        replicas=replicas,
+        reproducible=contestant,
+        callbacks=[clock],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(task, DataLoader(data, task.batch_size, shuffle=True))
+    return clock.steps()
+
+
+def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> None:
+    """The loop that one writes by hand, with `turns` micro batches a step."""
+    model, optimizer = nn.parallel.DistributedDataParallel(Loss(task)), task.configure_optimizers()
+    batches = iter(DataLoader(data, task.batch_size, sampler=DistributedSampler(data)))
+    for first in batches:
+        clock.read()
+        optimizer.zero_grad()
+        with model.no_sync():
+            for _ in range(turns - 1):
+                (model(first) / turns).backward()
+                first = next(batches)
+        (model(first) / turns).backward()
+        optimizer.step()
+
+
+def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict[str, Times]]:
+    """Let the contestants take turns, in every process."""
+    place = launch.find_place()
+    assert place is not None
+    launch.connect(place, "gloo", timedelta(minutes=5))
+    found: dict[str, dict[str, Times]] = {name: {one: [] for one in CONTESTANTS} for name in workloads}
+    for _ in range(rounds):
+        for name in workloads:
+            for contestant in CONTESTANTS:
+                found[name][contestant] += train(contestant, *WORKLOADS[name], steps)
+    launch.disconnect()
+    return found
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
+
+
+def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
+    """Return the bytes that the processes send one another for one step, on average, for each layout."""
+    place = launch.find_place()
+    assert place is not None
+    launch.connect(place, "gloo", timedelta(minutes=1))
+    found = {}
+    for replicas, width in LAYOUTS:
+        if width == processes:
+            parameter = nn.Parameter(torch.zeros(numbers))
+            tree = GradientTree([parameter], Layout(replicas, processes), place.rank)
+            tree.begin()
+            for replica in Layout(replicas, processes).owned(place.rank):
+                parameter.grad = torch.ones(numbers)
+                tree.take(replica)
+            with counted() as sent:
+                tree.finish()
+            total = torch.tensor(float(sum(sent)))
+            dist.all_reduce(total)
+            found[replicas, processes] = total.item() / processes
+    launch.disconnect()
+    return found
+
+
+class counted:
+    """While entered, the bytes that the tree's collectives send from this process to others."""
+
+    def __enter__(self) -> list[int]:
+        sent: list[int] = []
+        self.before = dist.all_to_all_single, buckets._all_gather
+        world, rank = dist.get_world_size(), dist.get_rank()
+
+        def all_to_all(output: Tensor, input: Tensor, to_receive: Any, to_send: Any, **options: Any) -> Any:
+            sent.append((sum(to_send) - to_send[rank]) * input.element_size())
+            return self.before[0](output, input, to_receive, to_send, **options)
+
+        def all_gather(output: Tensor, input: Tensor, **options: Any) -> Any:
+            sent.append(input.nbytes * (world - 1))
+            return self.before[1](output, input, **options)
+
+        dist.all_to_all_single, buckets._all_gather = all_to_all, all_gather  # type: ignore[assignment]
+        return sent
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single, buckets._all_gather = self.before  # type: ignore[assignment]
+
+
+def lines_of(found: dict[str, dict[str, Times]]) -> Iterator[str]:
+    """Write the table of step times."""
+    titles = (("wall ms", 9), ("CPU ms", 9), ("wall/order", 12), ("CPU/order", 11), ("wall/hand", 11), ("CPU/hand", 10))
+    yield " " * 20 + "".join(title.rjust(width) for title, width in titles)
+    for name, contestants in found.items():
+        least = {one: min(wall for wall, _ in times) for one, times in contestants.items()}
+        middle = {one: statistics.median(cpu for _, cpu in times) for one, times in contestants.items()}
+        for one in CONTESTANTS:
+            ratios = [figures[one] / figures[other] for other in ("order", "hand") for figures in (least, middle)]
+            times = f"{least[one] * 1e3:9.1f}{middle[one] * 1e3:9.1f}"
+            yield f"{name:10}{one:10}{times}{ratios[0]:12.3f}{ratios[1]:11.3f}{ratios[2]:11.3f}{ratios[3]:10.3f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    options = parser.parse_args()
+    work = partial(compare, options.rounds, options.steps, options.workloads)
+    for line in lines_of(launch.run_workers(work, PROCESSES, threads=1)):
+        print(line)
+    numbers = 1_000_000
+    print("\nMB that a process sends for a step, for each million float32 numbers; a ring sends 2 V (W - 1) / W")
+    print(f"{'replicas':>9}{'processes':>11}{'tree':>8}{'ring':>8}")
+    for processes in sorted({processes for _, processes in LAYOUTS}):
+        counts = launch.run_workers(partial(count_bytes, numbers, processes), processes, threads=1)
+        for (replicas, _), sent in counts.items():
+            ring = 2 * 4 * numbers * (processes - 1) / processes
+            print(f"{replicas:9}{processes:11}{sent / 1e6:8.2f}{ring / 1e6:8.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What a checkpoint costs: saving at once, the stall of a save in the background, loading with verification.
+
+Run: python benchmarks/checkpoint.py [--quick] [--folder FOLDER]
+The state is that of a model with AdamW: 500 MB (200 MB with --quick), a third weights. `torch.save` of the same state
+with an fsync, and `torch.load`, run in turn with it: only ratios mean something on a machine that others use too.
+"""
+
+import argparse
+import os
+import resource
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from legato.trainer.checkpoints import checkpoint
+from legato.trainer.checkpoints.tree import flatten
+
+
+def state_of(megabytes: int) -> dict[str, Any]:
+    """Return a training state of about this size, in tensors of 4 MB and small ones."""
+    layers = megabytes // 12
+    weights = {f"layers.{layer}.weight": torch.randn(1000, 1000) for layer in range(layers)}
+    weights |= {f"layers.{layer}.bias": torch.randn(1000) for layer in range(layers)}
+    moments = {
+        place: {"step": torch.tensor(1.0), "exp_avg": torch.randn_like(weight), "exp_avg_sq": torch.rand_like(weight)}
+        for place, weight in enumerate(weights.values())
+    }
+    return {"state_dict": weights, "optimizer_states": [{"state": moments, "param_groups": [{"lr": 0.1}]}]}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def torch_save(state: dict[str, Any], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str, list[float]], float]:
+    """Return the seconds of each kind of work in each round, and of the first stall, which takes fresh memory."""
+    writer = checkpoint.Writer()
+    behind, at_once, pickled = folder / "step-00000001", folder / "step-00000002", folder / "state.pt"
+    first_stall = seconds(lambda: writer.save(behind, state))
+    writer.wait()
+    times: dict[str, list[float]] = {}
+
+    def timed(name: str, work: Callable[[], object]) -> None:
+        times.setdefault(name, []).append(seconds(work))
+
+    for _ in range(rounds):
+        # each writes to fresh files, and the disk has nothing left to do when the next begins
+        checkpoint.remove(behind)
+        os.sync()
+        timed("torch.save + fsync", lambda: torch_save(state, pickled))
+        os.sync()
+        timed("torch.load", lambda: torch.load(pickled, weights_only=True))
+        pickled.unlink()
+        os.sync()
+        timed("save at once", lambda: checkpoint.write(at_once, state))
+        timed("verify", lambda: checkpoint.verify(at_once))
+        timed("verify and load", lambda: checkpoint.read(at_once))
+        checkpoint.remove(at_once)
+        os.sync()
+        timed("save in the background: stall", lambda: writer.save(behind, state))
+        timed("save in the background: the rest, beside training", writer.wait)
+    writer.close()
+    return times, first_stall
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    options = parser.parse_args()
+    state = state_of(200 if options.quick else 500)
+    size = flatten(state).nbytes
+    folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
+    try:
+        # the pages of files and of the snapshot come from memory that a virtual machine may not have been given yet
+        (folder / "warm").mkdir()
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        writer = checkpoint.Writer()
+        writer.save(folder / "warm" / "memory", state)
+        writer.close()
+        more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+        measure(state, folder / "warm", 1)
+        times, first_stall = measure(state, folder, 5)
+    finally:
+        shutil.rmtree(folder)
+    best = {name: min(values) for name, values in times.items()}
+    at_once = best["save at once"]
+    print(f"A state of {size / 1e6:,.0f} MB in {len(state['state_dict']) * 4:,} tensors; best and median of 5 rounds\n")
+    print(f"{'':52}{'best s':>9}{'median':>9}{'of a save at once':>20}")
+    for name, values in times.items():
+        ratio = f"{100 * best[name] / at_once:.0f} %"
+        print(f"{name:52}{best[name]:9.3f}{statistics.median(values):9.3f}{ratio:>20}")
+    print(f"{'the first stall (its memory is fresh)':52}{first_stall:9.3f}{'':9}{100 * first_stall / at_once:>18.0f} %")
+    print(f"\nHost memory that a save in the background takes: {more / size:.2f} times the state.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""What a process holds between two steps, by strategy: weights, gradients and the optimizer's state, in bytes.
+
+Run: python -m benchmarks.memory [--processes 4] [--steps 6]
+The model is the character GPT of tasks/characters.py with AdamW. Bytes of this process's own parts are counted, as
+tensors say them, the largest of all processes; not the memory of the process, in which a few MiB of weights drown. The
+time of a step is the median on this machine's CPU, with all processes sharing its cores.
+"""
+
+import argparse
+import time
+from statistics import median
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+from legato.tasks.characters import ALPHABET, CharacterGPT
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.strategies.meshes.whole import count_bytes
+
+LAYOUTS = {
+    "ddp": "ddp",
+    "zero1": "zero1",
+    "fsdp": {"name": "fsdp", "shard_blocks": ["Block"]},
+    "mesh, data 2 x shard 2": {"name": "mesh", "data": 2, "shard": "auto", "shard_blocks": ["Block"]},
+    "mesh, tensor 4": {"name": "mesh", "tensor": "auto"},
+    "mesh, shard 2 x tensor 2": {"name": "mesh", "shard": 2, "tensor": "auto", "shard_blocks": ["Block"]},
+    "mesh, data 2 x tensor 2": {"name": "mesh", "data": 2, "tensor": "auto"},
+    "mesh, pipeline 4": {"name": "mesh", "pipeline": "auto"},
+    "mesh, pipeline 2 x data 2": {"name": "mesh", "pipeline": 2, "data": "auto"},
+    "mesh, pipeline 2 x shard 2": {"name": "mesh", "pipeline": 2, "shard": "auto", "shard_blocks": ["Block"]},
+    "mesh, pipeline 2 x tensor 2": {"name": "mesh", "pipeline": 2, "tensor": "auto"},
+}
+
+
+class Counts(lg.Callback):
+    """Counts what this process holds after each step."""
+
+    def __init__(self) -> None:
+        self.bytes = (0, 0, 0)
+        self.moments: list[float] = []
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        parameters = list(task.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        optimizer = getattr(trainer.optimizers[0], "optim", trainer.optimizers[0])  # what zero1 keeps for this process
+        states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        self.bytes = count_bytes(parameters), count_bytes(gradients), count_bytes(states)
+        self.moments.append(time.perf_counter())
+
+
+def measure(strategy, processes: int, steps: int) -> tuple[list[int], float]:
+    """Return the most bytes that a process holds of each kind, and the seconds of a step."""
+    counts = Counts()
+    windows = torch.randint(0, len(ALPHABET), (16 * steps, 65), generator=torch.Generator().manual_seed(1))
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options |= {"max_steps": steps, "replicas": 4, "accelerator": "cpu", "callbacks": [counts]}
+    trainer = lg.Trainer(**options, devices=processes, strategy=strategy)
+    trainer.fit(CharacterGPT(block_size=64), DataLoader(TensorDataset(windows[:, :-1], windows[:, 1:]), 4))
+    seconds = [after - before for before, after in zip(counts.moments[2:], counts.moments[3:], strict=False)]
+    return torch.tensor(trainer.strategy.gather_objects(counts.bytes)).amax(dim=0).tolist(), median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=8)
+    options = parser.parse_args()
+
+    def work():
+        torch.set_num_threads(1)
+        return {name: measure(layout, options.processes, options.steps) for name, layout in LAYOUTS.items()}
+
+    torch.set_num_threads(1)
+    rows = {"single": measure("single", 1, options.steps), **run_workers(work, options.processes)}
+    print(f"{'':28}{'weights':>9}{'gradients':>11}{'optimizer':>11}{'together':>10}  MB       ms a step")
+    for name, (kinds, seconds) in rows.items():
+        weights, gradients, states = (count / 1e6 for count in kinds)
+        together = weights + gradients + states
+        print(f"{name:28}{weights:9.2f}{gradients:11.2f}{states:11.2f}{together:10.2f}{1000 * seconds:18.0f}")
+
+
+if __name__ == "__main__":
+    main()

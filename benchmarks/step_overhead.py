@@ -1,0 +1,315 @@
+"""What a training step costs beyond a hand-written loop, next to the peers that are installed.
+
+Run: python -m benchmarks.step_overhead [--modes bare,usual,map] [--steps 2000] [--rounds 3] [--only raw,legato,...]
+
+Every contestant trains the same small MLP on the same batches, in a process of its own, in turn (A B C, A B C, ...), so
+that a busy neighbour troubles all alike. A step's figure is CPU time of the process: the tenth percentile over blocks
+of 50 steps, without the first quarter; of the rounds the least counts.
+
+bare: nothing attached; batches come from a stream. map: the same from a map-style DataLoader, shuffled and collated.
+usual: one loss logged in each step, a progress bar (into a file), TensorBoard every 50 steps, where the framework has
+them a checkpoint at the end.
+
+"legato, off" is Legato with `reproducible: off`. It keys no random numbers, as no peer does.
+"""
+
+import argparse
+import importlib.util
+import itertools
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+BLOCK = 50
+BATCH, BATCHES = 32, 64
+MODES = ("bare", "usual", "map")
+
+
+@dataclass
+class Job:
+    """What a contestant has to train, and the clock that it calls after each step."""
+
+    mode: str
+    steps: int
+    folder: Path
+    marks: list[float] = field(default_factory=list)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        import torch
+        from torch import nn
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self.usual = self.mode == "usual"
+        self.model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.inputs, self.targets = torch.randn(BATCHES, BATCH, 32), torch.randint(0, 10, (BATCHES, BATCH))
+
+    def loader(self) -> Any:
+        """Return a loader of one epoch."""
+        from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+        batches, steps = list(zip(self.inputs, self.targets, strict=True)), self.steps
+        if self.mode == "map":
+            repeats = -(-steps // BATCHES)
+            inputs, targets = self.inputs.flatten(0, 1).repeat(repeats, 1), self.targets.flatten().repeat(repeats)
+            return DataLoader(TensorDataset(inputs[: steps * BATCH], targets[: steps * BATCH]), BATCH, shuffle=True)
+
+        class Stream(IterableDataset[Any]):
+            def __len__(self) -> int:
+                return steps
+
+            def __iter__(self) -> Iterator[Any]:
+                return itertools.islice(itertools.cycle(batches), steps)
+
+        return DataLoader(Stream(), batch_size=None)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        """Return the loss of a batch."""
+        from torch.nn import functional
+
+        return functional.cross_entropy(model(batch[0]), batch[1])
+
+    def optimizer(self, model: Any) -> Any:
+        """Return Adam for a model."""
+        import torch
+
+        return torch.optim.Adam(model.parameters(), 1e-3)
+
+    def tick(self, *_: Any) -> None:
+        """Note that a step is over."""
+        self.done += 1
+        if self.done % BLOCK == 0:
+            self.marks.append(time.process_time())
+
+    def microseconds(self) -> float:
+        """Return the figure of a step."""
+        assert self.done == self.steps, f"{self.done} steps instead of {self.steps}"
+        marks = self.marks[len(self.marks) // 4 :]
+        blocks = sorted(later - earlier for earlier, later in itertools.pairwise(marks))
+        return blocks[len(blocks) // 10] / BLOCK * 1e6
+
+
+# --- the contestants --------------------------------------------------------------------------------------------------
+def raw(job: Job) -> None:
+    """The loop that one writes by hand."""
+    optimizer = job.optimizer(job.model)
+    bar: Any = None
+    writer: Any = None
+    if job.usual:
+        from torch.utils.tensorboard import SummaryWriter
+        from tqdm import tqdm
+
+        bar, writer = tqdm(total=job.steps), SummaryWriter(str(job.folder))
+    for index, batch in enumerate(job.loader()):
+        loss = job.loss(job.model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if job.usual:
+            bar.update()
+            if index % BLOCK == 0:
+                writer.add_scalar("loss", loss.item(), index)
+        job.tick()
+
+
+def legato(job: Job, reproducible: str = "order") -> None:
+    """Legato."""
+    import legato as lg
+    from legato.trainer.loggers.tensorboard import TensorBoardLogger
+
+    class Task(lg.Task):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = job.loss(self.model, batch)
+            if job.usual:
+                self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return job.optimizer(self)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            job.tick()
+
+    trainer = lg.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        reproducible=reproducible,
+        logger=TensorBoardLogger() if job.usual else False,
+        enable_checkpointing=job.usual,
+        enable_progress_bar=job.usual,
+        enable_model_summary=False,
+        default_root_dir=job.folder,
+    )
+    trainer.fit(Task(), job.loader())
+
+
+def legato_off(job: Job) -> None:
+    """Legato without keyed random numbers."""
+    legato(job, "off")
+
+
+def lightning(job: Job) -> None:
+    """PyTorch Lightning."""
+    import lightning as peer
+    from lightning.pytorch.loggers import TensorBoardLogger
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(peer.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = job.model
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = job.loss(self.model, batch)
+            if job.usual:
+                self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return job.optimizer(self)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            job.tick()
+
+    trainer = peer.Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        devices=1,
+        logger=TensorBoardLogger(str(job.folder)) if job.usual else False,
+        enable_checkpointing=job.usual,
+        enable_progress_bar=job.usual,
+        enable_model_summary=False,
+        default_root_dir=str(job.folder),
+    )
+    trainer.fit(Module(), job.loader())
+
+
+def ignite(job: Job) -> None:
+    """PyTorch-Ignite."""
+    from ignite.engine import Engine, Events
+
+    optimizer = job.optimizer(job.model)
+
+    def step(engine: Any, batch: Any) -> Any:
+        loss = job.loss(job.model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item() if job.usual else loss.detach()
+
+    engine = Engine(step)
+    engine.add_event_handler(Events.ITERATION_COMPLETED, job.tick)
+    if job.usual:
+        from ignite.handlers import ProgressBar, TensorboardLogger
+
+        ProgressBar().attach(engine, output_transform=lambda loss: {"loss": loss})
+        TensorboardLogger(log_dir=str(job.folder)).attach_output_handler(
+            engine, Events.ITERATION_COMPLETED(every=BLOCK), tag="train", output_transform=lambda loss: {"loss": loss}
+        )
+    engine.run(job.loader(), max_epochs=1)
+
+
+def fabric(job: Job) -> None:
+    """Lightning Fabric, where the user writes the loop."""
+    from lightning.fabric import Fabric
+
+    peer = Fabric(accelerator="cpu", devices=1)
+    peer.launch()
+    model, optimizer = peer.setup(job.model, job.optimizer(job.model))
+    by_hand(job, model, optimizer, peer.setup_dataloaders(job.loader()), peer.backward)
+
+
+def accelerate(job: Job) -> None:
+    """Hugging Face Accelerate, where the user writes the loop."""
+    from accelerate import Accelerator
+
+    peer = Accelerator(cpu=True)
+    model, optimizer, loader = peer.prepare(job.model, job.optimizer(job.model), job.loader())
+    by_hand(job, model, optimizer, loader, peer.backward)
+
+
+def by_hand(job: Job, model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None]) -> None:
+    for batch in loader:
+        loss = job.loss(model, batch)
+        optimizer.zero_grad()
+        backward(loss)
+        optimizer.step()
+        job.tick()
+
+
+CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, tuple[str, ...]]] = {
+    "raw": (raw, "torch", MODES),
+    "legato": (legato, "legato", MODES),
+    "legato, off": (legato_off, "legato", MODES),
+    "lightning": (lightning, "lightning", MODES),
+    "ignite": (ignite, "ignite", MODES),
+    "fabric": (fabric, "lightning", ("bare", "map")),
+    "accelerate": (accelerate, "accelerate", ("bare", "map")),
+}
+"""By name: what trains, the package that it needs, the modes that it knows."""
+
+
+# --- the comparison ---------------------------------------------------------------------------------------------------
+def measure(name: str, mode: str, steps: int) -> float:
+    """Run one contestant in a process of its own; return the microseconds of a step."""
+    command = [sys.executable, __file__, "--one", name, "--modes", mode, "--steps", str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} failed in mode {mode}:\n{done.stderr[-2000:]}")
+    figure: float = json.loads(done.stdout.splitlines()[-1])
+    return figure
+
+
+def compare(mode: str, names: list[str], steps: int, rounds: int) -> None:
+    """Print a table of one mode."""
+    names = [name for name in names if mode in CONTESTANTS[name][2]]
+    figures: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name in names:
+            figures[name].append(measure(name, mode, steps))
+    base = min(figures["raw"])
+    print(f"{mode + ', CPU time of a step':<32}{'us':>8}{'over raw':>10}{'ratio':>8}")
+    for name, values in figures.items():
+        least = min(values)
+        print(f"  {name:<30}{least:>8.1f}{least - base:>+10.1f}{least / base:>8.2f}")
+    print(flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", help="some of: " + "; ".join(CONTESTANTS), default="")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        with tempfile.TemporaryDirectory() as folder:
+            job = Job(options.modes, options.steps, Path(folder))
+            CONTESTANTS[options.one][0](job)
+        print(json.dumps(job.microseconds()))
+        return
+    wanted = ["raw", *options.only.split(",")] if options.only else list(CONTESTANTS)
+    names = [name for name in CONTESTANTS if name in wanted and importlib.util.find_spec(CONTESTANTS[name][1])]
+    for mode in options.modes.split(","):
+        compare(mode, names, options.steps, options.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""EarlyStopping: ends the run when a metric no longer improves."""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from .callback import Callback
+from .monitor import Monitor
+
+if TYPE_CHECKING:
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+log = logging.getLogger("legato")
+
+
+class EarlyStopping(Callback):
+    """Sets `trainer.should_stop` when the monitored metric has not improved `patience` times in a row.
+
+    It looks after each validation that logged the metric, or at the end of each training epoch where training logs it.
+
+    Args:
+        monitor: a name in `trainer.callback_metrics`.
+        min_delta: less than this is no improvement.
+        patience: looks without improvement before the run ends.
+        verbose: also log every improvement.
+        strict: refuse a metric that was logged nowhere, with ConfigError.
+        check_finite: end the run when the metric is NaN or infinite.
+        stopping_threshold: end the run when the metric is better than this.
+        divergence_threshold: end the run when the metric is worse than this.
+        check_on_train_epoch_end: True: look at the end of epochs only; False: after validations only.
+    """
+
+    late = 1
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: Literal["min", "max"] = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+    ) -> None:
+        self.monitor, self.mode = monitor, mode
+        self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
+        self.strict, self.check_finite = strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self._metric = Monitor(monitor, mode, "EarlyStopping")
+        self.wait_count = 0
+        self.best_score = self._metric.worst
+        self.stopped_step = 0
+        self.stopped_epoch = 0
+
+    @property
+    def state_key(self) -> str:
+        """One for each metric and mode."""
+        return f"EarlyStopping[{self.monitor}, {self.mode}]"
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long it has waited, and for what. JSON has no infinity, so such a score is a string."""
+        return {
+            "wait_count": self.wait_count,
+            "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
+            "stopped_step": self.stopped_step,
+            "stopped_epoch": self.stopped_epoch,
+            "patience": self.patience,
+            "metric": self._metric.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on waiting."""
+        self.wait_count, self.best_score = state_dict["wait_count"], float(state_dict["best_score"])
+        self.stopped_step, self.stopped_epoch = state_dict["stopped_step"], state_dict["stopped_epoch"]
+        self._metric.load_state_dict(state_dict["metric"])
+        if self.patience > state_dict["patience"]:
+            self.stopped_step = self.stopped_epoch = 0
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Begin anew; a resume puts its state in here later."""
+        if stage == "fit":
+            self.wait_count, self.best_score, self.stopped_step, self.stopped_epoch = 0, self._metric.worst, 0, 0
+            self._metric.reset()
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """A run that was ended stays ended when it is resumed, unless it may now wait longer."""
+        trainer.should_stop |= self.stopped_step > 0
+
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Remember the metric's old value."""
+        self._metric.start_validation(trainer)
+
+    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Look at the metric, if this validation logged it."""
+        fresh = self._metric.end_validation(trainer)
+        if fresh and trainer.stage == "fit" and not trainer.sanity_checking and not self.check_on_train_epoch_end:
+            self._look(trainer)
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Look at the metric, if training logs it. Raises ConfigError where it was logged nowhere."""
+        if self.strict and self._metric.is_missing(trainer):
+            self._metric.refuse(trainer)
+        if not trainer.state.epoch_ended:
+            return  # the run stops in the middle of the epoch, and may be resumed there
+        here = self.check_on_train_epoch_end
+        if self._metric.is_from_training(trainer) if here is None else here:
+            self._look(trainer)
+
+    def _look(self, trainer: "Trainer") -> None:
+        score = self._metric.read(trainer)
+        if score is None or trainer.fast_dev_run:
+            return
+        reason = self._reason_to_stop(score)
+        if reason is not None:
+            trainer.should_stop = True
+            self.stopped_step, self.stopped_epoch = trainer.global_step, trainer.current_epoch
+        if trainer.is_global_zero and reason is not None:
+            log.info("EarlyStopping at step %d: %s = %.6g %s", trainer.global_step, self.monitor, score, reason)
+        elif trainer.is_global_zero and self.verbose and self.wait_count == 0:
+            log.info("%s improved to %.6g at step %d.", self.monitor, score, trainer.global_step)
+
+    def _reason_to_stop(self, score: float) -> str | None:
+        better = self._metric.is_better
+        if self.check_finite and not math.isfinite(score):
+            return "is not finite."
+        if self.stopping_threshold is not None and better(score, self.stopping_threshold):
+            return f"has reached stopping_threshold = {self.stopping_threshold:.6g}."
+        if self.divergence_threshold is not None and better(self.divergence_threshold, score):
+            return f"is worse than divergence_threshold = {self.divergence_threshold:.6g}."
+        margin = self.min_delta if self.mode == "min" else -self.min_delta
+        if better(score + margin, self.best_score):
+            self.best_score, self.wait_count = score, 0
+            return None
+        self.wait_count += 1
+        if self.wait_count < self.patience:
+            return None
+        return f"has not improved on {self.best_score:.6g} in {self.wait_count} looks."

@@ -1,0 +1,94 @@
+"""LearningRateMonitor: logs the learning rate of every optimizer."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..trainer.errors import ConfigError
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+
+class LearningRateMonitor(Callback):
+    """Logs learning rates under Lightning's names: `lr-AdamW`, `lr-AdamW/pg1` (groups), `lr-SGD-1` (a second SGD).
+
+    A scheduler's `name`, and a parameter group's, take the place of `lr-AdamW` and `pg1`. The value at a step is the
+    one that the step's update used.
+
+    Args:
+        logging_interval: "step" (every logging step) or "epoch" (where an epoch begins); None: by the scheduler's own
+            interval, and by steps where an optimizer has none.
+        log_momentum: also log `lr-SGD-momentum` (for Adam and its kin the first beta).
+        log_weight_decay: also log `lr-AdamW-weight_decay`.
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ConfigError(
+                f"LearningRateMonitor: logging_interval must be 'step', 'epoch' or None, got {logging_interval!r}."
+            )
+        self.logging_interval, self.log_momentum, self.log_weight_decay = (
+            logging_interval,
+            log_momentum,
+            log_weight_decay,
+        )
+        self._logged_step = -1
+
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Log the rates of the step that this batch belongs to, once, if it is a logging step."""
+        step = trainer.state.global_step + 1
+        if step % trainer.log_every_n_steps == 0 and step != self._logged_step:
+            self._logged_step = step
+            self._log(trainer, "step", step)
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Log the step that is repeated, which another process may have logged before."""
+        self._logged_step = -1
+
+    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Log the rates of the epoch, unless a resume goes on within it."""
+        if trainer.state.epoch_steps == 0:
+            self._log(trainer, "epoch", trainer.global_step)
+
+    def _log(self, trainer: "Trainer", interval: str, step: int) -> None:
+        if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
+            return
+        values: dict[str, float] = {}
+        for name, optimizer, own_interval in self._optimizers(trainer):
+            if self.logging_interval is not None or own_interval == interval:
+                values.update(self._values(name, optimizer))
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step)
+
+    def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
+        """Yield each optimizer with its name and the interval in which it is logged."""
+        schedulers = {
+            id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs
+        }
+        seen: dict[str, int] = {}
+        for optimizer in trainer.optimizers:
+            config = schedulers.get(id(optimizer))
+            name = config.name if config is not None and config.name else f"lr-{type(optimizer).__name__}"
+            count = seen[name] = seen.get(name, -1) + 1
+            yield name if count == 0 else f"{name}-{count}", optimizer, "step" if config is None else config.interval
+
+    def _values(self, name: str, optimizer: "Optimizer") -> Iterator[tuple[str, float]]:
+        for number, group in enumerate(optimizer.param_groups, start=1):
+            suffix = (
+                f"/{group.get('name', f'pg{number}')}" if len(optimizer.param_groups) > 1 or "name" in group else ""
+            )
+            yield name + suffix, float(group["lr"])
+            if self.log_momentum:
+                momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0.0)
+                yield f"{name}-momentum{suffix}", float(momentum)
+            if self.log_weight_decay:
+                yield f"{name}-weight_decay{suffix}", float(group.get("weight_decay", 0.0))

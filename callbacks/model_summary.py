@@ -1,0 +1,76 @@
+"""ModelSummary: prints what the task is made of."""
+
+from typing import TYPE_CHECKING
+
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+
+class ModelSummary(Callback):
+    """Prints a table of the task's modules when a fit begins, on rank 0.
+
+    Args:
+        max_depth: levels of modules to show; 0: totals only, -1: all.
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        self.max_depth = max_depth
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Print the table."""
+        if trainer.is_global_zero:
+            print(summarize(task, self.max_depth), flush=True)
+
+
+def summarize(task: "nn.Module", max_depth: int = 1) -> str:
+    """Return a table of name, type, parameters and trainable parameters of each module, and the totals.
+
+    A parameter that several modules share counts once in each of them and once in the totals. Parameters that are not
+    initialised yet count as none, and the totals say so.
+    """
+    rows = [("name", "type", "parameters", "trainable")]
+    for name, module in task.named_modules():
+        if name and (max_depth == -1 or name.count(".") < max_depth):
+            total, trainable, lazy = _count(module)
+            mark = " + uninitialised" if lazy else ""
+            rows.append((name, type(module).__name__, f"{total:,}{mark}", f"{trainable:,}"))
+    total, trainable, lazy = _count(task)
+    size = sum(tensor.numel() * tensor.element_size() for tensor in task.parameters() if not _is_lazy(tensor))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    line = "  ".join("-" * width for width in widths)
+    lines = [
+        f"{name:<{widths[0]}}  {kind:<{widths[1]}}  {parameters:>{widths[2]}}  {trained:>{widths[3]}}"
+        for name, kind, parameters, trained in rows
+    ]
+    table = [lines[0], line, *lines[1:], line] if len(rows) > 1 else []
+    more = f", and {lazy} parameter tensors that are not initialised yet" if lazy else ""
+    return "\n".join(
+        [*table, f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), {_bytes(size)}{more}"]
+    )
+
+
+def _count(module: "nn.Module") -> tuple[int, int, int]:
+    """Return how many numbers, how many trainable ones, and how many uninitialised tensors the parameters hold."""
+    tensors = list(module.parameters())
+    known = [tensor for tensor in tensors if not _is_lazy(tensor)]
+    trainable = sum(tensor.numel() for tensor in known if tensor.requires_grad)
+    return sum(tensor.numel() for tensor in known), trainable, len(tensors) - len(known)
+
+
+def _is_lazy(tensor: "Tensor") -> bool:
+    from torch.nn.parameter import is_lazy
+
+    return bool(is_lazy(tensor))
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

@@ -1,0 +1,1 @@
+"""Ready configs: `legato fit digits.yaml` finds them here."""

@@ -1,0 +1,114 @@
+"""A model in two parts, each on a device of its own: ddp_model_parallel, both ways.
+
+    python examples/two_parts.py
+
+Four devices make two processes with two parts each. Where there are no four GPUs the devices are the CPU, four times:
+the same steps, so that a model can be tried before it is brought to where it fits on no single device.
+
+`InBlocks` says what its blocks are, and Legato cuts it by parameter bytes. `ByHand` puts its parts on devices itself.
+Both learn what the same model learns on one device.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.inner = nn.Linear(width, 4 * width)
+        self.outer = nn.Linear(4 * width, width)
+
+    def forward(self, stream):
+        return stream + self.outer(F.gelu(self.inner(self.norm(stream))))
+
+
+class Rings(lg.Task):
+    """Knows nothing of devices."""
+
+    def __init__(self, width: int = 32, layers: int = 4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Linear(2, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, 2)
+
+    def forward(self, points):
+        stream = self.embedding(points)
+        for layer in self.layers:
+            stream = layer(stream)
+        return self.head(stream)
+
+    def training_step(self, batch, batch_idx):
+        points, labels = batch
+        loss = F.cross_entropy(self(points), labels)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        points, labels = batch
+        self.log("val/acc", (self(points).argmax(dim=1) == labels).float().mean(), prog_bar=True)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=3e-3)
+
+
+class InBlocks(Rings):
+    """Says what its blocks are; everything else is Legato's affair."""
+
+    def configure_blocks(self):
+        return [self.embedding, *self.layers, self.head]
+
+
+class ByHand(Rings):
+    """Has its parts where it wants them. The batch comes to the last device, where the loss is made."""
+
+    def configure_model(self):
+        first, last = self.devices
+        self.embedding.to(first)
+        self.layers[:2].to(first)
+        self.layers[2:].to(last)
+        self.head.to(last)
+
+    def forward(self, points):
+        first, last = self.devices
+        stream = self.embedding(points.to(first))
+        for layer in self.layers[:2]:
+            stream = layer(stream)
+        stream = stream.to(last)
+        for layer in self.layers[2:]:
+            stream = layer(stream)
+        return self.head(stream)
+
+
+def rings(count, seed):
+    """Return points (count, 2), and for each whether it lies on an odd ring, (count,)."""
+    points = torch.rand(count, 2, generator=torch.Generator().manual_seed(seed)) * 2 - 1
+    return TensorDataset(points, (points.norm(dim=1) * 2).long() % 2)
+
+
+for task, arguments in (
+    (Rings(), {"strategy": "single", "devices": 1, "replicas": 2}),
+    (InBlocks(), {"strategy": {"name": "ddp_model_parallel", "micro_batches": 4}, "devices": 4}),
+    (ByHand(), {"strategy": "ddp_model_parallel", "devices": 4}),
+):
+    trainer = lg.Trainer(
+        max_epochs=10,
+        threads=1,
+        accelerator="cuda" if torch.cuda.device_count() >= 4 else "cpu",
+        run_name="two_parts",
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **arguments,
+    )
+    trainer.fit(
+        task,
+        DataLoader(rings(1000, seed=0), batch_size=16, shuffle=True),
+        DataLoader(rings(1000, seed=1), batch_size=250),
+    )
+    print(f"{type(task).__name__:8} on {arguments['devices']}: val/acc {trainer.callback_metrics['val/acc']:.3f}")

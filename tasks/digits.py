@@ -1,0 +1,157 @@
+"""Digits: a small convolutional network on scikit-learn's 8 x 8 handwritten digits. A model of an image task."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..trainer.errors import DataError
+from .data_module import DataModule
+from .task import Task
+
+Batch = tuple[Tensor, Tensor]
+"""Images (n, 1, 8, 8) and labels (n,)."""
+
+
+class Digits(Task):
+    """Tells the ten digits apart; about 68,000 parameters with 32 channels."""
+
+    def __init__(self, channels: int = 32, dropout: float = 0.3, lr: float = 5e-3, weight_decay: float = 0.05) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.network = nn.Sequential(
+            *_convolution(1, channels),
+            *_convolution(channels, channels),
+            nn.MaxPool2d(2),
+            *_convolution(channels, 2 * channels),
+            *_convolution(2 * channels, 2 * channels),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Dropout(dropout),
+            nn.Linear(2 * channels * 2 * 2, 10),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits (n, 10) for images (n, 1, 8, 8)."""
+        logits: Tensor = self.network(images)
+        return logits
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the mean cross-entropy of the batch."""
+        images, labels = batch
+        loss = F.cross_entropy(self(images), labels)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log val/loss and val/acc."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log test/loss and test/acc."""
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Return the most likely digit of each image, (n,)."""
+        logits: Tensor = self(batch[0])
+        return logits.argmax(dim=1)
+
+    def _evaluate(self, stage: str, batch: Batch) -> None:
+        images, labels = batch
+        logits = self(images)
+        correct = (logits.argmax(dim=1) == labels).float()
+        # Weighted by samples, the mean over batches is the exact share of right answers, short last batch included.
+        values = {f"{stage}/loss": F.cross_entropy(logits, labels), f"{stage}/acc": correct.mean()}
+        self.log_dict(values, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW under one cycle of the learning rate: up to `lr` and down to zero, step by step."""
+        lr, steps = self.hparams.lr, int(self.trainer.estimated_stepping_batches)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams.weight_decay)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
+    # Group norm, because it treats each image alone: the result does not depend on how samples are batched.
+    return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(max(1, outputs // 8), outputs), nn.ReLU()]
+
+
+class DigitsData(DataModule):
+    """The 1,797 digits that scikit-learn ships, in fixed parts: 1,257 to train, 270 to validate, 270 to test.
+
+    Every part holds each digit in the same proportion. Training images are moved by up to one pixel each way.
+    """
+
+    def __init__(self, batch_size: int = 32, num_workers: int = 0, shift: int = 1, split_seed: int = 0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.parts: dict[str, DigitImages] = {}
+
+    def setup(self, stage: str) -> None:
+        """Read and split the images; raises DataError where scikit-learn is not installed."""
+        if self.parts:
+            return
+        try:
+            from sklearn.datasets import load_digits
+            from sklearn.model_selection import train_test_split
+        except ImportError as error:
+            raise DataError(
+                "The digits come with scikit-learn, which cannot be imported here. Do: pip install 'legato[tasks]'"
+            ) from error
+        digits = load_digits()
+        images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # 0 .. 16 -> -1 .. 1
+        labels = torch.as_tensor(digits.target)
+
+        def split(indices: Any) -> Any:
+            return train_test_split(
+                indices, test_size=270, stratify=digits.target[indices], random_state=self.hparams.split_seed
+            )
+
+        rest, test = split(range(len(labels)))
+        train, val = split(rest)
+        self.parts = {
+            "train": DigitImages(images[train], labels[train], self.hparams.shift),
+            "val": DigitImages(images[val], labels[val]),
+            "test": DigitImages(images[test], labels[test]),
+        }
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Load the training images, shuffled and shifted."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Load the validation images."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Load the test images."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """Load the test images."""
+        return self._loader("test")
+
+    def _loader(self, part: str, shuffle: bool = False) -> DataLoader[Any]:
+        size, workers = self.hparams.batch_size, self.hparams.num_workers
+        return DataLoader(self.parts[part], size, shuffle=shuffle, num_workers=workers)
+
+
+class DigitImages(Dataset[tuple[Tensor, Tensor]]):
+    """Images (n, 1, 8, 8) with labels (n,), each image moved at random by up to `shift` pixels each way."""
+
+    def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
+        # The background is the smallest value.
+        self.images = F.pad(images, (shift, shift, shift, shift), value=-1.0)
+        self.labels = labels
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # The global generator is keyed for each batch, so the same image moves the same way in any process or worker.
+        row, column = torch.randint(2 * self.shift + 1, (2,)).tolist() if self.shift else (0, 0)
+        return self.images[index, :, row : row + 8, column : column + 8], self.labels[index]

@@ -1,0 +1,111 @@
+"""Hyperparameters: the arguments of `__init__`, kept so that a checkpoint can rebuild the object."""
+
+import inspect
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from types import FrameType
+from typing import Any
+
+from ..trainer.errors import TaskError
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys can be read as attributes: `hparams.lr`."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"There is no hyperparameter {name!r}; there are: {', '.join(self)}.") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+
+class Hyperparameters:
+    """Gives a class `save_hyperparameters()` and `hparams`."""
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The saved hyperparameters; empty where none were saved."""
+        kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        return kept
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: str | Iterable[str] | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Keep the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
+
+        With names as `args` only those are kept; with one mapping, namespace or dataclass as `args`, its items are.
+        `logger=False` keeps all of them out of the loggers. Raises TaskError for an unknown name, and for a value that
+        is not made of JSON values (a module, a function), naming it: a checkpoint holds no pickle.
+        """
+        ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        current = inspect.currentframe()
+        found = self._init_arguments(frame or (current.f_back if current else None))
+        if len(args) == 1 and not isinstance(args[0], str):
+            # rebuilt from a checkpoint, they are one argument again
+            names = [name for name, value in found.items() if value is args[0]]
+            self.__dict__["_hparams_name"] = names[0] if names else None
+            found = _items(args[0])
+        elif args:
+            unknown = [name for name in args if name not in found]
+            if unknown:
+                raise TaskError(
+                    f"save_hyperparameters: {unknown[0]!r} is not an argument of __init__ ({sorted(found)})."
+                )
+            found = {name: found[name] for name in args}
+        self.__dict__["_log_hyperparams"] = logger
+        kept = {name: value for name, value in found.items() if name not in ignored}
+        for name, value in kept.items():
+            _require_json(value, name)
+        self.hparams.update(kept)
+
+    def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
+        """Arguments of every `__init__` of this object that is under way; those of the most derived class win."""
+        found: dict[str, Any] = {}
+        while frame is not None and frame.f_code.co_name == "__init__":
+            values = inspect.getargvalues(frame)
+            if not values.args or values.locals.get(values.args[0]) is not self:
+                break
+            found |= {name: values.locals[name] for name in values.args[1:]}
+            if values.keywords:
+                found |= values.locals[values.keywords]
+            frame = frame.f_back
+        return found
+
+
+def _require_json(value: Any, name: str) -> None:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        for index, item in enumerate(value):
+            _require_json(item, f"{name}[{index}]")
+    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        for key, item in value.items():
+            _require_json(item, f"{name}.{key}")
+    else:
+        argument = name.partition("[")[0].partition(".")[0]
+        raise TaskError(
+            f"save_hyperparameters: {name!r} is a {type(value).__name__}, and a checkpoint holds JSON values only "
+            f"(numbers, strings, booleans, lists, dicts). Leave it out with save_hyperparameters(ignore=[{argument!r}])"
+            f", and hand it over again at load_from_checkpoint(..., {argument}=...)."
+        )
+
+
+def _items(value: Any) -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {str(name): item for name, item in value.items()}
+    if isinstance(value, Namespace):
+        return dict(vars(value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    raise TaskError(
+        f"save_hyperparameters takes names of arguments, a mapping, a namespace or a dataclass; got "
+        f"{type(value).__name__}."
+    )

@@ -1,0 +1,327 @@
+"""Task: what is trained. The model, its steps and its optimizers, under Lightning's names."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..trainer.errors import TaskError
+from .data_hooks import DataHooks
+from .hyperparameters import Hyperparameters
+from .task_hooks import TaskHooks
+
+if TYPE_CHECKING:
+    from ..callbacks.callback import Callback
+    from ..trainer.checkpoints.rebuild import Location
+    from ..trainer.loggers.logger import Logger
+    from ..trainer.trainer import Trainer
+
+TaskType = TypeVar("TaskType", bound="Task")
+Value = TypeVar("Value")
+
+
+class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
+    """A model with its steps and optimizers. Override what you need; `callbacks/callback.py` draws when hooks fire.
+
+    `training_step` returns a scalar loss, a dict with "loss", or None to leave the batch out. With several optimizers
+    it returns one loss for each, as a list or as a dict's "loss"; each reaches its own optimizer's parameters only.
+    """
+
+    automatic_optimization = True
+    """False: `training_step` runs backward and the optimizers itself."""
+    strict_loading = True
+    """Whether a checkpoint must hold exactly this task's parameters."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.example_input_array: Any = None
+
+    # --- the run this task is part of -------------------------------------------------------------------------------
+    @property
+    def trainer(self) -> "Trainer":
+        """The trainer of the run. Raises RuntimeError before the task was handed to one."""
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(task) first.")
+        return trainer
+
+    @trainer.setter
+    def trainer(self, trainer: "Trainer | None") -> None:
+        self.__dict__["_trainer"] = trainer
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that is under way, from 0."""
+        return self._of_trainer("current_epoch", 0)
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self._of_trainer("global_step", 0)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the run."""
+        return self._of_trainer("global_rank", 0)
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its machine."""
+        return self._of_trainer("local_rank", 0)
+
+    @property
+    def logger(self) -> "Logger | None":
+        """The first logger, or None."""
+        found: Logger | None = self._of_trainer("logger", None)
+        return found
+
+    @property
+    def loggers(self) -> "list[Logger]":
+        """Every logger."""
+        found: list[Logger] = self._of_trainer("loggers", [])
+        return found
+
+    def _of_trainer(self, name: str, alone: Value) -> Value:
+        """Return what the trainer calls `name`; `alone` where there is no trainer, as where a step is tried by hand."""
+        trainer = self.__dict__.get("_trainer")
+        return alone if trainer is None else getattr(trainer, name)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that inputs of this task belong on."""
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        if trainer is not None and trainer.running:
+            return trainer.strategy.device
+        return next((tensor.device for tensor in self.parameters()), torch.device("cpu"))
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The devices that this task may put its parts on: several under ddp_model_parallel, elsewhere `device`."""
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        own: list[torch.device] | None = self.__dict__.get("_devices")
+        if own is not None:
+            return own
+        return trainer.strategy.task_devices if trainer is not None and trainer.running else [self.device]
+
+    @devices.setter
+    def devices(self, value: Any) -> None:
+        self.__dict__["_devices"] = value  # Lightning leaves this name to the task
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the first floating point parameter."""
+        floating = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
+        return next(floating, torch.get_default_dtype())
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.trainer.is_global_zero:
+            print(*args, **kwargs)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return `data`, a tensor or a collection of them, of every rank: each (world size, ...), without gradient."""
+        from ..trainer.data.transfer import map_tensors
+
+        if sync_grads:
+            raise TaskError("all_gather(sync_grads=True) is not there; use torch.distributed's functional collectives.")
+        return map_tensors(data, lambda tensor: self.trainer.strategy.all_gather(tensor.detach()))
+
+    # --- what the run trains ----------------------------------------------------------------------------------------
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the model."""
+        raise NotImplementedError(f"{type(self).__name__} has no forward.")
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of one batch: (batch) or (batch, batch_idx)."""
+        raise NotImplementedError(f"{type(self).__name__} has no training_step.")
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate one batch: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        raise NotImplementedError(f"{type(self).__name__} has no validation_step.")
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Test one batch: (batch), (batch, batch_idx) or (batch, batch_idx, dataloader_idx)."""
+        raise NotImplementedError(f"{type(self).__name__} has no test_step.")
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the prediction for one batch; without an own one, `self(batch)`."""
+        return self(args[0])
+
+    def configure_model(self) -> None:
+        """Build what is too large to build in every process before its device is known; called once a stage."""
+
+    def configure_blocks(self) -> Sequence[nn.Module] | None:
+        """Return the model as a list of blocks in forward order, each one's output the next one's input.
+
+        Asked for by strategies that cut the model in pieces. None: the one nn.Sequential that has all parameters.
+        """
+        return None
+
+    def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Return modules too large for every process: attribute names, each with a function that makes the module.
+
+        Under strategy ddp_rpc they live in processes of their own; under any other each process has them.
+        """
+        return {}
+
+    def tensor_plan(self) -> Mapping[str, str]:
+        """Return how layers are cut for tensor parallelism: name patterns, each with "column", "row" or "sequence".
+
+        Asked for by strategy mesh with an axis `tensor`; what the words mean is said in
+        trainer/strategies/meshes/tensor_plan.py.
+        """
+        return {}
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, several, or a dict with "optimizer" and "lr_scheduler"; or None to train nothing."""
+        raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
+
+    def configure_callbacks(self) -> "list[Callback] | Callback":
+        """Return callbacks that this task brings along; one of the same type given to the trainer gives way."""
+        return []
+
+    # --- logged values ----------------------------------------------------------------------------------------------
+    def log(  # noqa: PLR0913 (Lightning's signature)
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a number, a tensor with one value or a torchmetrics.Metric.
+
+        The value stays on its device and is reduced over batches and ranks, weighted by samples, when a point is
+        written. In `training_step` the default is `on_step`, elsewhere `on_epoch`; with both, the two are logged as
+        `name_step` and `name_epoch`. `sync_dist` is accepted and not needed. Raises TaskError outside of a run.
+        """
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        run = None if trainer is None else trainer.run
+        metrics = self.trainer.metrics if run is None else run.metrics  # the former says what is missing
+        metrics.log(
+            name,
+            value,
+            batch_size,
+            (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only),
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log each item of `dictionary`; the other arguments are those of `log`."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    # --- optimization -----------------------------------------------------------------------------------------------
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """Return the optimizer, or the list of them where there are several, for manual optimization."""
+        found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return found[0] if len(found) == 1 else list(found)
+
+    def lr_schedulers(self) -> Any:
+        """Return the learning rate scheduler, a list where there are several, None where there is none."""
+        found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return found[0] if len(found) == 1 else found or None
+
+    def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward under manual optimization, scaled and reduced as the strategy needs it."""
+        self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let gradients reach the parameters of `optimizer` only, until `untoggle_optimizer`."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
+        for parameter in self.parameters():
+            before.setdefault(parameter, parameter.requires_grad)
+            parameter.requires_grad_(id(parameter) in own and before[parameter])
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, required in self.__dict__.pop("_toggled", {}).items():
+            parameter.requires_grad_(required)
+
+    def clip_gradients(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip the gradients of `optimizer`'s parameters, by default as the trainer was told to."""
+        self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip before a step; override to do it in another way."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward; override to add to it. The loss is weighted and scaled already."""
+        loss.backward(*args, **kwargs)
+
+    def optimizer_step(
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: torch.optim.Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
+    ) -> None:
+        """Update the weights; override to change when or how. `optimizer_closure` returns the loss and runs nothing."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
+        """Drop the gradients before a step's first backward."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Advance a learning rate scheduler; `metric` is what a plateau scheduler monitors."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    # --- rest -------------------------------------------------------------------------------------------------------
+    def freeze(self) -> None:
+        """Stop every parameter from being trained, and switch to evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Let every parameter be trained, and switch to training mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    @classmethod
+    def load_from_checkpoint(
+        cls: type[TaskType],
+        checkpoint_path: str | Path,
+        map_location: "Location" = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> TaskType:
+        """Build the task from the hyperparameters in a checkpoint and load its weights; `kwargs` replace some.
+
+        A Lightning `.ckpt`, a `torch.save` file of weights or a `.safetensors` file will do, too.
+
+        Raises CheckpointError where the checkpoint is broken or of another model, naming the parameters that differ.
+        """
+        from ..trainer.checkpoints.rebuild import rebuild_task
+
+        return rebuild_task(cls, Path(checkpoint_path), map_location, hparams_file, strict, kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the trainer out where the task travels alone: a copy of a model is no copy of its run."""
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state.pop("_trainer", None)
+        return state

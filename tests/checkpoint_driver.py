@@ -1,0 +1,264 @@
+"""Forks processes that save checkpoints and die, or fail, at the k-th call into the file system, for every k.
+
+Run by test_checkpoint_faults.py as a program of its own: `checkpoint_driver.py MODE SCENARIO FOLDER`. Prints one JSON
+object: the calls that one undisturbed run makes, and what was found wrong after each fault.
+"""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from several_ranks import ThreadRank, on_ranks
+
+from legato.trainer.checkpoints import checkpoint
+from legato.trainer.checkpoints.parts import Part
+from legato.trainer.errors import CheckpointError
+
+CALLS = ("write", "fsync", "rename", "unlink", "mkdir", "rmdir", "open")
+
+
+def example(step: int, flavour: int = 0) -> dict[str, Any]:
+    return {
+        "state_dict": {name: torch.full((5, step + 1), float(flavour)) for name in ("a", "b")},
+        "moments": [torch.full((7,), float(step)), torch.arange(3)],
+        "at": [step, flavour],
+    }
+
+
+def step(number: int) -> str:
+    return checkpoint.directory_name(number)
+
+
+def save(path: Path, flavour: int = 0) -> None:
+    checkpoint.write(path, example(int(path.name[5:]), flavour), extra_files={"notes.txt": lambda file: file.touch()})
+
+
+def save_behind(path: Path, flavour: int = 0) -> None:
+    writer = checkpoint.Writer()
+    writer.save(path, example(int(path.name[5:]), flavour))
+    writer.close()
+
+
+def save_in_parts(path: Path, flavour: int = 0, background: bool = False) -> None:
+    """Save with two ranks, each of which has one half of a tensor."""
+    contents = example(int(path.name[5:]), flavour)
+    whole = contents["state_dict"]["a"]
+
+    def work(rank: ThreadRank) -> None:
+        half = Part(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
+        mine = {**contents, "state_dict": {"a": half, "b": contents["state_dict"]["b"]}}
+        if not background:
+            checkpoint.write(path, mine, ranks=rank)
+            return
+        writer = checkpoint.Writer()
+        writer.save(path, mine, ranks=rank)
+        writer.close()
+
+    on_ranks(2, work)
+
+
+def previous(root: Path) -> None:
+    save(root / step(1))
+    save(root / step(2))
+
+
+def interrupted(root: Path) -> None:
+    """Leave what a process leaves that dies between the two renames of a replacement, and during a removal."""
+    previous(root)
+    (root / step(2)).rename(root / f".{step(2)}.replaced")
+    shutil.copytree(root / step(1), root / f".{step(2)}.partial")
+    shutil.copytree(root / step(1), root / f".{step(3)}.removed")
+
+
+# name: (what stands there before, what is done, the step that it touches)
+SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], int]] = {
+    "first": (lambda root: None, lambda root: save(root / step(1)), 1),
+    "next": (previous, lambda root: save(root / step(3)), 3),
+    "overwrite": (previous, lambda root: save(root / step(2), flavour=1), 2),
+    "remove newest": (previous, lambda root: checkpoint.remove(root / step(2)), 2),
+    "remove oldest": (previous, lambda root: checkpoint.remove(root / step(1)), 1),
+    "first, background": (lambda root: None, lambda root: save_behind(root / step(1)), 1),
+    "next, background": (previous, lambda root: save_behind(root / step(3)), 3),
+    "overwrite, background": (previous, lambda root: save_behind(root / step(2), flavour=1), 2),
+    "next, in parts": (previous, lambda root: save_in_parts(root / step(3)), 3),
+    "overwrite, in parts": (previous, lambda root: save_in_parts(root / step(2), flavour=1), 2),
+    "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), background=True), 3),
+    "sweep": (interrupted, checkpoint.sweep, 2),
+    "save after a death": (interrupted, lambda root: save(root / step(4)), 4),
+    "overwrite after a death": (interrupted, lambda root: save(root / step(2), flavour=1), 2),
+}
+
+
+def watch(calls: tuple[str, ...], act: Callable[[str, tuple[Any, ...]], None]) -> None:
+    """Have `act(call, arguments)` run before each of these calls into the file system of this process."""
+
+    def watched(name: str) -> Callable[..., Any]:
+        real = getattr(os, name)
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            act(name, arguments)
+            return real(*arguments, **named)
+
+        return call
+
+    for name in calls:
+        setattr(os, name, watched(name))
+
+
+class Fault:
+    """Kills this process, or fails a call, at the k-th call."""
+
+    def __init__(self, mode: str, number: int) -> None:
+        self.mode = mode
+        self.left = number
+        self.write = os.write
+        self.lock = threading.Lock()
+
+    def __call__(self, name: str, arguments: tuple[Any, ...]) -> None:
+        with self.lock:
+            self.left -= 1
+            if self.left != 0:
+                return
+        if self.mode == "fail":
+            code = errno.EIO if name == "fsync" else errno.ENOSPC
+            raise OSError(code, os.strerror(code))
+        if self.mode == "torn":
+            self.write(arguments[0], bytes(arguments[1])[: len(arguments[1]) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+NOT_REACHED, TOLERATED, REFUSED, CRASHED = 0, 4, 3, 70
+
+
+def in_child(fault: Fault, work: Callable[[], None]) -> int:
+    """Run something in a forked process with a fault; returns its exit code, or minus the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        code = CRASHED
+        try:
+            watch(("write",) if fault.mode == "torn" else CALLS, fault)
+            work()
+            code = NOT_REACHED if fault.left > 0 else TOLERATED
+        except CheckpointError:
+            code = REFUSED
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def bytes_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def rests(root: Path) -> list[str]:
+    return [path.name for path in root.iterdir() if path.name.startswith(".")] if root.is_dir() else []
+
+
+def contents_of(directory: Path) -> list[int]:
+    """Return step and flavour of a checkpoint, after a look at its tensors."""
+    back = checkpoint.read(directory)
+    number, flavour = back["at"]
+    wanted = example(number, flavour)
+    assert all(torch.equal(back["state_dict"][name], wanted["state_dict"][name]) for name in ("a", "b"))
+    assert all(map(torch.equal, back["moments"], wanted["moments"]))
+    return [number, flavour]
+
+
+def newest(root: Path) -> list[int] | None:
+    found = checkpoint.newest_whole(root)
+    return contents_of(found) if found else None
+
+
+def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: int) -> None:
+    """Raise AssertionError where a fault cost more than what was under way."""
+    touched = SCENARIOS[scenario][2]
+    for name, kept in before.items():
+        assert name == step(touched) or bytes_of(root / name) == kept, f"{name} has changed"
+    own = [name for name in rests(root) if step(touched) in name]
+    assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not own, f"a failed save left {own}"
+    found = newest(root)
+    checkpoint.sweep(root)
+    assert not rests(root), f"sweep left {rests(root)}"
+    assert newest(root) == found, "sweep changed which one is the newest"
+    for number in () if "first" in scenario else (1, 2):
+        if "remove" not in scenario or number != touched:
+            assert contents_of(root / step(number))[0] == number
+    for path in checkpoint.all_in(root):
+        checkpoint.verify(path)
+
+
+def check_next_save(root: Path) -> None:
+    """Raise AssertionError where the next save fails, or leaves a rest of the fault behind."""
+    kept = newest(root)
+    save(root / step(9))
+    assert not rests(root), f"the next save left {rests(root)}"
+    assert contents_of(root / step(9)) == [9, 0]
+    assert kept is None or contents_of(root / step(kept[0])) == kept
+
+
+def inject(mode: str, scenario: str, folder: Path) -> dict[str, Any]:
+    prepare, work, _ = SCENARIOS[scenario]
+    template, root, twin = (folder / name for name in ("template", "run", "twin"))
+    prepare(template)
+    before = {path.name: bytes_of(path) for path in checkpoint.all_in(template)}
+    wrong: list[str] = []
+    for number in range(1, 10_000):
+        for path in (root, twin):
+            shutil.rmtree(path, ignore_errors=True)
+        if template.exists():
+            shutil.copytree(template, root)
+        code = in_child(Fault(mode, number), lambda: work(root))
+        if code == NOT_REACHED:
+            return {"faults": number - 1, "wrong": wrong}
+        try:
+            assert code in ((REFUSED, TOLERATED) if mode == "fail" else (-signal.SIGKILL,)), f"exit code {code}"
+            if root.exists():
+                shutil.copytree(root, twin)
+            check(root, scenario, before, code)
+            check_next_save(twin)
+        except (AssertionError, CheckpointError, OSError) as error:
+            wrong.append(f"{mode}, {scenario}, call {number}: {error}")
+    raise AssertionError("the scenario has no end")
+
+
+def record(scenario: str, folder: Path) -> list[list[str]]:
+    """Return the calls of one undisturbed run, as [call, path, path or ""] with paths below the folder."""
+    prepare, work, _ = SCENARIOS[scenario]
+    prepare(folder)
+    events: list[list[str]] = []
+    paths: dict[int, str] = {}
+    really_open = os.open
+
+    def opening(path: Any, flags: int, *arguments: Any, **named: Any) -> int:
+        descriptor = really_open(path, flags, *arguments, **named)
+        paths[descriptor] = os.path.relpath(path, folder)
+        if flags & os.O_CREAT:
+            events.append(["create", paths[descriptor], ""])
+        return descriptor
+
+    def act(name: str, arguments: tuple[Any, ...]) -> None:
+        named = [paths[place] if isinstance(place, int) else os.path.relpath(place, folder) for place in arguments[:1]]
+        target = os.path.relpath(arguments[1], folder) if name == "rename" else ""
+        events.append([name, *named, target])
+
+    watch(tuple(name for name in CALLS if name != "open"), act)
+    os.open = opening
+    work(folder)
+    return events
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    mode, scenario, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    print(json.dumps(record(scenario, folder) if mode == "record" else inject(mode, scenario, folder)))

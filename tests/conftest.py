@@ -1,0 +1,73 @@
+"""What every test starts from: one thread, and nothing of an earlier test."""
+
+import os
+import shutil
+import tempfile
+from multiprocessing.util import Finalize
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
+
+import pytest
+import torch
+from tiny import Memory, Tiny, make_loader, make_trainer
+
+import legato as lg
+from legato.trainer.errors import LegatoError
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def temporary_files(tmp_path_factory):
+    """Remove what torchrun and killed processes leave in the folder for temporary files, too."""
+    tmp_path_factory.getbasetemp()  # made now, and not in the folder below
+    folder = tempfile.mkdtemp(prefix="legato-")  # not below pytest's: a socket's path has 107 bytes at most
+    Finalize(None, shutil.rmtree, [folder, True], exitpriority=-200)  # multiprocessing removes its own at -100
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    """Make trainers that write below tmp_path, and by default nothing at all."""
+
+    def make(**options):
+        return make_trainer(tmp_path, **options)
+
+    return make
+
+
+@pytest.fixture
+def play(trainer):
+    """Fit a task on 18 samples in batches of 4; return the trainer, with the logger `memory`."""
+
+    def run(task, **options):
+        memory = Memory()
+        defaults = {"log_every_n_steps": 1, "num_sanity_val_steps": 0}
+        made = trainer(logger=memory, **{**defaults, **options})
+        made.memory = memory
+        validates = type(task).validation_step is not lg.Task.validation_step
+        made.fit(task, make_loader(18), make_loader(18) if validates else None)
+        return made
+
+    return run
+
+
+@pytest.fixture
+def refused(trainer):
+    """Fit, and expect an error before anything was trained; return its message."""
+
+    def run(kind, task, *loaders, stage="fit", **options):
+        before = [parameter.detach().clone() for parameter in task.parameters()] if isinstance(task, Tiny) else []
+        with pytest.raises(kind) as caught:
+            getattr(trainer(**options), stage)(task, *(loaders or (make_loader(),)))
+        assert isinstance(caught.value, LegatoError)
+        assert all(map(torch.equal, before, task.parameters())) if before else True
+        assert getattr(task, "seen", []) == []
+        message = str(caught.value)
+        assert len(message.splitlines()) <= 6
+        return message
+
+    return run

@@ -1,0 +1,115 @@
+"""Tasks of a few tensors that can be cut, and what the processes of a real run hold of them and see."""
+
+import json
+from pathlib import Path
+
+import torch
+from rpc_cases import Ratings
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+from legato.trainer.processes.launch import find_place
+from legato.trainer.strategies.meshes.whole import count_bytes, local_of
+from legato.trainer.strategies.servers import remote
+
+SAMPLES, BATCH = 22, 2
+QUIET = {
+    **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+    "accelerator": "cpu",
+    "num_sanity_val_steps": 0,
+    "max_epochs": 1,
+    "threads": 1,
+}
+
+
+def ids():
+    """Samples that say which they are."""
+    return torch.arange(SAMPLES, dtype=torch.float32).unsqueeze(1)
+
+
+class Shift(nn.Module):
+    """Adds numbers that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Buffer(torch.ones(7))
+
+    def forward(self, inputs):
+        return inputs + self.numbers
+
+
+class Cuttable(lg.Task):
+    """Blocks, with a frozen parameter and a buffer, and a parameter in none; widths that 2 does not divide."""
+
+    def __init__(self, optimizer: str = "AdamW") -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.net = nn.Sequential(nn.Linear(1, 6), nn.Tanh(), nn.Linear(6, 3), nn.Linear(3, 7), Shift(), nn.Linear(7, 4))
+        self.net[2].bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(5))
+
+    def configure_blocks(self):
+        return list(self.net)
+
+    def tensor_plan(self):
+        return {"net.0": "column", "net.2": "row"}
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]).square().mean() * self.scale.mean()).square()
+
+    def configure_optimizers(self):
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(ids()), BATCH, shuffle=True)
+
+
+class Rated(Ratings):
+    """Rates samples that say which they are, by the embeddings of servers."""
+
+    def training_step(self, batch, batch_idx):
+        numbers = batch[0].long().expand(-1, 2) % 9
+        return self.rate(numbers).square().mean()
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(ids()), BATCH, shuffle=True)
+
+
+class Looks(lg.Callback):
+    """Notes which samples this process sees at each step and, in the end, the bytes that it holds."""
+
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = {}
+        self.held: dict[str, int] = {}
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx) -> None:
+        self.seen.setdefault(trainer.global_step, []).extend(int(one) for one in batch[0].flatten())
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        self.held = held(task, trainer.optimizers[0])
+
+
+def held(module, optimizer) -> dict[str, int]:
+    """Return the bytes that this process holds; shapes alone, of what others hold, are none."""
+    own = [one for one in module.parameters() if local_of(one).untyped_storage().nbytes() >= local_of(one).nbytes]
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    return {
+        "parameter_bytes": count_bytes(own),
+        "buffer_bytes": count_bytes(module.buffers()),
+        "gradient_bytes": count_bytes(one.grad for one in module.parameters() if one.grad is not None),
+        "optimizer_bytes": count_bytes(states),
+    }
+
+
+def look(folder: Path, cases) -> None:
+    """Run every case; each process writes what it saw and held."""
+    torch.set_num_threads(1)
+    for name, (kind, arguments, options) in cases.items():
+        looks = Looks()
+        lg.Trainer(**{**QUIET, **options}, callbacks=[looks]).fit(kind(**arguments))
+        if not looks.held and remote.SHELF.optimizer is not None:  # a server, which runs no loop
+            looks.held = held(nn.ModuleList(remote.SHELF.modules.values()), remote.SHELF.optimizer)
+        place = find_place()
+        assert place is not None
+        (folder / f"{name} {place.rank}.json").write_text(json.dumps([looks.seen, looks.held]))

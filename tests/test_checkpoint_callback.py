@@ -1,0 +1,424 @@
+"""The Checkpoint callback: real runs that write real directories."""
+
+import json
+import math
+import shutil
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+from legato.callbacks import Checkpoint
+from legato.callbacks.retention import Retention
+from legato.trainer.errors import CheckpointError, ConfigError
+
+STEPS = 4
+"""Steps of an epoch."""
+
+
+class Scripted(lg.Task):
+    """Logs the values that it was given, one an epoch, and can be slow."""
+
+    def __init__(self, values=(), train_values=(), seconds=0.0):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+        self.values, self.train_values, self.seconds = list(values), list(train_values), seconds
+
+    def training_step(self, batch):
+        if self.seconds:
+            time.sleep(self.seconds)
+        if self.train_values:
+            self.log("train/score", self.train_values[self.global_step], on_step=True, on_epoch=False, prog_bar=True)
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch):
+        if self.values:
+            self.log("val/score", self.values[self.current_epoch])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Saves(lg.Callback):
+    """Notes the step of every checkpoint that is written."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_save_checkpoint(self, trainer, task, checkpoint):
+        self.steps.append(trainer.global_step)
+
+
+def loader(batches=STEPS, size=2):
+    return DataLoader(TensorDataset(torch.ones(batches * size, 4)), batch_size=size)
+
+
+def make_trainer(tmp_path, *callbacks, **options):
+    chosen = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    chosen |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path} | options
+    return lg.Trainer(callbacks=list(callbacks), **chosen)
+
+
+def fit(tmp_path, *callbacks, values=(), task=None, resume=None, **options):
+    trainer = make_trainer(tmp_path, *callbacks, **{"max_epochs": len(values) or 3, **options})
+    trainer.fit(task or Scripted(values), loader(), loader(1), resume=resume)
+    return trainer
+
+
+def kept(trainer):
+    return sorted(int(path.name.removeprefix("step-")) for path in (trainer.run_dir / "checkpoints").iterdir())
+
+
+def step_of(path):
+    return int(str(path)[-8:]) if path else None
+
+
+def test_without_a_monitor_the_newest_is_kept(tmp_path):
+    saves = Saves()
+    trainer = fit(tmp_path, Checkpoint(), saves, num_sanity_val_steps=1)
+    found = trainer.checkpoint_callback
+    assert saves.steps == [4, 8, 12]
+    assert kept(trainer) == [12]
+    assert step_of(found.last_model_path) == step_of(found.best_model_path) == 12
+    assert found.best_model_score is None
+    assert found.best_k_models == {}
+    assert found.kth_best_model_path == ""
+
+
+@pytest.mark.parametrize(
+    ("mode", "top_k", "last", "expected", "best"),
+    [
+        ("max", 1, True, [8, 20], 8),
+        ("max", 1, False, [8], 8),
+        ("max", 2, True, [8, 16, 20], 8),
+        ("max", 2, False, [8, 16], 8),
+        ("min", 1, True, [12, 20], 12),
+        ("min", 2, False, [4, 12], 12),
+        ("max", -1, True, [4, 8, 12, 16, 20], 8),
+        ("max", 0, True, [20], None),
+        ("max", 0, False, [], None),
+    ],
+)
+def test_the_best_and_the_newest_are_kept(tmp_path, mode, top_k, last, expected, best):
+    values, saves = [0.2, 0.9, 0.1, 0.8, 0.5], Saves()
+    callback = Checkpoint("val/score", mode, save_top_k=top_k, save_last=last, every_n_epochs=1)
+    (tmp_path / "default" / "version_0" / "checkpoints").mkdir(parents=True)
+    trainer = fit(tmp_path, callback, saves, values=values)
+    (trainer.run_dir / "checkpoints").mkdir(exist_ok=True)
+    assert kept(trainer) == expected
+    assert len(saves.steps) == len(set(saves.steps))
+    assert step_of(callback.best_model_path) == best
+    if best is not None:
+        assert callback.best_model_score.item() == pytest.approx(values[best // STEPS - 1])
+        scores = [score.item() for score in callback.best_k_models.values()]
+        assert scores == sorted(scores, reverse=mode == "max")
+        assert step_of(callback.kth_best_model_path) == step_of(list(callback.best_k_models)[-1])
+    if last:
+        assert step_of(callback.last_model_path) == 20
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    scores=st.lists(st.one_of(st.none(), st.integers(0, 6).map(float)), min_size=1, max_size=12),
+    top_k=st.integers(-1, 4),
+    last=st.booleans(),
+    mode=st.sampled_from(["min", "max"]),
+    monitored=st.booleans(),
+)
+def test_retention_keeps_what_a_look_back_at_all_would_keep(scores, top_k, last, mode, monitored):
+    retention = Retention()
+    retention.monitor, retention.mode, retention.save_top_k = "score" if monitored else None, mode, top_k
+    retention.save_last, retention.dirpath, retention.scores = last, None, {}
+    names = [f"step-{step:08d}" for step in range(len(scores))]
+    for name, score in zip(names, scores, strict=True):
+        if retention.keeps(name, score):
+            retention.scores[name] = score
+            for gone in retention.surplus():
+                del retention.scores[gone]
+    sign = -1 if mode == "max" else 1
+    ranked = sorted((sign * score, name) for name, score in zip(names, scores, strict=True) if score is not None)
+    best = [name for _, name in ranked] if monitored else names[::-1]
+    expected = set(names if top_k == -1 else best[:top_k]) | ({names[-1]} if last else set())
+    assert set(retention.scores) == expected
+
+
+def test_a_value_that_is_not_finite_never_counts_as_best(tmp_path):
+    values = [math.nan, 0.5, -math.inf, math.nan, 0.7]
+    callback = Checkpoint("val/score", "min", save_top_k=2)
+    trainer = fit(tmp_path, callback, values=values)
+    assert kept(trainer) == [8, 20]
+    assert step_of(callback.best_model_path) == 8
+    assert list(map(float, callback.best_k_models.values())) == pytest.approx([0.5, 0.7])
+    json.dumps(callback.state_dict(), allow_nan=False)
+
+
+def test_of_two_equals_the_earlier_one_stays(tmp_path):
+    trainer = fit(tmp_path, Checkpoint("val/score", save_last=False), values=[0.5, 0.5, 0.5])
+    assert kept(trainer) == [4]
+
+
+def test_every_n_steps_with_a_training_metric_scores_the_step_itself(tmp_path):
+    values = [0.9, 0.8, 0.7, 0.1, 0.6, 0.85, 0.2, 0.3]
+    callback, saves = Checkpoint("train/score", save_top_k=2, every_n_train_steps=2, save_last=False), Saves()
+    task = Scripted(train_values=values)
+    trainer = fit(tmp_path, callback, saves, task=task, max_epochs=2, log_every_n_steps=1)
+    assert kept(trainer) == [4, 8]
+    assert list(map(float, callback.best_k_models.values())) == pytest.approx([0.1, 0.3])
+    assert saves.steps == [2, 4, 8]  # step 6 is worse than both that were there
+
+
+def test_a_validation_metric_does_not_count_for_steps_it_did_not_measure(tmp_path):
+    callback, saves = Checkpoint("val/score", "max", save_top_k=1, every_n_train_steps=2, every_n_epochs=1), Saves()
+    trainer = fit(tmp_path, callback, saves, values=[0.9, 0.5, 0.1])
+    assert saves.steps == [2, 4, 6, 8, 10, 12]
+    assert kept(trainer) == [4, 12]
+    assert callback.best_model_score.item() == pytest.approx(0.9)
+
+
+def test_several_validations_an_epoch_each_save(tmp_path):
+    saves = Saves()
+    fit(tmp_path, Checkpoint("val/score"), saves, values=[0.9, 0.8], val_check_interval=2)
+    assert saves.steps == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "trainer_options", "expected"),
+    [
+        ({"every_n_epochs": 2}, {}, [8, 16, 20]),
+        ({"every_n_epochs": 2, "save_last": False}, {}, [8, 16]),
+        ({"every_n_epochs": 0, "every_n_train_steps": 6}, {}, [6, 12, 18, 20]),
+        ({"monitor": "val/score", "save_on_train_epoch_end": True}, {}, [4, 8, 12, 16, 20]),
+        ({"monitor": "val/score"}, {"check_val_every_n_epoch": 2}, [8, 16, 20]),
+        ({"save_on_train_epoch_end": False}, {"check_val_every_n_epoch": 2}, [8, 16, 20]),
+        ({}, {"max_steps": 6}, [4, 6]),
+    ],
+)
+def test_when_it_saves(tmp_path, options, trainer_options, expected):
+    saves = Saves()
+    values = [0.9, 0.8, 0.7, 0.6, 0.5]
+    trainer = fit(tmp_path, Checkpoint(**options, save_top_k=-1), saves, values=values, **trainer_options)
+    assert saves.steps == expected
+    assert kept(trainer) == expected
+
+
+def test_every_so_many_seconds(tmp_path):
+    saves = Saves()
+    callback = Checkpoint(train_time_interval=timedelta(seconds=0.3), save_top_k=-1, save_last=False)
+    fit(tmp_path, callback, saves, task=Scripted(seconds=0.06), max_epochs=4)
+    assert 2 <= len(saves.steps) <= 4
+    assert Checkpoint(train_time_interval=1.5).seconds_between == 90
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    callback = Checkpoint("val/scor")
+    trainer = make_trainer(tmp_path, callback, fast_dev_run=True)
+    trainer.fit(Scripted([0.5]), loader(), loader(1))
+    assert not list(tmp_path.rglob("step-*"))
+    assert callback.best_model_path == ""
+
+
+@pytest.mark.parametrize("with_validation", [True, False])
+def test_a_monitor_that_nobody_logs_is_refused_with_the_state_saved(tmp_path, with_validation):
+    callback = Checkpoint("val/scroe", save_top_k=1, save_last=False)
+    trainer = make_trainer(tmp_path, callback, max_epochs=3, log_every_n_steps=1)
+    task = Scripted([0.5] * 3, train_values=[1.0] * 12)
+    with pytest.raises(ConfigError, match="'val/scroe', which was not logged by the end of epoch 0") as caught:
+        trainer.fit(task, loader(), loader(1) if with_validation else None)
+    assert "Logged: train/score" in str(caught.value)
+    assert ("Did you mean 'val/score'?" in str(caught.value)) == with_validation
+    assert kept(trainer) == [4]
+
+
+def test_a_metric_that_is_still_to_come_is_waited_for(tmp_path):
+    trainer = fit(tmp_path, Checkpoint("val/score"), values=[0.5] * 4, check_val_every_n_epoch=4)
+    assert kept(trainer) == [16]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"save_top_k": -2}, "save_top_k must be a count"),
+        ({"every_n_epochs": -1}, "every_n_epochs must be 0"),
+        ({"every_n_train_steps": -1}, "every_n_train_steps must be 0"),
+        ({"monitor": "x", "mode": "mim"}, "mode must be 'min' or 'max', got 'mim'"),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        Checkpoint(**options)
+
+
+def test_two_need_two_folders(tmp_path):
+    with pytest.raises(ConfigError, match="Two Checkpoint callbacks write to the same folder"):
+        fit(tmp_path, Checkpoint(), Checkpoint("val/score"), values=[0.5])
+    own = Checkpoint("val/score", "max", dirpath=tmp_path / "own", save_last=False)
+    trainer = fit(tmp_path, Checkpoint(), own, values=[0.5, 0.9, 0.1])
+    assert kept(trainer) == [12]
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["step-00000008"]
+
+
+def test_another_runs_folder_is_refused_before_the_first_step(tmp_path):
+    def run(**options):
+        own = Checkpoint(dirpath=tmp_path / "own", every_n_train_steps=2, save_top_k=options.pop("save_top_k", -1))
+        return fit(tmp_path, own, values=[0.5], **options)
+
+    def there():
+        return {path: path.read_bytes() for path in (tmp_path / "own").rglob("*") if path.is_file()}
+
+    run()
+    before = there()
+    with pytest.raises(ConfigError, match="own' has checkpoints of another run, which would be written over"):
+        run(save_top_k=1, seed=9)
+    assert there() == before
+    run(resume=tmp_path / "own" / "step-00000002")  # of which it is the same run, going on
+
+
+@pytest.mark.parametrize("every", [{"every_n_train_steps": 2}, {"train_time_interval": 1e-9}])
+def test_a_save_that_is_due_waits_for_the_value_of_its_step(tmp_path, every):
+    best = Checkpoint("val/score", "max", save_last=False, **every)
+    trainer = fit(tmp_path, best, values=[0.5, 0.9], val_check_interval=2)
+    assert kept(trainer) == [6]
+    assert float(best.best_model_score) == pytest.approx(0.9)
+
+
+def test_a_run_that_can_save_nothing_says_so(tmp_path, caplog):
+    never = Checkpoint("val/score", "max", save_last=False, every_n_train_steps=3)
+    trainer = fit(tmp_path, never, values=[0.5, 0.9])
+    assert not (trainer.run_dir / "checkpoints").exists()
+    assert "nothing was saved by step 4. With save_last=False a checkpoint needs a value of 'val/score'" in caplog.text
+
+
+VALUES = [1.0, 9.0, 9.0, 9.0, 5.0, 5.0, 5.0, 5.0, 6.0, 6.0, 6.0, 6.0]
+
+
+class Told(Scripted):
+    """Logs in training, over each epoch, what it is told."""
+
+    def training_step(self, batch):
+        self.log("told", VALUES[self.global_step], on_step=False, on_epoch=True)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize("save_last", [True, False])
+def test_the_mean_of_a_part_of_an_epoch_is_compared_with_nothing(tmp_path, save_last):
+    def run(folder, **options):
+        best = Checkpoint("told", save_last=save_last)
+        made = fit(tmp_path / folder, best, values=[0.5] * 3, task=Told([0.5] * 3), **options)
+        return best, made
+
+    whole, _ = run("whole")
+    run("stopped", max_steps=1)
+    resumed, made = run("stopped", resume="auto")
+    assert resumed.best_model_score == whole.best_model_score == 5.0
+    assert kept(made) == ([8, 12] if save_last else [8])
+
+
+def test_a_resume_goes_on_where_it_was_also_in_a_moved_directory(tmp_path):
+    values = [0.5, 0.9, 0.1, 0.8, 0.95, 0.2]
+    options = {"values": values, "log_every_n_steps": 1}
+    undisturbed = fit(tmp_path / "a", Checkpoint("val/score", "max", save_top_k=2), **options)
+    fit(tmp_path / "b", Checkpoint("val/score", "max", save_top_k=2), **options | {"max_epochs": 3})
+    shutil.move(tmp_path / "b", tmp_path / "c")
+    folder = tmp_path / "c" / "default" / "version_0" / "checkpoints"
+    (folder / "step-00000001").mkdir()  # not written by this run
+    (folder / "notes.txt").write_text("mine")
+    resumed = fit(tmp_path / "c", Checkpoint("val/score", "max", save_top_k=2), resume="auto", **options)
+    assert resumed.run_dir == folder.parent
+    assert kept(undisturbed) == [8, 20, 24]
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"step-00000001", "notes.txt", "step-00000008", "step-00000020", "step-00000024"}
+    mine, other = resumed.checkpoint_callback, undisturbed.checkpoint_callback
+    assert mine.scores == other.scores
+    assert step_of(mine.best_model_path) == 20
+    assert str(folder) in mine.best_model_path
+
+
+def test_a_run_that_starts_from_another_one_touches_nothing_there(tmp_path):
+    first = fit(tmp_path, Checkpoint("val/score", "max", save_top_k=3), values=[0.9, 0.8, 0.7])
+    before = kept(first)
+    second = fit(
+        tmp_path,
+        Checkpoint("val/score", "max"),
+        values=[0.9, 0.8, 0.7, 0.1, 0.2],
+        resume=first.checkpoint_callback.last_model_path,
+    )
+    assert second.run_dir != first.run_dir
+    assert kept(first) == before == [4, 8, 12]
+    assert kept(second) == [20]
+    assert second.checkpoint_callback.best_model_score.item() == pytest.approx(0.2)
+
+
+def test_a_crash_between_writing_and_deleting_leaves_nothing_for_good(tmp_path):
+    class Crash(Checkpoint):
+        def _prune(self, trainer):
+            if trainer.global_step == 8:
+                raise KeyboardInterrupt
+            super()._prune(trainer)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, Crash(), max_epochs=4)
+    assert len(list(tmp_path.rglob("step-*"))) == 2
+    trainer = fit(tmp_path, Checkpoint(), max_epochs=4, resume="auto")
+    assert kept(trainer) == [16]
+
+
+def test_a_save_that_fails_is_no_checkpoint(tmp_path):
+    class Break(lg.Callback):
+        def on_train_epoch_end(self, trainer, task):
+            if trainer.current_epoch == 1:
+                (trainer.run_dir / "checkpoints").rename(trainer.run_dir / "elsewhere")
+                (trainer.run_dir / "checkpoints").write_text("in the way")
+
+    callback = Checkpoint()
+    with pytest.raises(CheckpointError):
+        fit(tmp_path, callback, Break())
+    assert step_of(callback.last_model_path) == 4
+
+
+def test_in_the_background(tmp_path):
+    values = [0.5, 0.9, 0.1, 0.8, 0.95, 0.2]
+    callback = Checkpoint("val/score", "max", save_top_k=2, asynchronous=True)
+    trainer = fit(tmp_path, callback, values=values)
+    assert kept(trainer) == [8, 20, 24]
+    assert step_of(callback.best_model_path) == 20
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    class Slow(lg.Callback):
+        steps = 0
+
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            self.steps = trainer.global_step
+            if trainer.writer._thread is not None:
+                trainer.writer._thread.join()
+
+    def full(*arguments, **options):
+        raise OSError("the disk came loose")
+
+    monkeypatch.setattr("legato.trainer.checkpoints.background.commit", full)
+    slow = Slow()
+    trainer = make_trainer(tmp_path, Checkpoint(every_n_train_steps=3, asynchronous=True))
+    trainer.callbacks.append(slow)
+    with pytest.raises(CheckpointError, match="in the background failed: the disk came loose"):
+        trainer.fit(Scripted(), loader())
+    assert slow.steps == 3  # the step after the third, whose state was to be saved
+
+
+def test_weights_only(tmp_path):
+    trainer = fit(tmp_path, Checkpoint(save_weights_only=True))
+    with pytest.raises(CheckpointError, match="weights only"):
+        fit(tmp_path, Checkpoint(), resume=trainer.checkpoint_callback.last_model_path)
+
+
+def test_a_step_that_has_no_batch_for_one_rank_is_saved_by_all(tmp_path):
+    callback = Checkpoint(every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(tmp_path, callback, max_epochs=2, strategy="ddp", devices=2)
+    trainer.fit(Scripted(), loader(5))  # the last of three steps has one batch for two ranks
+    assert kept(trainer) == [1, 2, 3, 4, 5, 6]
+    assert step_of(callback.last_model_path) == 6
+    assert (trainer.run_dir / "checkpoints" / "step-00000006").samefile(callback.best_model_path)

@@ -1,0 +1,138 @@
+"""Whole runs under strategy data_parallel."""
+
+import threading
+import traceback
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+
+
+class Classifier(lg.Task):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 3))
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def make_data(samples):
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(samples, 5, generator=generator), torch.randint(0, 3, (samples,), generator=generator)
+    )
+
+
+def make_trainer(folder, **options):
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return lg.Trainer(accelerator="cpu", max_epochs=2, default_root_dir=folder, **quiet, **options)
+
+
+def device_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("legato-device-")]
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"replicas": 3}, {"precision": "64-true"}])
+def test_a_run_gives_what_one_device_gives(options, tmp_path):
+    def run(strategy, devices):
+        task, data = Classifier(), make_data(61)
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices, **options)
+        trainer.fit(task, DataLoader(data, batch_size=8, shuffle=True), DataLoader(data, batch_size=9))
+        predictions = trainer.predict(task, DataLoader(data, batch_size=9))
+        assert not device_threads()
+        return task.state_dict(), trainer.callback_metrics, {"predictions": torch.cat(predictions)}
+
+    for ours, expected in zip(run("data_parallel", 2), run("single", 1), strict=True):
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, msg=name)
+        if "replicas" in options:  # whole batches: the same bits
+            assert all(torch.equal(ours[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("reproducible", ["off", "order"])
+def test_an_error_names_its_device_keeps_its_traceback_and_leaves_nothing_running(reproducible, tmp_path):
+    class Failing(Classifier):
+        def training_step(self, batch, batch_idx):
+            if (batch[1] == 2).any():
+                self.stumble()
+            return super().training_step(batch, batch_idx)
+
+        def stumble(self):
+            raise KeyError("the step's own error")
+
+    data = TensorDataset(torch.zeros(6, 5), torch.tensor([0, 0, 0, 0, 2, 2]))
+    trainer = make_trainer(tmp_path, strategy="data_parallel", devices=3, reproducible=reproducible)
+    with pytest.raises(KeyError, match="the step's own error") as caught:
+        trainer.fit(Failing(), DataLoader(data, batch_size=6))
+    text = "".join(traceback.format_exception(caught.value))
+    assert "in stumble" in text
+    assert "on device 2 of 3 (cpu)" in text
+    assert not device_threads()
+
+
+def test_chunks_run_at_the_same_time_when_nothing_is_promised(tmp_path):
+    class Meeting(Classifier):
+        """Its chunks wait for each other: this ends only if they run at the same time."""
+
+        barrier = threading.Barrier(3)
+
+        def training_step(self, batch, batch_idx):
+            self.barrier.wait(timeout=20)
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(tmp_path, strategy="data_parallel", devices=3, reproducible="off")
+    trainer.fit(Meeting(), DataLoader(make_data(6), batch_size=6))
+    assert trainer.global_step == 2
+
+
+def test_what_is_logged_is_that_of_the_undivided_batches(tmp_path):
+    class Logging(Classifier):
+        def __init__(self):
+            super().__init__()
+            self.accuracy = torchmetrics.Accuracy("multiclass", num_classes=3)
+            self.inner = nn.ModuleDict({"more": torchmetrics.MetricCollection([torchmetrics.MeanSquaredError()])})
+
+        def validation_step(self, batch, batch_idx):
+            image, label = batch
+            output = self.model(image)
+            self.log("loss", nn.functional.cross_entropy(output, label))
+            self.log_dict({"worst": output.max()}, reduce_fx="max")
+            self.log("count", len(image), reduce_fx="sum")
+            self.log("own", float(image[0, 0]), batch_size=1)
+            self.accuracy(output, label)
+            self.log("accuracy", self.accuracy)
+            self.inner["more"].update(output[:, 0], label.float())
+            self.log_dict(self.inner["more"])
+
+    def evaluate(strategy, devices):
+        trainer = make_trainer(tmp_path, strategy=strategy, devices=devices)
+        return trainer.validate(Logging(), DataLoader(make_data(20), batch_size=7))[0]
+
+    expected, ours = evaluate("single", 1), evaluate("data_parallel", 3)
+    images = make_data(20).tensors[0]
+    first_of_chunks = images[[0, 3, 6, 7, 10, 13, 14, 16, 18], 0].mean().item()
+    assert ours.pop("own") == pytest.approx(first_of_chunks, rel=1e-5)
+    expected.pop("own")
+    assert ours == pytest.approx(expected)
+    assert ours["count"] == 20

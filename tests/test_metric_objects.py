@@ -1,0 +1,240 @@
+"""torchmetrics objects have the value over all samples of their stage."""
+
+import pytest
+import torch
+import torchmetrics
+from tiny import Tiny, make_data, make_loader, make_trainer
+from torch import nn
+
+from legato.trainer.errors import TaskError
+from legato.trainer.processes.launch import run_workers
+from legato.trainer.torchmetrics_states import MetricStates, states_of
+
+
+# --- torchmetrics -----------------------------------------------------------------------------------------------------
+class Median(torchmetrics.Metric):
+    """Keeps everything that it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.seen.append(values.flatten())
+
+    def compute(self):
+        return torch.cat(self.seen).median()
+
+
+class Metered(Tiny):
+    """Logs metrics of three kinds: a weighted mean, sums, and everything it ever saw."""
+
+    def __init__(self, on_step=False):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.accuracy = torchmetrics.classification.BinaryAccuracy()
+        self.auroc = torchmetrics.classification.BinaryAUROC()
+        self.val_auroc = torchmetrics.classification.BinaryAUROC()
+        self.on_step = on_step
+
+    def training_step(self, batch, batch_idx):
+        outputs, truth = self(batch[0]).flatten().sigmoid(), (batch[1] > 0).flatten().int()
+        self.mean(batch[0])
+        self.accuracy(outputs, truth)
+        self.auroc.update(outputs, truth)
+        self.log_dict(
+            {"mean": self.mean, "accuracy": self.accuracy, "auroc": self.auroc}, on_step=self.on_step, on_epoch=True
+        )
+        return self.loss(batch) * 0
+
+    def validation_step(self, batch, batch_idx):
+        outputs, truth = self(batch[0]).flatten().sigmoid(), (batch[1] > 0).flatten().int()
+        self.val_auroc.update(outputs, truth)
+        self.log("val_auroc", self.val_auroc)
+
+
+def expected_metrics(task):
+    inputs, targets = make_data(18).tensors
+    with torch.no_grad():
+        outputs = task(inputs).flatten().sigmoid()
+    truth = (targets > 0).flatten().int()
+    return {
+        "mean": inputs.mean().item(),
+        "accuracy": ((outputs > 0.5) == truth).float().mean().item(),
+        "auroc": torchmetrics.functional.auroc(outputs, truth, task="binary").item(),
+    }
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_metric_objects_have_the_value_over_all_samples_of_each_epoch(play, replicas, reproducible):
+    task = Metered()
+    made = play(task, max_epochs=2, replicas=replicas, reproducible=reproducible)
+    for name, value in expected_metrics(task).items():
+        assert made.memory.of(name) == [
+            (made.global_step // 2, pytest.approx(value)),
+            (made.global_step, pytest.approx(value)),
+        ]
+    assert [value for _, value in made.memory.of("val_auroc")] == [pytest.approx(expected_metrics(task)["auroc"])] * 2
+    assert task.auroc.preds == []  # nothing of the epoch is kept
+
+
+def test_metric_objects_by_step_have_the_value_of_the_batch(play):
+    task = Metered(on_step=True)
+    made = play(task)
+    means = [batch[0].mean().item() for batch in make_loader(18)]
+    assert [value for _, value in made.memory.of("mean_step")] == pytest.approx(means)
+    assert made.memory.of("mean_epoch") == [(5, pytest.approx(expected_metrics(task)["mean"]))]
+
+
+def test_metric_objects_logged_by_step_only_do_not_grow_over_epochs(play):
+    class Steps(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.median = Median()
+
+        def training_step(self, batch, batch_idx):
+            self.median(batch[0])
+            self.log("median", self.median)
+            return self.loss(batch)
+
+    task = Steps()
+    made = play(task, max_epochs=3)
+    medians = [batch[0].median().item() for batch in make_loader(18)]
+    assert [value for _, value in made.memory.of("median")] == medians * 3
+    assert task.median.seen == []
+
+
+def test_a_collection_of_metrics(play):
+    class Collects(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.metrics = torchmetrics.MetricCollection(
+                {"low": torchmetrics.MinMetric(), "high": torchmetrics.MaxMetric(), "all": torchmetrics.SumMetric()}
+            )
+
+        def training_step(self, batch, batch_idx):
+            self.metrics.update(batch[0])
+            self.log_dict(self.metrics, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    made, inputs = play(Collects()), make_data(18).tensors[0]
+    found = {name: made.callback_metrics[name].item() for name in ("low", "high", "all")}
+    assert found == pytest.approx({"low": inputs.min().item(), "high": inputs.max().item(), "all": inputs.sum().item()})
+
+
+def test_a_metric_of_two_stages_is_refused(play):
+    class Shares(Metered):
+        def validation_step(self, batch, batch_idx):
+            self.accuracy.update(torch.ones(1), torch.ones(1).int())
+            self.log("val", self.accuracy)
+
+    with pytest.raises(TaskError, match=r"same BinaryAccuracy is logged in train and in validation.*clone"):
+        play(Shares())
+
+
+def test_a_metric_of_several_numbers_says_how_to_log_it(play):
+    class Curve(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.classes = torchmetrics.classification.MulticlassAccuracy(2, average=None)
+
+        def training_step(self, batch, batch_idx):
+            self.classes.update((batch[1] > 0).flatten().int(), (batch[1] > 0).flatten().int())
+            self.log("classes", self.classes, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    with pytest.raises(TaskError, match=r"MulticlassAccuracy.compute\(\).*log_dict"):
+        play(Curve())
+
+
+# --- states that cannot be merged before they are read ----------------------------------------------------------------
+class Correlated(Tiny):
+    """Logs correlations, whose states have no reduction, beside a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.correlation, self.validated = torchmetrics.PearsonCorrCoef(), torchmetrics.PearsonCorrCoef()
+        self.mean = torchmetrics.MeanMetric()
+        self.values, self.pairs = {}, []
+
+    def training_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        self.correlation.update(outputs[:, 0].detach(), batch[1][:, 0])
+        self.mean.update(batch[0])
+        self.log_dict({"correlation": self.correlation, "mean": self.mean}, on_step=False, on_epoch=True)
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.pairs.append((self(batch[0])[:, 0], batch[1][:, 0]))
+
+    def on_validation_epoch_end(self):
+        """Update outside of all turns."""
+        self.validated.update(*map(torch.cat, zip(*self.pairs, strict=True)))
+        self.pairs.clear()
+        self.log("validated", self.validated)
+
+    def on_train_epoch_end(self):
+        for name, value in self.trainer.callback_metrics.items():
+            self.values[f"{name} {self.current_epoch}"] = value.item()
+
+
+def correlate(folder, processes=1, resume=None, save_to=None, **options):
+    """Return the epochs' values; the run, or its rest, is that of two epochs of three steps with two replicas."""
+
+    def run():
+        task, strategy = Correlated(), "single" if processes == 1 else "ddp"
+        made = make_trainer(
+            folder, strategy=strategy, devices=processes, max_epochs=2, num_sanity_val_steps=0, **options
+        )
+        made.fit(task, make_loader(18), make_loader(18), resume=resume)
+        if save_to is not None:
+            made.save_checkpoint(save_to)
+        return task.values
+
+    return run() if processes == 1 else run_workers(run, processes)
+
+
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_metric_without_reduction_goes_on_in_the_middle_of_an_epoch(tmp_path, replicas, reproducible):
+    options = {"replicas": replicas, "reproducible": reproducible}
+    whole = correlate(tmp_path, **options)
+    assert whole.keys() >= {"correlation 0", "correlation 1", "validated 1", "mean 1"}
+    for stop in (1, 2, 4):
+        correlate(tmp_path, save_to=tmp_path / f"{stop}", max_steps=stop, **options)
+        found = correlate(tmp_path, resume=tmp_path / f"{stop}", **options)
+        assert found == {name: whole[name] for name in found}
+        assert "correlation 1" in found
+
+
+@pytest.mark.parametrize(("before", "after", "replicas"), [(2, 1, 2), (1, 2, 2), (2, 2, 4)])
+def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, before, after, replicas):
+    """Also in the epochs after: what takes turns for the sake of the resumed epoch does so no longer."""
+    whole = correlate(tmp_path, replicas=replicas, processes=before)
+    correlate(tmp_path, before, save_to=tmp_path / "stopped", max_steps=1, replicas=replicas)
+    assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(whole, rel=1e-4)
+
+
+def test_turns_that_a_resume_began_end_with_the_epoch(tmp_path):
+    task = Correlated()
+    states = MetricStates(task, range(2), by_replica=False)
+    outputs, truth = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    saved = {"correlation": {}, "mean": {}}
+    for replica in range(2):
+        half = slice(4 * replica, 4 * replica + 4)
+        task.correlation.reset(), task.mean.reset()
+        task.correlation.update(outputs[half], truth[half]), task.mean.update(outputs[half])
+        for path, parts in saved.items():
+            parts[replica] = states_of(getattr(task, path))
+    states.load(saved)
+    assert states.taking_turns
+    states.open_replica(1)
+    states.forget([task.correlation])
+    assert not states.taking_turns
+    assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
+    states.load(saved)
+    assert states.taking_turns
+    states.load({"mean": saved["mean"]})
+    assert not states.taking_turns
+    assert task.mean.compute().item() == pytest.approx(outputs.mean().item())

@@ -1,0 +1,44 @@
+"""activation_checkpointing: blocks that compute their forward again in backward, and nothing else that changes."""
+
+import pytest
+import torch
+from ddp_cases import flat
+from mesh_cases import Dropped, fit
+
+from legato.trainer.errors import ConfigError
+
+
+class Counted(Dropped):
+    """Counts the forwards of its block with and without gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards = {True: 0, False: 0}
+        self.blocks[0].attention.register_forward_hook(self.count)
+
+    def count(self, module, inputs, output):
+        self.forwards[torch.is_grad_enabled()] += 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"strategy": "data_parallel", "devices": 2}, {"reproducible": "bitwise"}, {"precision": "bf16-mixed"}],
+    ids=str,
+)
+def test_blocks_compute_twice_and_change_not_one_bit(options):
+    once, twice = Counted(), Counted()
+    options = {"strategy": "single", "replicas": 2, **options}
+    kind = type(twice.blocks[0])
+    fit(once, **options)
+    trainer = fit(twice, **options, activation_checkpointing=["Block"])
+    assert torch.equal(flat(once), flat(twice))
+    if options["strategy"] == "single":  # of its copies for several devices the task does not hear
+        assert twice.forwards[True] == 2 * once.forwards[True] == 2 * 2 * trainer.global_step
+    assert twice.forwards[False] == once.forwards[False]  # nothing twice where there is no backward
+    assert type(twice.blocks[0]) is kind
+    assert twice.state_dict().keys() == once.state_dict().keys()
+
+
+def test_a_class_that_the_task_has_not_is_refused():
+    with pytest.raises(ConfigError, match=r"activation_checkpointing: no module of Dropped is a 'Blok'\. Did you mean"):
+        fit(Dropped(), strategy="single", activation_checkpointing=["Blok"])

@@ -1,0 +1,241 @@
+"""The road of one training step: how many of our frames and calls it has, and that nothing on it waits for a device."""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import legato as lg
+from legato.trainer.loggers.tensorboard import TensorBoardLogger
+
+PACKAGE = Path(lg.__file__).resolve().parent
+OURS = tuple(str(PACKAGE / room) + "/" for room in ("trainer", "callbacks", "tasks"))
+"""The tests lie in the package's folder too, where it is installed editable."""
+
+
+def is_ours(code):
+    return code.co_filename.startswith(OURS)
+
+
+def our_path():
+    """The names of our functions on the stack, outermost first."""
+    frame, names = sys._getframe(1), []
+    while frame is not None:
+        if is_ours(frame.f_code):
+            names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names[::-1]
+
+
+# --- frames -----------------------------------------------------------------------------------------------------------
+class Witness(torch.autograd.Function):
+    """Passes its input on, and notes who ran backward."""
+
+    @staticmethod
+    def forward(context, value, notes):
+        context.notes = notes
+        return value.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        context.notes["backward"] = our_path()
+        return gradient, None
+
+
+class Witnessed(torch.optim.SGD):
+    """Notes who made it step."""
+
+    notes: dict
+
+    def step(self, closure=None):
+        self.notes["step"] = our_path()
+        return super().step(closure)
+
+
+class Small(lg.Task):
+    """Two layers on 32 numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+
+    def training_step(self, batch, batch_idx):
+        return functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
+def test_three_of_our_frames_lead_to_torch(trainer, options):
+    notes = {}
+
+    class Looking(Small):
+        def training_step(self, batch, batch_idx):
+            return Witness.apply(super().training_step(batch, batch_idx), notes)
+
+        def configure_optimizers(self):
+            optimizer = Witnessed(self.parameters(), lr=0.01)
+            optimizer.notes = notes
+            return optimizer
+
+    trainer(**options).fit(Looking(), stream(4))
+    assert notes.keys() == {"backward", "step"}
+    for path in notes.values():
+        assert path[0] == "fit"
+        assert len(path) <= 3, " -> ".join(path)
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+def batches(count):
+    generator = torch.Generator().manual_seed(3)
+    inputs, targets = torch.randn(count * 32, 32, generator=generator), torch.arange(count * 32) % 10
+    return inputs, targets
+
+
+def stream(count):
+    """Ready batches from a DataLoader over an iterable dataset."""
+    inputs, targets = batches(count)
+
+    class Stream(IterableDataset):
+        def __len__(self):
+            return count
+
+        def __iter__(self):
+            yield from zip(inputs.split(32), targets.split(32), strict=True)
+
+    return DataLoader(Stream(), batch_size=None)
+
+
+def map_style(count):
+    """Samples that are shuffled and collated."""
+    return DataLoader(TensorDataset(*batches(count)), batch_size=32, shuffle=True)
+
+
+class Counting(Small):
+    """Counts the calls from the beginning of one step to that of a later one."""
+
+    def __init__(self, first, last, say=lambda task, loss: None):
+        super().__init__()
+        self.first, self.last, self.say = first, last, say
+        self.calls, self.ours = 0, Counter()
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.first:
+            sys.setprofile(self.count)
+        elif batch_idx == self.last:
+            sys.setprofile(None)
+        loss = super().training_step(batch, batch_idx)
+        self.say(self, loss)
+        return loss
+
+    def count(self, frame, event, argument):
+        self.calls += event in ("call", "c_call")
+        if event == "call" and is_ours(frame.f_code):
+            self.ours[f"{Path(frame.f_code.co_filename).name}:{frame.f_code.co_name}"] += 1
+
+    def per_step(self, calls):
+        return calls / (self.last - self.first)
+
+
+@pytest.mark.parametrize(("loader", "most"), [(stream, 20), (map_style, 30)])
+def test_a_bare_step_calls_python_few_times(trainer, loader, most):
+    task = Counting(20, 276)  # two times 4,096 samples, for which the order is worked out at once
+    trainer(log_every_n_steps=1000).fit(task, loader(280))
+    calls = task.per_step(task.ours.total())
+    shown = "\n".join(f"{task.per_step(count):6.2f} {name}" for name, count in task.ours.most_common())
+    assert calls <= most, f"{calls} calls of our functions a step:\n{shown}"
+
+
+def test_a_logged_scalar_costs_few_calls(trainer):
+    """Of Python and C together, those of the logging steps spread over all."""
+
+    def log(task, loss):
+        task.log("loss", loss, on_step=True, on_epoch=True)
+
+    silent, logging = Counting(25, 125), Counting(25, 125, log)
+    for task in (silent, logging):
+        trainer(max_steps=130).fit(task, stream(130))
+    calls = logging.per_step(logging.calls - silent.calls)
+    assert 5 < calls <= 40, f"{calls} calls for one logged scalar"
+
+
+# --- waiting for a device ---------------------------------------------------------------------------------------------
+WAITS = {"item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__", "__index__", "__array__", "is_nonzero"}
+"""What reads a tensor from its device, and so waits until the device has computed it."""
+
+
+class Asked(TorchFunctionMode):
+    """Notes which methods that wait are asked for from Python."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        if getattr(function, "__name__", "") in WAITS:
+            self.note(function.__name__)
+        return function(*arguments, **(options or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    """Notes what waits inside of torch."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function._schema.name in ("aten::_local_scalar_dense", "aten::_to_copy"):
+            self.note(function._schema.name)
+        return function(*arguments, **(options or {}))
+
+
+class Open(Small):
+    """Logs, and knows whether it is between two logging steps."""
+
+    every = 10
+
+    def __init__(self):
+        super().__init__()
+        self.between, self.waits = False, {True: Counter(), False: Counter()}
+
+    def note(self, name):
+        self.waits[self.between][name] += 1
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.between = self.global_step > 0  # the first loss is looked at at once
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        self.log_dict({"largest": batch[0].max(), "batch": batch_idx}, reduce_fx="max")
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.between = self.global_step > 1 and self.global_step % self.every != 0
+
+
+def test_nothing_waits_for_the_device_between_logging_steps(trainer, tmp_path):
+    task = Open()
+    made = trainer(
+        max_steps=40,
+        log_every_n_steps=task.every,
+        logger=TensorBoardLogger(),
+        enable_progress_bar=True,
+        max_time="1:00:00:00",
+    )
+    with Asked(task.note), Dispatched(task.note):
+        made.fit(task, stream(40))
+    assert task.waits[True] == {}
+    assert (
+        task.waits[False]["aten::_local_scalar_dense"] >= 4
+    )  # in the logging steps they are read, or nothing was seen
+    assert any(made.run_dir.glob("tensorboard/events*"))

@@ -1,0 +1,265 @@
+"""TensorBoardLogger: real event files, read by TensorBoard's own reader; real processes that die."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from legato.trainer.loggers import TensorBoardLogger
+from legato.trainer.loggers.tensorboard import sort_before_now, tags_at
+
+
+def accumulate(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0, "tensors": 0, "images": 0})
+    found.Reload()
+    return found
+
+
+def scalars(folder, tag):
+    return [(point.step, round(point.value, 4)) for point in accumulate(folder).Scalars(tag)]
+
+
+def run_python(code, *arguments):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+RUN = """
+import os, sys
+from pathlib import Path
+from legato.trainer.loggers import TensorBoardLogger
+run_dir, begin, end, resume = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "resume"
+logger = TensorBoardLogger()
+logger.open(run_dir, begin if resume else None)
+if resume:
+    logger.log_metrics({"val/loss": begin, "train/loss": begin, "late": begin}, begin)
+for step in range(begin + 1, end + 1):
+    logger.log_metrics({"train/loss": step, "lr": 0.1}, step)
+    if step % 20 == 0:
+        logger.log_metrics({"val/loss": step}, step)
+    if step == 80:
+        logger.save()
+logger.save()
+os._exit(9)
+"""
+
+
+def test_a_killed_run_and_its_resumes_show_each_step_once(tmp_path):
+    for begin, end, word in ((0, 100, "fresh"), (80, 120, "resume"), (120, 125, "resume"), (80, 160, "resume")):
+        done = run_python(RUN, tmp_path, begin, end, word)
+        assert done.returncode == 9, done.stderr
+    folder = tmp_path / "tensorboard"
+    assert len(list(folder.iterdir())) == 4
+    assert scalars(folder, "train/loss") == [(step, float(step)) for step in range(1, 161)]
+    assert scalars(folder, "lr") == [(step, 0.1) for step in range(1, 161)]
+    assert scalars(folder, "val/loss") == [(step, float(step)) for step in range(20, 161, 20)]
+    assert scalars(folder, "late") == [(80, 80.0)]
+
+
+def test_one_point_is_one_event_and_a_repeated_value_is_none(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, None)
+    logger.log_metrics({f"metric_{number}": number for number in range(7)}, 5)
+    logger.log_metrics({"metric_1": 1, "metric_2": 2}, 5)
+    logger.log_metrics({"metric_1": 9.0}, 5)
+    logger.finalize("success")
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    events = [event for event in EventFileLoader(str(path)).Load() if event.summary.value]
+    assert [len(event.summary.value) for event in events] == [7, 1]
+
+
+def test_texts_images_and_histograms(tmp_path):
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, None)
+    logger.log_text("config", "trainer:\n  max_epochs: 3", 0)
+    logger.experiment.add_image("digit", torch.zeros(1, 4, 4), 1)
+    logger.experiment.add_histogram("weights", torch.arange(10.0), 1)
+    logger.finalize("success")
+    logger.experiment.add_text("afterwards", "still works", 2)
+    logger.save()
+    found = accumulate(tmp_path / "tensorboard")
+    assert found.Tags()["images"] == ["digit"]
+    assert found.Tags()["histograms"] == ["weights"]
+    assert b"max_epochs: 3" in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    assert found.Tensors("afterwards/text_summary")[0].step == 2
+
+
+def hyperparameter_records(folder):
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    metadata = accumulate(folder).summary_metadata
+    return {
+        tag.removeprefix("_hparams_/"): HParamsPluginData.FromString(metadata[tag].plugin_data.content)
+        for tag in metadata
+        if tag.startswith("_hparams_/")
+    }
+
+
+@pytest.mark.parametrize(("status", "code"), [("success", "STATUS_SUCCESS"), ("failed", "STATUS_FAILURE")])
+def test_hyperparameters_stand_beside_the_final_metrics(tmp_path, status, code):
+    from tensorboard.plugins.hparams.api_pb2 import Status
+
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, None)
+    logger.log_hyperparams({"lr": 0.5, "layers": [3, 4], "optimizer": {"name": "AdamW", "fused": True}, "none": None})
+    logger.log_hyperparams({"seed": 7})
+    logger.log_metrics({"val/acc": 0.5, "throughput": 12.0}, 10)
+    logger.log_metrics({"val/acc": 0.75}, 20)
+    logger.log_hyperparams({}, {"val/acc": 0.75, "best": 0.9})
+    logger.finalize(status)
+    folder = tmp_path / "tensorboard"
+    assert [path.is_file() for path in folder.iterdir()] == [True]
+    found = hyperparameter_records(folder)
+    params = found["session_start_info"].session_start_info.hparams
+    assert params["lr"].number_value == 0.5
+    assert params["seed"].number_value == 7
+    assert params["layers"].string_value == "[3, 4]"
+    assert params["optimizer/name"].string_value == "AdamW"
+    metrics = [info.name.tag for info in found["experiment"].experiment.metric_infos]
+    assert sorted(metrics) == ["best", "val/acc"]
+    assert found["session_end_info"].session_end_info.status == Status.Value(code)
+    assert scalars(folder, "val/acc") == [(10, 0.5), (20, 0.75)]
+    assert scalars(folder, "best") == [(20, 0.9)]
+
+
+def test_a_run_that_was_killed_shows_its_hyperparameters(tmp_path):
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, None)
+    logger.log_hyperparams({"lr": 0.5})
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.save()
+    found = hyperparameter_records(tmp_path / "tensorboard")
+    assert list(found) == ["session_start_info"]
+    logger.finalize("failed")
+
+
+def test_a_directory_of_ones_own_counts_versions(tmp_path):
+    for expected in (0, 1):
+        logger = TensorBoardLogger(tmp_path / "logs", name="mine")
+        logger.open(tmp_path / "run", None)
+        assert (logger.version, logger.name, logger.save_dir) == (expected, "mine", str(tmp_path / "logs"))
+        assert logger.log_dir == str(tmp_path / "logs" / "mine" / f"version_{expected}")
+        logger.finalize("success")
+    logger = TensorBoardLogger(tmp_path / "logs", name="mine")
+    logger.open(tmp_path / "run", 10)
+    assert logger.version == 1
+    logger.finalize("success")
+    logger = TensorBoardLogger(tmp_path / "logs", version="final")
+    logger.open(tmp_path / "run", None)
+    assert logger.log_dir == str(tmp_path / "logs" / "final")
+    logger.finalize("success")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_new_file_comes_after_those_of_a_clock_ahead(tmp_path):
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    ahead = [f"events.out.tfevents.{int(time.time()) + seconds:010d}.host.1.0" for seconds in (500, 1000)]
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, None)
+    for step in range(1, 11):
+        logger.log_metrics({"loss": step}, step)
+    logger.finalize("success")
+    (first,) = folder.iterdir()
+    first.rename(folder / ahead[0])
+    logger.open(tmp_path, 5)
+    logger.log_metrics({"loss": 6}, 6)
+    logger.finalize("success")
+    second = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    second.rename(folder / ahead[1])
+    logger.open(tmp_path, 6)
+    logger.log_metrics({"loss": 7}, 7)
+    logger.finalize("success")
+    assert scalars(folder, "loss") == [(step, float(step)) for step in range(1, 8)]
+    names = sorted(path.name for path in folder.iterdir())
+    sort_before_now(folder)
+    assert len(list(folder.iterdir())) == len(names) == 3
+
+
+def test_a_second_run_of_the_same_logger_starts_afresh(tmp_path):
+    logger = TensorBoardLogger()
+    logger.log_hyperparams({"seed": 0})
+    for name in ("version_0", "version_1"):
+        logger.open(tmp_path / name, None)
+        logger.log_hyperparams({name: 1})
+        logger.log_metrics({"lr": 0.1}, 50)
+        logger.finalize("success")
+    for name, expected in (("version_0", {"seed", "version_0"}), ("version_1", {"version_1"})):
+        assert scalars(tmp_path / name / "tensorboard", "lr") == [(50, 0.1)]
+        found = hyperparameter_records(tmp_path / name / "tensorboard")["session_start_info"]
+        assert set(found.session_start_info.hparams) == expected
+
+
+def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path):
+    logger = TensorBoardLogger()
+    logger.open(tmp_path, None)
+    logger.log_metrics({"whole": 1.0}, 5)
+    logger.log_metrics({"torn": 1.0}, 5)
+    logger.finalize("success")
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    content = path.read_bytes()
+    for lost in (1, 5, 20):
+        path.write_bytes(content[:-lost])
+        assert tags_at(path.parent, 5) == {"whole"}
+    path.write_bytes(content + b"\xff" * 40)
+    assert tags_at(path.parent, 5) == {"whole", "torn"}
+    assert tags_at(path.parent, 4) == set()
+
+
+TRAINING = """
+import os, sys, torch
+import legato as lg
+from torch.utils.data import DataLoader, TensorDataset
+
+class Task(lg.Task):
+    def __init__(self, rate: float = 0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Linear(4, 1)
+    def training_step(self, batch):
+        if self.global_step == int(sys.argv[2]):
+            os._exit(9)
+        self.log("step", float(self.global_step + 1))
+        return self.net(batch[0]).square().mean()
+    def validation_step(self, batch):
+        self.log("val/step", float(self.global_step))
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.rate)
+
+data = DataLoader(TensorDataset(torch.ones(100, 4)), batch_size=2)
+trainer = lg.Trainer(
+    max_steps=160, accelerator="cpu", devices=1, default_root_dir=sys.argv[1], log_every_n_steps=1,
+    val_check_interval=20, enable_progress_bar=False, enable_model_summary=False,
+    callbacks=[lg.callbacks.Checkpoint(every_n_train_steps=40)],
+)
+trainer.fit(Task(), data, data, resume="auto")
+"""
+
+
+def test_a_training_that_was_killed_twice_shows_each_step_once(tmp_path):
+    for die_at, code in ((100, 9), (141, 9), (-1, 0)):
+        done = run_python(TRAINING, tmp_path, die_at)
+        assert done.returncode == code, done.stderr
+    run_dir = tmp_path / "default" / "version_0"
+    every, validated = list(range(1, 161)), [20, 40, 70, 90, 120, 140]
+    assert scalars(run_dir / "tensorboard", "step") == [(step, float(step)) for step in every]
+    assert scalars(run_dir / "tensorboard", "lr-SGD") == [(step, 0.1) for step in every]
+    assert [step for step, _ in scalars(run_dir / "tensorboard", "epoch")] == every
+    assert scalars(run_dir / "tensorboard", "val/step") == [(step, float(step)) for step in validated]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == every
+    assert [line["step"] for line in lines if "val/step" in line] == validated
+    assert hyperparameter_records(run_dir / "tensorboard").keys() == {
+        "session_start_info",
+        "experiment",
+        "session_end_info",
+    }

@@ -1,0 +1,177 @@
+"""Every argument of the Trainer: its name, type, default and meaning.
+
+This is the one text from which the reference page, `legato --help` and the hints in error messages are made. It imports
+no torch, so that a misspelt key is refused before torch is loaded.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal
+
+from .errors import did_you_mean
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..callbacks.callback import Callback
+    from .loggers.logger import Logger
+    from .strategies.strategy import Strategy
+
+Precision = Literal[
+    "32", "32-true", 32, "64", "64-true", 64, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "bf16", "16", 16
+]
+
+
+@dataclass(kw_only=True)
+class TrainerArguments:
+    """What a run is, besides its task and its data."""
+
+    # --- how long ---------------------------------------------------------------------------------------------------
+    max_epochs: int | None = None
+    """Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time: 1000."""
+    min_epochs: int | None = None
+    """Do not stop early before this many epochs."""
+    max_steps: int = -1
+    """Stop after this many optimizer steps. -1: no limit."""
+    min_steps: int | None = None
+    """Do not stop early before this many optimizer steps."""
+    max_time: str | timedelta | Mapping[str, int] | None = None
+    """Stop after this much time: "DD:HH:MM:SS", a timedelta, or its arguments as a mapping."""
+    fast_dev_run: bool | int = False
+    """Run this many batches of each stage (True: 1), with no checkpoint and no log, to see that everything works."""
+
+    # --- where ------------------------------------------------------------------------------------------------------
+    strategy: "str | Mapping[str, Any] | Strategy" = "auto"
+    """How replicas map to devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and options."""
+    accelerator: str = "auto"
+    """"cpu", "cuda" (or "gpu"), "mps", or "auto": the best that is there."""
+    devices: int | str | list[int] = "auto"
+    """How many devices on this machine (or which), or "auto": all of an accelerator, one process on CPU."""
+    num_nodes: int = 1
+    """How many machines take part."""
+    replicas: int | None = None
+    """Logical data-parallel workers, fixed for the whole run. None: as many as data-parallel processes at the start."""
+    precision: Precision = 32
+    """32, 64, "bf16-mixed", "16-mixed", "bf16-true", "16-true"."""
+
+    # --- the same result --------------------------------------------------------------------------------------------
+    seed: int = 0
+    """With config and data it makes the run: the order of samples and every random number follow from it."""
+    reproducible: Literal["off", "order", "bitwise"] = "order"
+    """What is the same on any number of processes: "order" (samples, random numbers), "bitwise" (every bit), "off"."""
+    threads: int | None = None
+    """Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their number changes last bits."""
+    deterministic: bool | Literal["warn"] = False
+    """Use torch's deterministic kernels only; "warn" where there is none instead of an error."""
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    accumulate_grad_batches: int = 1
+    """Batches that each replica adds up for one optimizer step."""
+    gradient_clip_val: float | None = None
+    """Clip gradients to this norm or value before each step. None or 0: leave them as they are."""
+    gradient_clip_algorithm: Literal["norm", "value"] = "norm"
+    """Clip the total norm, or each value."""
+    nan: Literal["raise", "skip", "ignore"] = "raise"
+    """What a number that is not finite does: a loss ends the run ("raise"), a gradient drops its step ("skip")."""
+    nan_skips: int = 10
+    """How many steps in a row nan=skip may drop before the run ends with an error."""
+    detect_anomaly: bool = False
+    """Let autograd name the operation whose gradient is NaN (slow)."""
+    activation_checkpointing: list[str] | None = None
+    """Classes of blocks that keep only their input for backward and compute the rest again: memory for time."""
+    compile: bool | Mapping[str, Any] = False
+    """Compile the task's modules in place with torch.compile; a mapping holds its options, and `blocks`: classes."""
+    sync_batchnorm: bool = False
+    """Let batch norm take its statistics over the batches of all replicas; each replica needs a process of its own."""
+
+    # --- data -------------------------------------------------------------------------------------------------------
+    limit_train_batches: int | float = 1.0
+    """Batches of an epoch that each replica trains on: a count (int) or a fraction (float)."""
+    limit_val_batches: int | float = 1.0
+    """Validation batches, counted over all replicas: a count (int) or a fraction (float)."""
+    limit_test_batches: int | float = 1.0
+    """Test batches, counted over all replicas: a count (int) or a fraction (float)."""
+    limit_predict_batches: int | float = 1.0
+    """Prediction batches, counted over all replicas: a count (int) or a fraction (float)."""
+    overfit_batches: int | float = 0.0
+    """Train and validate on this many training batches only, in a fixed order."""
+    use_distributed_sampler: bool = True
+    """Deal the samples out to replicas. False: each process's loader already yields that process's own share."""
+    reload_dataloaders_every_n_epochs: int = 0
+    """Ask the task or data module for new loaders every n epochs. 0: never.
+
+    A resume asks once more for those of the epoch that it goes on with, while `current_epoch` is what it was then.
+    """
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    val_check_interval: int | float = 1.0
+    """Validate after this part of an epoch (float), or after this many training batches of a replica (int)."""
+    check_val_every_n_epoch: int | None = 1
+    """Validate every n epochs. None: count val_check_interval's batches over epochs."""
+    num_sanity_val_steps: int = 2
+    """Validation batches to try before training. -1: all of them; 0: none."""
+    inference_mode: bool = True
+    """Evaluate under torch.inference_mode; False: under torch.no_grad."""
+
+    # --- what is written --------------------------------------------------------------------------------------------
+    default_root_dir: "str | Path" = "runs"
+    """The folder that holds run directories."""
+    run_name: str = "default"
+    """The run directory is default_root_dir/run_name/version_N."""
+    logger: "bool | Logger | list[Logger] | None" = True
+    """True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or one's own."""
+    log_every_n_steps: int = 50
+    """Optimizer steps between two logged points; values are read from the device only then."""
+    callbacks: "list[Callback] | Callback | None" = None
+    """What watches the run."""
+    enable_checkpointing: bool = True
+    """Add a Checkpoint callback where none is given."""
+    enable_progress_bar: bool = True
+    """Add a ProgressBar callback where none is given."""
+    enable_model_summary: bool = True
+    """Add a ModelSummary callback where none is given."""
+
+    # --- processes --------------------------------------------------------------------------------------------------
+    cluster: Literal["auto", "off"] = "auto"
+    """Join the processes that torchrun, SLURM or MPI started ("auto"), or look at none of their variables ("off")."""
+    max_restarts: int = 0
+    """How often Legato's launcher starts failed workers again, each time from the newest whole checkpoint."""
+    hang_timeout: float | None = None
+    """End the run where nothing moves for so many seconds; more than the longest step, save or hook. None: never."""
+    requeue: bool = False
+    """Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved."""
+
+    def __post_init__(self) -> None:
+        """Leave it to the Trainer to make of the arguments what they stand for."""
+
+
+ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
+
+INSTEAD = {
+    "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
+    "gpus": 'Say accelerator="gpu", devices=...',
+    "plugins": "Give options or an object to `strategy`, a word to `precision`.",
+    "profiler": "Run torch.profiler in a callback.",
+    "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
+}
+"""What to do for arguments that Lightning's Trainer has, or had."""
+
+
+def _checked(init: Callable[..., None]) -> Callable[..., None]:
+    """Let `init` name an argument that is unknown, and what may have been meant."""
+
+    @wraps(init)
+    def checked(self: TrainerArguments, **arguments: Any) -> None:
+        for name in arguments:
+            if name not in ARGUMENT_NAMES:
+                hint = f" {INSTEAD[name]}" if name in INSTEAD else did_you_mean(name, ARGUMENT_NAMES)
+                raise TypeError(f"Trainer has no argument {name!r}.{hint}")
+        init(self, **arguments)
+
+    return checked
+
+
+# On the finished class, since its source is also read as that of a plain dataclass.
+TrainerArguments.__init__ = _checked(TrainerArguments.__init__)  # type: ignore[method-assign]

@@ -1,0 +1,389 @@
+"""How a run is made, in order: checks, processes, checkpoint, hooks, the placed task, loaders, optimizers, loggers."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.callback import Callback
+from ..tasks.data_hooks import DataHooks
+from ..tasks.data_module import DataModule
+from ..tasks.task import Task
+from . import kernels
+from .checkpoints import checkpoint, restore, run_directory
+from .data.combined_loader import combined, one_after_another
+from .data.dealing import EvaluationData, training_data
+from .data.loaders import length_of, require_iterable
+from .data.sampling import Layout, mix
+from .data.steps import Dealing
+from .data.transfer import aligned, to_device
+from .errors import CheckpointError, ConfigError, DataError, TaskError
+from .finite import make_guard
+from .hooks import CALLBACK_HOOKS, STEPS, TASK_HOOKS, TASK_METHODS, Hooks, check_names, overrides
+from .metrics import Metrics
+from .optimization import Optimization
+from .optimizers import read_optimizers
+from .processes.agreement import Agreement
+from .processes.launch import Place, find_place, restart_count
+from .processes.roll import call_the_roll, check_place
+from .randomness import seed_generators
+from .run import Request, Run
+from .signature import count_arguments
+from .torchmetrics_states import MetricStates
+from .watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+log = logging.getLogger("legato")
+
+LOADERS = {
+    "train": "train_dataloader",
+    "validation": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+LIMITS = {
+    "validation": "limit_val_batches",
+    "test": "limit_test_batches",
+    "predict": "limit_predict_batches",
+}
+
+
+def join(run: Run, request: Request) -> None:
+    """Check what can be checked, join the other processes, find the checkpoint and the run directory."""
+    trainer, strategy, state = run.trainer, run.strategy, run.state
+    if run.stage == "fit":
+        run.undo.enter_context(run.preemption.attend())
+    if strategy.elastic is not None:
+        from .processes.elastic import membership_of
+
+        run.membership = membership_of(run)
+    place = run.membership.connect(find_place(trainer.cluster) or Place())
+    check_place(trainer, place)
+    strategy.join(place, trainer.device_list, trainer.precision)
+    call_the_roll(strategy)
+    threads = trainer.threads or (1 if run.bitwise else None)
+    run.undo.enter_context(kernels.settings(trainer.deterministic or run.bitwise, trainer.detect_anomaly, threads))
+    run.undo.callback(strategy.teardown)
+    seed_generators(mix(trainer.seed))
+    find_directory(run, request)
+    run.membership.introduce()
+    restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
+    run.layout = Layout(state.replicas, strategy.data_size)
+    run.local_replicas = len(run.layout.owned(strategy.data_rank))
+    run.metrics = Metrics(strategy.data_ranks, strategy.data_size, state.replicas, run.task)
+    run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_rank).start
+    newest = run.membership.newest
+    run.agreement = Agreement(strategy, strategy.place.world_size, state.global_step, state.elapsed, newest)
+
+
+def check_task(task: Any, request: Request) -> None:
+    """Refuse a task that cannot do what is asked, or whose methods are named almost like hooks."""
+    stage = request.stage
+    if not isinstance(task, Task):
+        raise TaskError(
+            f"{stage} takes a legato Task, got {type(task).__name__}: subclass lg.Task instead of nn.Module."
+        )
+    check_names(task, Task, TASK_HOOKS, TASK_METHODS)
+    if request.datamodule is not None:
+        check_names(request.datamodule, DataModule, ("setup", "teardown", "on_exception"), TASK_METHODS)
+    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    for name in (step, "configure_optimizers" if stage == "fit" else None):
+        if name is not None and not overrides(task, Task, name):
+            raise TaskError(f"{type(task).__name__} has no {name}, which {stage} needs: define it.")
+    if stage == "fit" and "validation" in request.loaders and not overrides(task, Task, "validation_step"):
+        raise TaskError(
+            f"fit was given validation loaders, but {type(task).__name__} has no validation_step: define it, or leave "
+            f"them out."
+        )
+    for name in STEPS:
+        if overrides(task, Task, name):
+            count_arguments(task, name)
+
+
+def find_directory(run: Run, request: Request) -> None:
+    """Find out which checkpoint the run goes on from and where it writes; rank 0 decides for all."""
+    trainer = run.trainer
+    decided: tuple[Exception | None, Path | None, Path | None] = (None, None, None)
+    if run.strategy.place.rank == 0:
+        try:
+            decided = (None, *decide_directory(trainer, request))
+        except (ConfigError, CheckpointError) as error:
+            decided = (error, None, None)
+    problem, trainer.run_dir, source = run.strategy.broadcast(decided)
+    if problem is not None:
+        raise problem
+    if source is not None:
+        run.checkpoint = checkpoint.read_any(source, run.task.state_dict().keys(), run.strategy.reads_in_parts)
+        if trainer.is_global_zero:
+            log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", source)
+
+
+def decide_directory(trainer: "Trainer", request: Request) -> tuple[Path | None, Path | None]:
+    """Return the run directory, made if need be, and the checkpoint to start from."""
+    root = Path(trainer.default_root_dir)
+    found, source = run_directory.find(root, trainer.run_name, named_checkpoint(trainer, request.resume))
+    directory = trainer.run_dir or found
+    if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
+        directory = run_directory.create(root, trainer.run_name)
+    weights = named_checkpoint(trainer, request.weights)
+    if weights is not None:
+        if not Path(weights).exists():
+            raise CheckpointError(f"There is no checkpoint at {weights}. Expected a path, 'last', 'best' or nothing.")
+        source = Path(weights) if Path(weights).is_file() else checkpoint.resolve(Path(weights))
+    return directory, source
+
+
+def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path | None:
+    """Turn "last" and "best" into the paths that the Checkpoint callback knows."""
+    if name not in ("last", "best"):
+        return name
+    callback = trainer.checkpoint_callback
+    path = None if callback is None else callback.best_model_path if name == "best" else callback.last_model_path
+    if not path:
+        raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has written none. Give a path.")
+    return str(path)
+
+
+def build(run: Run) -> None:
+    """Call the set-up hooks, place the task, make loaders and optimizers, and take over the checkpoint."""
+    trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
+    task.trainer = trainer
+    if run.datamodule is not None:
+        run.datamodule.trainer = trainer
+    trainer.callbacks = with_callbacks_of(task, trainer.callbacks)
+    for callback in trainer.callbacks:
+        check_names(callback, Callback, CALLBACK_HOOKS)
+    run.hooks = Hooks(trainer, task, trainer.callbacks)
+    prepare_data(run)
+    for hook in run.hooks.of_callbacks["setup"]:
+        hook(stage)
+    if run.datamodule is not None:
+        run.datamodule.setup(stage)
+    for hook in run.hooks.of_task["setup"]:
+        hook(stage)
+    strategy.build_model(task)
+    strategy.build_remote_modules(task, trainer.seed)
+    if trainer.activation_checkpointing and stage == "fit":
+        strategy.recompute(task, trainer.activation_checkpointing)
+    if trainer.sync_batchnorm and stage == "fit":
+        run.undo.callback(strategy.sync_batch_norm(task, run.state.replicas))
+    strategy.place_task(task)
+    run.metrics.states = MetricStates(task, run.layout.owned(strategy.data_rank), by_replica=run.bitwise)
+    if run.checkpoint is not None:
+        run.hooks.call("on_load_checkpoint", run.checkpoint)
+        restore.load_weights(task, run.checkpoint, task.strict_loading, strategy.load_model_state)
+    make_loaders(run)
+    if stage == "fit":
+        make_optimizers(run)
+    choose_transfer(run)
+    one_order = run.bitwise or strategy.elastic is not None
+    run.by_replica = stage == "fit" and task.automatic_optimization and (run.local_replicas > 1 or one_order)
+    strategy.take_replicas(run.layout, bitwise=one_order and run.by_replica)
+    strategy.setup(task, run.optimization.optimizers, run.local_replicas)
+    run.gradient_scale = strategy.gradient_scale
+    if run.bitwise and stage == "fit":
+        kernels.require_same_ranks(strategy.gather_objects(restore.numerics_of(trainer)))
+    strategy.compile(task, trainer.compile)
+    if run.checkpoint is not None and stage == "fit":
+        restore.load_rest(trainer, run.checkpoint)
+    open_loggers(run)
+    if trainer.hang_timeout is not None:
+        strategy.barrier()  # all are watched from the same moment: some may have had much to prepare
+        run.undo.enter_context(Watchdog(run, trainer.hang_timeout))
+
+
+def prepare_data(run: Run) -> None:
+    """Let one process of each machine (or one in all) prepare the data while the others wait."""
+    place = run.strategy.place
+    if place.local_rank == 0 and (place.node_rank == 0 or getattr(run.datamodule, "prepare_data_per_node", True)):
+        if run.datamodule is not None:
+            run.datamodule.prepare_data()
+        run.task.prepare_data()
+    run.strategy.barrier()
+
+
+def make_loaders(run: Run) -> None:
+    """Get the loaders of this stage and deal them out."""
+    trainer = run.trainer
+    if run.doing == "train":
+        with epoch_of_loaders(run):
+            make_training_data(run)
+            limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
+            if limit and overrides(run.task, Task, "validation_step"):
+                make_evaluation_data(run, "validation", limit)
+        run.plan_validation()
+        return
+    make_evaluation_data(run, run.doing, getattr(trainer, LIMITS[run.doing]), required=True)
+
+
+@contextmanager
+def epoch_of_loaders(run: Run) -> Iterator[None]:
+    """Let `current_epoch` be that in which the undisturbed run asks for the loaders of this epoch."""
+    state, every = run.state, run.trainer.reload_dataloaders_every_n_epochs
+    epoch = state.epoch
+    state.epoch = epoch - epoch % every if every else 0
+    try:
+        yield
+    finally:
+        state.epoch = epoch
+
+
+def make_training_data(run: Run) -> None:
+    """Get the training loader and deal it out."""
+    trainer, given = run.trainer, find_loader(run, "train")
+    loader = combined(given)
+    if loader is None:
+        raise DataError(
+            "fit needs training data: give train_dataloaders, a data module, or the task a train_dataloader."
+        )
+    limit = trainer.overfit_batches or trainer.limit_train_batches
+    require_iterable(loader, "The training loader")
+    require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
+    shares = replace(dealing(run), whole_rounds=not run.task.automatic_optimization or trainer.sync_batchnorm)
+    ranks = run.strategy if brings_own_shares(run) else None
+    run.loaders["train"] = given
+    run.data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    run.keys_forward = run.keyed and not run.data.forward_is_keyed
+    if run.data.rounds == 0:
+        raise DataError(
+            f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
+            f"{run.state.replicas} replicas. With drop_last every replica needs a full batch."
+        )
+
+
+def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool = False) -> None:
+    """Get the loaders of an evaluation and deal them out."""
+    overfit = word == "validation" and bool(run.trainer.overfit_batches)
+    found = [combined(run.loaders["train"])] if overfit and "train" in run.loaders else find_loader(run, word)
+    if found is None and required:
+        raise DataError(f"{run.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
+    loaders = one_after_another(found)
+    for index, loader in enumerate(loaders):
+        require_iterable(loader, f"The {word} loader" + (f" {index}" if len(loaders) > 1 else ""))
+        require_length(loader, "overfit_batches" if overfit else LIMITS[word], limit)
+    run.loaders[word] = found
+    if loaders:
+        run.evaluations[word] = EvaluationData(loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit)
+
+
+def find_loader(run: Run, word: str) -> Any:
+    """Return the loader that was handed over, or the data module's, or the task's."""
+    if word in run.given:
+        return run.given[word]
+    for source in (run.datamodule, run.task):
+        found = getattr(source, LOADERS[word])() if source is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def require_length(loader: Any, name: str, limit: int | float) -> None:
+    """Refuse a limit `name` that is a fraction of a loader whose length nobody knows."""
+    if isinstance(limit, float) and 0.0 < limit < 1.0 and length_of(loader) is None:
+        raise ConfigError(
+            f"trainer.{name}={limit} is a fraction, but the loader does not say how many batches it has; give a count "
+            f"(int)."
+        )
+
+
+def brings_own_shares(run: Run) -> bool:
+    """Return whether each process's loader yields its own share already."""
+    own = not run.trainer.use_distributed_sampler and run.strategy.data_size > 1
+    if own and run.strategy.lockstep:
+        raise ConfigError(
+            f"use_distributed_sampler=False: the shares that processes bring may be uneven, but under strategy "
+            f"{run.strategy.name!r} all must take equally many turns. Let Legato deal the samples out, or use ddp."
+        )
+    return own
+
+
+def dealing(run: Run) -> Dealing:
+    """Return how batches are shared out."""
+    accumulate, seed = run.trainer.accumulate_grad_batches, run.state.seed
+    return Dealing(
+        run.layout, run.strategy.data_rank, accumulate, seed, keyed=run.keyed, lockstep=run.strategy.lockstep
+    )
+
+
+def make_optimizers(run: Run) -> None:
+    """Ask the task for its optimizers, and check them against how the run uses them."""
+    task, trainer = run.task, run.trainer
+    run.arity = count_arguments(task, "training_step")
+    optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
+    optimizers = [run.strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
+    run.optimization = Optimization(run, optimizers, schedulers)
+    run.watches_losses |= run.optimization.own_optimizer_step  # which is given the loss
+    run.optimization.guard = make_guard(run)
+    if not task.automatic_optimization and (run.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
+        raise ConfigError(
+            f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "
+            f"the optimizers itself; here are {run.state.replicas} replicas on {run.strategy.data_size} processes and "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
+        )
+    if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
+        log.info(
+            "Manual optimization: gradient_clip_val is what clip_gradients(optimizer) clips by, where it is called."
+        )
+
+
+def choose_transfer(run: Run) -> None:
+    """Find out whether batches need moving at all, and by whom: the data module's hooks come before the task's."""
+    owners: list[DataHooks | None] = []
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        sources = ((run.datamodule, DataModule), (run.task, Task))
+        owners.append(next((source for source, kind in sources if source and overrides(source, kind, name)), None))
+    before, move, after = owners
+    device, precision = run.strategy.device, run.strategy.precision
+    bitwise = run.bitwise
+    if owners == [None] * 3 and device.type == "cpu" and precision.weights_dtype is None and not bitwise:
+        return
+
+    def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if before is not None:
+            batch = before.on_before_batch_transfer(batch, dataloader_idx)
+        if move is not None:
+            batch = move.transfer_batch_to_device(batch, device, dataloader_idx)
+        else:
+            batch = to_device(batch, device)
+        batch = precision.convert_batch(batch)
+        if bitwise:
+            batch = aligned(batch)
+        return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
+
+    run.transfer = transfer
+
+
+def open_loggers(run: Run) -> None:
+    """Open the loggers and store the config, on rank 0."""
+    trainer, step = run.trainer, run.state.global_step
+    if not trainer.is_global_zero or trainer.run_dir is None:
+        return
+    if trainer.config_text is not None:
+        (trainer.run_dir / "config.yaml").write_text(trainer.config_text, encoding="utf-8")
+    # also where processes were started again before there was a checkpoint: what they had logged is void
+    going_on = run.stage == "fit" and (run.checkpoint is not None or step > 0 or restart_count() > 0)
+    hyperparameters = {
+        name: value
+        for source in (run.datamodule, run.task)
+        if source is not None and source.__dict__.get("_log_hyperparams", True)
+        for name, value in restore.hyperparameters_of(source)["hyper_parameters"].items()
+    }
+    for logger in trainer.loggers:
+        logger.open(trainer.run_dir, step if going_on else None)
+        if trainer.config_text is not None:
+            logger.log_text("config", trainer.config_text, step)
+        if hyperparameters:
+            logger.log_hyperparams(hyperparameters)
+
+
+def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
+    """Return the trainer's callbacks with the task's: one of the task's takes the place of the same kind."""
+    brought = task.configure_callbacks()
+    own = list(brought) if isinstance(brought, (list, tuple)) else [brought]
+    kinds = {type(callback) for callback in own}
+    kept = [callback for callback in callbacks if type(callback) not in kinds or callback in own]
+    return kept + [callback for callback in own if callback not in kept]

@@ -1,0 +1,173 @@
+"""Checkpoints: a directory that is whole or not there, and holds no pickle.
+
+    step-00001200/
+    |-- model.safetensors      contents["state_dict"], under the task's own parameter names
+    |-- tensors.safetensors    every other tensor
+    |-- model-00002.safetensors, tensors-00002.safetensors
+    |                          rank 2's parts of tensors that lie on several processes (parts.py)
+    |-- state.json             everything else, with marks where tensors stood (tree.py)
+    `-- manifest.json          sizes and SHA-256 sums of the files; written last: the commit mark
+
+How one is put in its place and taken away is in commit.py, the background writer in background.py, other people's
+files in foreign.py.
+"""
+
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from . import commit, manifest
+from .background import Writer
+from .commit import STEP_NAME, free_space_check, remove, sweep
+from .foreign import read_contents, read_foreign
+from .parts import ALONE, PART_FILE, PartFiles, Ranks, made_whole
+from .tensor_files import Sum, file_sum, read_tensors
+from .tree import MODEL, OTHERS, flatten, unflatten
+
+__all__ = [
+    "ALONE",
+    "Writer",
+    "all_in",
+    "directory_name",
+    "free_space_check",
+    "newest_whole",
+    "read",
+    "read_any",
+    "read_foreign",
+    "remove",
+    "resolve",
+    "sweep",
+    "verify",
+    "write",
+]
+
+logger = logging.getLogger("legato")
+
+FOLDER = "checkpoints"
+"""Where a run directory keeps them."""
+
+
+def directory_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def write(
+    directory: Path, contents: Mapping[str, Any], *, extra_files: commit.ExtraFiles | None = None, ranks: Ranks = ALONE
+) -> None:
+    """Write a checkpoint, from one process; a whole one that has this name is replaced at once or kept.
+
+    With several `ranks` each of them calls this, with the same contents: of a tensor that lies on several (a DTensor)
+    each writes its part, and rank 0 the rest. `extra_files` maps further file names to functions that write the file at
+    the path that they are given. Raises CheckpointError where a value cannot be stored, the disk is too full or writing
+    fails; nothing is left behind then.
+    """
+    flat = flatten(contents)
+    flat.share_out(ranks)
+    commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks)
+
+
+def read(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
+    """Verify a checkpoint and return what was written, tensors on the host.
+
+    Under the keys `in_parts` a tensor that was written in parts is a `Stored`, which reads what it is asked for. Raises
+    CheckpointError that names the file and what is wrong with it.
+    """
+    verify(directory)
+    names = [name for name in manifest.load(directory) if PART_FILE.fullmatch(name)]
+    tensors = {
+        MODEL: read_tensors(directory / manifest.MODEL_FILE),
+        OTHERS: read_tensors(directory / manifest.TENSORS_FILE),
+    }
+    try:
+        state = (directory / manifest.STATE_FILE).read_bytes()
+        tree = manifest.parse_json(state, manifest.STATE_FILE)
+        found = unflatten(tree, tensors, PartFiles(directory), names)
+        return {key: value if key in in_parts else made_whole(value) for key, value in found.items()}
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def read_any(path: Path, names: Collection[str] = (), in_parts: Collection[str] = ()) -> dict[str, Any]:
+    """Read what `resolve` finds at a path, or the file there that others have made; see `foreign.read_contents`."""
+    return read_contents(path, names) if path.is_file() else read(resolve(path), in_parts)
+
+
+def verify(directory: Path) -> None:
+    """Check every file against the manifest; raises CheckpointError that names the file and what is wrong."""
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {directory}: it is no directory.")
+    for name, expected in manifest.load(directory).items():
+        size = manifest.regular_size(directory, name)
+        if size != expected.size:
+            raise CheckpointError(f"{directory}: {name} has {size:,} bytes, {expected.size:,} were written.")
+        if _sum(directory, name) != expected:
+            raise CheckpointError(f"{directory}: {name} is damaged: its SHA-256 is not the one that was written.")
+
+
+def _sum(directory: Path, name: str) -> Sum:
+    try:
+        return file_sum(directory / name)
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {name} cannot be read: {error.strerror}.") from error
+
+
+def all_in(root: Path) -> list[Path]:
+    """Return the committed checkpoints of a folder (those with a manifest), oldest step first."""
+    return [path for path in _steps(root) if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
+
+
+def newest_whole(root: Path) -> Path | None:
+    """Return the newest checkpoint of a folder that passes `verify`; warns of every newer one and what is wrong.
+
+    Where a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the
+    next `sweep` or save brings it back.
+    """
+    for path in reversed(_steps(root)):
+        try:
+            verify(path)
+        except CheckpointError as error:
+            logger.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
+        else:
+            return path
+    return None
+
+
+def _steps(root: Path) -> list[Path]:
+    """Return what is named like a checkpoint, or is one that a dying process was replacing, oldest step first."""
+    if not root.is_dir():
+        return []
+    found: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):  # ".step-..." sorts first and yields to "step-..."
+        name = path.name.removeprefix(".").removesuffix(f".{commit.REPLACED}")
+        if path.name not in (name, commit.beside(root / name, commit.REPLACED).name) or path.is_symlink():
+            continue
+        if STEP_NAME.fullmatch(name) and path.is_dir():
+            found[name] = path
+    return sorted(found.values(), key=lambda path: int(path.name.strip(".").split(".")[0].removeprefix("step-")))
+
+
+def resolve(path: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest whole one of a run directory or a folder.
+
+    Raises CheckpointError that tells what was looked for.
+    """
+    path = path if path.name else path.absolute()
+    for itself in (path, commit.beside(path, commit.REPLACED)):  # the second: a process died while it replaced it
+        if (itself / manifest.MANIFEST).is_file():
+            return itself
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}, and a run goes on from "
+            f"nothing else. A file's weights are taken by load_from_checkpoint, and by validate, test and predict."
+        )
+    for folder in (path / FOLDER, path):
+        if (found := newest_whole(folder)) is not None:
+            return found
+    raise CheckpointError(
+        f"There is no whole checkpoint at {path}: expected a directory with a {manifest.MANIFEST}, or one that holds "
+        f"{directory_name(1200)}-like directories, itself or in {FOLDER}/."
+    )

@@ -1,0 +1,102 @@
+"""Other people's checkpoint files: read for their weights alone, and never so that they can run code."""
+
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .tensor_files import read_tensors
+
+NESTS = ("state_dict", "model", "model_state_dict", "module")
+"""Where others keep the weights in a larger file; Lightning uses the first."""
+LIGHTNING = "pytorch-lightning_version"
+"""What only Lightning's files hold."""
+DDP_PREFIX, COMPILE_PART = "module.", "_orig_mod."
+_EXTRA_STATE = "_extra_state"  # what nn.Module.get_extra_state returned; it may be anything
+
+
+def read_foreign(path: Path, names: Collection[str] = ()) -> dict[str, Tensor]:
+    """Read the weights of a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file, on the host.
+
+    What DistributedDataParallel and torch.compile put before the names is taken away, unless `names`, the parameters
+    that are wanted, fit as they are. Raises CheckpointError that says what a refused file contains.
+    """
+    weights: dict[str, Tensor] = read_contents(path, names)["state_dict"]
+    return weights
+
+
+def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
+    """Read such a file as the contents of a checkpoint: the weights, and what else a Lightning `.ckpt` holds."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is no file; expected a .pt, .pth, .ckpt or .safetensors file.")
+    if path.suffix == ".safetensors":
+        return {"state_dict": _plain_names(path, read_tensors(path), names)}
+    loaded = _load(path)
+    others = loaded if isinstance(loaded, Mapping) and LIGHTNING in loaded else {}
+    return {**others, "state_dict": _plain_names(path, _state_dict(path, loaded), names)}
+
+
+def _load(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about TorchScript and old formats: what matters here is raised
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a foreign file fails in any way that a parser can
+        unsafe = _unsafe_names(path) or re.findall(r"GLOBAL (\S+)", str(error))
+        if unsafe:
+            raise CheckpointError(
+                f"{path} holds more than tensors and plain values: {', '.join(unsafe)}. Reading it could run code, so "
+                f"it is refused. Save its weights alone, by torch.save(model.state_dict(), ...) where it came from."
+            ) from None
+        # torch's own text begins with the advice to load it without weights_only
+        lines = [line.strip() for line in str(error).split("\n") if line.strip() and "weights_only" not in line]
+        reason = lines[0].removeprefix("WeightsUnpickler error: ")[:300] if lines else type(error).__name__
+        raise CheckpointError(f"{path} cannot be read as weights: {reason}") from None
+
+
+def _unsafe_names(path: Path) -> list[str]:
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # not of the zip format, or damaged: the first error says more
+        return []
+
+
+def _state_dict(path: Path, loaded: Any) -> dict[str, Tensor]:
+    if isinstance(loaded, Mapping):
+        for nest in NESTS:
+            if isinstance(loaded.get(nest), Mapping) and loaded[nest]:
+                loaded = loaded[nest]
+                break
+        weights = {name: value for name, value in loaded.items() if isinstance(value, Tensor)}
+        others = {name: value for name, value in loaded.items() if name not in weights}
+        if weights and not [name for name in others if not str(name).endswith(_EXTRA_STATE)]:
+            return {str(name): value.detach() for name, value in weights.items()}
+        found = (
+            ", ".join(f"{name!s:.40} ({type(value).__name__})" for name, value in list(others.items())[:6]) or "nothing"
+        )
+    else:
+        found = type(loaded).__name__
+    raise CheckpointError(
+        f"{path} holds no state dict: expected names with tensors, alone or under {', '.join(NESTS)}; found {found}."
+    )
+
+
+def _plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str]) -> dict[str, Tensor]:
+    if names and set(names) <= weights.keys():
+        return weights
+    plain = {_uncompiled(name): value for name, value in weights.items()}
+    while plain and not (names and set(names) <= plain.keys()) and all(name.startswith(DDP_PREFIX) for name in plain):
+        plain = {_uncompiled(name.removeprefix(DDP_PREFIX)): value for name, value in plain.items()}
+    if len(plain) != len(weights):
+        raise CheckpointError(f"{path} holds two weights of one name, with {COMPILE_PART!r} in it and without.")
+    return plain
+
+
+def _uncompiled(name: str) -> str:
+    """Take `_orig_mod.` out of a name, wherever a submodule was compiled."""
+    return ".".join(part for part in name.split(".") if part != COMPILE_PART[:-1])

@@ -1,0 +1,136 @@
+"""The manifest: which files make up a checkpoint, with sizes and sums. Written last, it is the commit mark."""
+
+import hashlib
+import json
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ... import __version__
+from ..errors import CheckpointError
+from .tensor_files import Sum
+
+MANIFEST = "manifest.json"
+MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
+FORMAT = 1
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
+
+
+def is_plain_name(name: str) -> bool:
+    """Tell whether a file name stays inside the checkpoint that it is used in."""
+    return _PLAIN_NAME.fullmatch(name) is not None and name != MANIFEST
+
+
+def dump(files: Mapping[str, Sum]) -> bytes:
+    """Return the text of a manifest for these files."""
+    body: dict[str, Any] = {
+        "format": FORMAT,
+        "legato": __version__,
+        "torch": str(torch.__version__),
+        "files": {name: {"size": found.size, "sha256": found.sha256} for name, found in files.items()},
+    }
+    return json.dumps({**body, "sha256": _own_sum(body)}, indent=1).encode("ascii")
+
+
+def parse(data: bytes) -> dict[str, Sum]:
+    """Return the files that a manifest names; raises CheckpointError that says which field is wrong."""
+    body = parse_json(data, MANIFEST)
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{MANIFEST} must hold an object.")
+    written = body.get("format")
+    if type(written) is int and written > FORMAT:
+        raise CheckpointError(
+            f"{MANIFEST}: format {written} is newer than this Legato reads ({FORMAT}); update Legato."
+        )
+    _same_fields(body, {"format", "legato", "torch", "files", "sha256"}, "")
+    if type(written) is not int or written != FORMAT:
+        raise CheckpointError(f"{MANIFEST}: format must be {FORMAT}, got {str(written)[:40]}.")
+    if not all(isinstance(body[name], str) for name in ("legato", "torch", "sha256")):
+        raise CheckpointError(f"{MANIFEST}: legato, torch and sha256 must be texts.")
+    if not isinstance(body["files"], dict):
+        raise CheckpointError(f"{MANIFEST}: files must be an object.")
+    files = {name: _entry(name, entry) for name, entry in body["files"].items()}
+    if lacking := sorted({MODEL_FILE, TENSORS_FILE, STATE_FILE} - files.keys()):
+        raise CheckpointError(f"{MANIFEST}: files lacks {', '.join(lacking)}.")
+    own = body.pop("sha256")
+    if own != _own_sum(body):
+        raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
+    return files
+
+
+def _entry(name: str, entry: Any) -> Sum:
+    if not is_plain_name(name):
+        raise CheckpointError(f"{MANIFEST}: {name[:80]!r} is no plain file name; it could lie outside the checkpoint.")
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{MANIFEST}: files.{name} must be an object.")
+    _same_fields(entry, {"size", "sha256"}, f"files.{name}.")
+    size, digest = entry["size"], entry["sha256"]
+    if type(size) is not int or not 0 <= size < 1 << 63:
+        raise CheckpointError(f"{MANIFEST}: files.{name}.size must be a number of bytes, got {str(size)[:40]}.")
+    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
+        raise CheckpointError(f"{MANIFEST}: files.{name}.sha256 must be 64 hexadecimal digits, got {str(digest)[:80]}.")
+    return Sum(size, digest)
+
+
+def _same_fields(found: dict[str, Any], expected: set[str], where: str) -> None:
+    if missing := sorted(expected - found.keys()):
+        raise CheckpointError(f"{MANIFEST}: {where}{missing[0]} is missing.")
+    if unknown := sorted(found.keys() - expected):
+        raise CheckpointError(f"{MANIFEST}: unknown field {where}{unknown[0][:80]}.")
+
+
+def _own_sum(body: Mapping[str, Any]) -> str:
+    # with a sum of itself, no flipped bit in any field goes unseen
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def parse_json(data: bytes, name: str) -> Any:
+    """Read strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError that names the file."""
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{name} is no JSON that can be read: {str(error)[:200]}") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def load(directory: Path) -> dict[str, Sum]:
+    """Read the manifest of a checkpoint; raises CheckpointError that names the directory and what is wrong."""
+    regular_size(directory, MANIFEST, limit=_LARGEST)
+    try:
+        return parse((directory / MANIFEST).read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {MANIFEST} cannot be read: {error.strerror}.") from error
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
+    """Return the bytes of a checkpoint's file; raises CheckpointError where it is missing, a link or no file."""
+    try:
+        status = (directory / name).lstat()
+    except (OSError, ValueError) as error:
+        reason = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read: {error}"
+        raise CheckpointError(f"{directory}: {name} {reason}.") from error
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a link" if stat.S_ISLNK(status.st_mode) else "no regular file"
+        raise CheckpointError(f"{directory}: {name} is {kind}; a checkpoint holds its own files only.")
+    if limit is not None and status.st_size > limit:
+        raise CheckpointError(f"{directory}: {name} is {status.st_size:,} bytes, expected {limit:,} at most.")
+    return status.st_size

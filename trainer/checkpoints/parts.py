@@ -1,0 +1,170 @@
+"""Tensors in parts: the block that one process has of a tensor that lies on several, saved, and put together again."""
+
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+
+Numbers = tuple[int, ...]
+
+
+class Ranks(Protocol):
+    """The processes that save one checkpoint together."""
+
+    @property
+    def rank(self) -> int:
+        """The index of this process among them."""
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return every rank's value, by rank; every rank calls it."""
+
+
+class Alone:
+    """One process that saves by itself."""
+
+    rank, size = 0, 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return this process's value."""
+        return [value]
+
+
+ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class Part:
+    """The block of a tensor that this process has."""
+
+    block: Tensor
+    shape: Numbers
+    """Of the whole tensor."""
+    offset: Numbers
+    """Where the block begins in it."""
+
+
+def part_of(tensor: Tensor) -> Part | None:
+    """Return this process's part of a DTensor; None for a tensor that it has whole."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not isinstance(tensor, distributed.DTensor):
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.detach().to_local()
+    if not math.prod(shape):  # more processes than rows: this one has none
+        offset = (0,) * len(tensor.shape)
+    return Part(local.view(shape), tuple(tensor.shape), tuple(offset))
+
+
+def file_name(file: str, rank: int) -> str:
+    """Return the name of the file in which a rank keeps its parts of what belongs to `file`."""
+    return f"{file}-{rank:05d}.safetensors"
+
+
+PART_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+class PartFiles:
+    """The files of a checkpoint that hold parts, opened as they are needed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def names(self, file: str) -> Iterator[tuple[str, str]]:
+        """Yield (file, name) of every part in a file."""
+        for name in self._handle(file).keys():  # noqa: SIM118 - it is no mapping
+            yield file, name
+
+    def block(self, file: str, name: str) -> Any:
+        """Return a part that is read where it is sliced."""
+        return self._handle(file).get_slice(name)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.directory / file
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+                raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+        return self._open[file]
+
+
+class Stored:
+    """A tensor that lies in a checkpoint in parts, and is read where it is sliced."""
+
+    def __init__(
+        self,
+        files: PartFiles,
+        name: str,
+        shape: Numbers,
+        dtype: torch.dtype,
+        parts: Sequence[tuple[str, Numbers, Numbers]],
+    ) -> None:
+        """`parts`: of each its file, offset and shape. Raises ValueError where they do not make up the whole."""
+        self.files, self.name, self.dtype, self.parts = files, name, dtype, parts
+        self.shape = torch.Size(shape)
+        self.ndim = len(shape)
+        if any(size < 0 for size in shape):
+            raise ValueError(f"{name!r} cannot have the shape {shape}")
+        for file, offset, size in parts:
+            inside = all(0 <= start <= start + count <= whole for start, count, whole in _zip(offset, size, shape))
+            if not inside or list(size) != list(files.block(file, name).get_shape()):
+                raise ValueError(f"the part of {name!r} in {file} does not fit into a tensor of shape {shape}")
+        if len({offset for _, offset, _ in parts}) < len(parts) or self.numel() != sum(
+            math.prod(size) for _, _, size in parts
+        ):
+            raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}")
+
+    def numel(self) -> int:
+        """Return how many numbers the whole has."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
+        """Return the block that is asked for (slices without steps, one for each dimension), in memory of its own."""
+        starts = [range(size)[part].start for part, size in zip(place, self.shape, strict=True)]
+        counts = [len(range(size)[part]) for part, size in zip(place, self.shape, strict=True)]
+        found = torch.zeros(counts, dtype=self.dtype)
+        for file, offset, size in self.parts:
+            inner, outer = [], []
+            for start, count, first, length in _zip(starts, counts, offset, size):
+                low, high = max(start, first), min(start + count, first + length)
+                inner.append(slice(low - first, high - first))
+                outer.append(slice(low - start, high - start))
+            if all(part.start < part.stop for part in inner):
+                found[tuple(outer)] = self.files.block(file, self.name)[tuple(inner)]
+        return found
+
+    def whole(self) -> Tensor:
+        """Return the whole tensor."""
+        return self[tuple(slice(0, size) for size in self.shape)]
+
+
+def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return zip(*sequences, strict=True)
+
+
+def made_whole(value: Any) -> Any:
+    """Return nested containers with every stored tensor read."""
+    if isinstance(value, Stored):
+        return value.whole()
+    if type(value) is dict:
+        return {key: made_whole(item) for key, item in value.items()}
+    return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value

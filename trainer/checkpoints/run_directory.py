@@ -1,0 +1,81 @@
+"""The run directory: default_root_dir/run_name/version_N. A run writes to its own and touches no other."""
+
+import logging
+import os
+import re
+from pathlib import Path
+
+from ..errors import CheckpointError, ConfigError
+from . import checkpoint
+
+log = logging.getLogger("legato")
+VERSION = re.compile(r"version_(\d+)")
+CHECKPOINTS = "checkpoints"
+
+
+def versions(root: Path, name: str) -> list[Path]:
+    """Return the run directories of a name, oldest first."""
+    folder = root / name
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if VERSION.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("version_")))
+
+
+def create(root: Path, name: str) -> Path:
+    """Make a new run directory and return it. Raises ConfigError where nothing can be written there."""
+    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ConfigError(f"run.name={name!r} must be a plain name: it becomes a folder below {root}.")
+    number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
+    while True:
+        path = root / name / f"version_{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError(
+                    f"{path} is in the way: expected a folder or nothing; move it, or set run.root."
+                ) from None
+            number += 1  # another run took it a moment ago
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"The run directory {path} cannot be made: {error.strerror}. Set run.root elsewhere."
+            ) from error
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"The run directory {path} cannot be written to. Set run.root elsewhere.")
+        return path
+
+
+def newest_in(directory: Path) -> Path | None:
+    """Return the newest whole checkpoint of a run directory."""
+    folder = directory / CHECKPOINTS
+    return checkpoint.newest_whole(folder) if folder.is_dir() else None
+
+
+def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
+    """Return the newest run directory of a name that holds a whole checkpoint, and that checkpoint."""
+    for directory in reversed(versions(root, name)):
+        found = newest_in(directory)
+        if found is not None:
+            return directory, found
+    return None
+
+
+def find(root: Path, name: str, resume: str | Path | None) -> tuple[Path | None, Path | None]:
+    """Return the directory and the checkpoint that `resume` leads to; None for a new directory, or for no checkpoint.
+
+    "auto" goes on in the newest run directory of this name that holds a whole checkpoint, if there is one. A path (a
+    checkpoint, or a folder with some) is started from in a new run directory. Raises CheckpointError where it has none.
+    """
+    if resume is None:
+        return None, None
+    if resume == "auto":
+        found = newest_checkpoint(root, name)
+        if found is None:
+            log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", root / name)
+        return found if found is not None else (None, None)
+    path = Path(resume)
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}. Expected a path, 'auto', 'last', 'best' or nothing.")
+    return None, checkpoint.resolve(path)

@@ -1,0 +1,1 @@
+"""Config: YAML files and overrides, checked against the signatures of what they configure, and built."""

@@ -1,0 +1,273 @@
+"""Config files, what they extend, overrides and interpolations, laid over each other in that order."""
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, did_you_mean
+from .schema import TARGET, Key, dotted
+from .yaml_files import Entry, parse
+
+READY = Path(__file__).resolve().parents[2] / "configs"
+"""The configs that come with Legato; a file that is not found as given is looked up here."""
+
+NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
+"""Where a name alone stands for a mapping with that `name`."""
+_OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
+_PURE_RESOLVERS = {"oc.select"}
+_MAX_VALUES = 100_000
+
+
+def read(arguments: Sequence[str]) -> Entry:
+    """Lay the files among the arguments over each other, left to right, then the overrides, and resolve `${...}`.
+
+    Raises:
+        ConfigError: a file or an override cannot be read; the message says where.
+    """
+    overrides = [one for one in arguments if _OVERRIDE.match(one) and not os.path.exists(one)]
+    files = [one for one in arguments if one not in overrides]
+    if not files:
+        raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
+    for one in files:
+        if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
+            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_instead(one)}")
+    merged = _read_file(Path(files[0]), ())
+    for one in files[1:]:
+        merged = merge(merged, _read_file(Path(one), ()))
+    if overrides:
+        merged = merge(merged, _overrides(merged, overrides))
+    return _resolve(merged)
+
+
+def merge(base: Entry, over: Entry, key: Key = ()) -> Entry:
+    """Lay one entry over another: mappings are merged, everything else is replaced."""
+    if key in NAMED and isinstance(base.value, str) and isinstance(over.value, dict):
+        base = Entry({"name": base}, base.origin)
+    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
+        return over
+    # The arguments of another class say nothing to the new one.
+    names = ("name",) if key in NAMED else (TARGET,)
+    for name in names:
+        old, new = base.value.get(name), over.value.get(name)
+        if new is not None and (old is None or old.plain() != new.plain()) and (old is not None or name == TARGET):
+            return over
+    merged = dict(base.value)
+    for name, entry in over.value.items():
+        merged[name] = merge(merged[name], entry, (*key, name)) if name in merged else entry
+    return Entry(merged, base.origin)
+
+
+def escape(value: Any) -> Any:
+    """Write a resolved value so that its `${` is not taken for an interpolation when it is read again."""
+    if isinstance(value, dict):
+        return {name: escape(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _read_file(path: Path, above: tuple[Path, ...]) -> Entry:
+    found = _find(path, above)
+    if found in above:
+        circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
+        raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
+    try:
+        text = found.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{_shown(found)} is not a text file in UTF-8 (byte {error.start}).") from error
+    except OSError as error:
+        raise ConfigError(f"{_shown(found)} cannot be read: {error.strerror}.") from error
+    entry = parse(text, _shown(found))
+    if entry.value is None:
+        entry = Entry({}, entry.origin)
+    if not isinstance(entry.value, dict):
+        raise ConfigError(f"{entry.origin}: a config is a mapping with keys such as task: and trainer:.")
+    entry = Entry(dict(entry.value), entry.origin)
+    extends = entry.value.pop("extends", Entry([], ""))
+    names = [extends.plain()] if isinstance(extends.value, str) else extends.plain()
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise ConfigError(f"{extends.origin}: extends must be a list of files, such as [base.yaml].")
+    merged = Entry({}, entry.origin)
+    for name in names:
+        merged = merge(merged, _read_file(found.parent / name, (*above, found)))
+    return merge(merged, entry)
+
+
+def _find(path: Path, above: tuple[Path, ...]) -> Path:
+    try:
+        for candidate in (path, READY / (path.name if above else path)):
+            if candidate.is_file():
+                return candidate.resolve()
+        siblings = sorted(one.name for one in path.parent.glob("*.y*ml"))
+    except (OSError, ValueError):  # a name that no file can have
+        siblings = []
+    place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
+    ready = ", ".join(ready_configs()) or "none"
+    hint = did_you_mean(path.name, [*siblings, *ready_configs()])
+    raise ConfigError(f"{place} not there, nor among the ready ones ({ready}).{hint}")
+
+
+def ready_configs() -> list[str]:
+    """The names of the configs that come with Legato."""
+    return sorted(one.name for one in READY.glob("*.yaml"))
+
+
+def _shown(path: Path) -> str:
+    """The path as a user would type it."""
+    try:
+        return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    except OSError:  # the current directory is gone
+        return str(path)
+
+
+def _instead(argument: str) -> str:
+    if argument.startswith("="):
+        return f" Name a key before the {argument!r}."
+    if re.match(r"(--|[+~]+)[^=]+=", argument):
+        return f" Write {argument.lstrip('-+~')} instead."
+    if argument.startswith("-"):
+        return " Options stand right after `legato`, as in `legato fit --help`; all else is set by key=value."
+    known = [*ready_configs(), *(one.name for one in Path().glob("*.y*ml"))]
+    stems = {name.rpartition(".")[0]: name for name in known}
+    if argument in stems:
+        return f" Did you mean {stems[argument]!r}?"
+    return did_you_mean(argument, known) or f" Write {argument}=value."
+
+
+def _overrides(base: Entry, overrides: Sequence[str]) -> Entry:
+    """Make one layer of all overrides, so that their order matters only where they name the same key."""
+    layer = Entry({}, "override")
+    for override in overrides:
+        path, _, text = override.partition("=")
+        keys = path.split(".")
+        if not all(keys):
+            raise ConfigError(f"override {override!r}: {path!r} is no key. Write key.subkey=value.")
+        if keys[0] == "extends":
+            raise ConfigError(f"override {override!r}: only a file can extend others. Name the file before this one.")
+        try:
+            value = parse(text, f"override {override!r}", "override")
+        except ConfigError as error:
+            hint = f" Quote a value that has YAML's own characters: {path}='\"...\"'."
+            raise ConfigError(f"{error}{hint if 'not YAML' in str(error) else ''}") from error
+        entries, below = layer.value, base
+        for depth, key in enumerate(keys):
+            below = below.value.get(key, Entry({}, "")) if isinstance(below.value, dict) else Entry({}, "")
+            if depth == len(keys) - 1:
+                break
+            named = tuple(keys[: depth + 1]) in NAMED and isinstance(below.value, str)
+            if below.value is not None and not isinstance(below.value, dict) and not named:
+                kind = "a list: give it as a whole" if isinstance(below.value, list) else "a single value"
+                place = ".".join(keys[: depth + 1])
+                raise ConfigError(f"override {override!r}: {place} ({below.origin}) is {kind}; {path} cannot be set.")
+            above = entries.setdefault(key, Entry({}, "override"))
+            if not isinstance(above.value, dict):
+                name = {"name": above} if tuple(keys[: depth + 1]) in NAMED and isinstance(above.value, str) else {}
+                above = entries[key] = Entry(dict(name), "override")
+            entries = above.value
+        _refuse_removal_of_nothing(base, keys, value)
+        entries[keys[-1]] = value
+    return layer
+
+
+def _refuse_removal_of_nothing(base: Entry, keys: Sequence[str], value: Entry) -> None:
+    if len(keys) == 2 and keys[0] in ("callbacks", "loggers") and value.value is None:
+        section = base.value.get(keys[0], Entry({}, "")).value
+        if not isinstance(section, dict) or keys[1] not in section:
+            hint = did_you_mean(keys[1], section or ()) if isinstance(section, dict) else ""
+            raise ConfigError(f"override '{'.'.join(keys)}=null': there is no {keys[1]!r} to remove.{hint}")
+
+
+def _resolve(merged: Entry) -> Entry:
+    """Replace every interpolation by its value; each keeps the place where it was written."""
+    found = list(_interpolations(merged, ()))
+    if not found:
+        return merged
+    from omegaconf import OmegaConf
+
+    for key, entry in found:
+        _check_interpolation(key, entry)
+    names = [dotted(key) for key in merged.origins()]
+    return _Resolver(names).entry(merged, OmegaConf.create(merged.plain()), ())
+
+
+def _interpolations(entry: Entry, key: Key) -> Iterator[tuple[Key, Entry]]:
+    if isinstance(entry.value, dict | list):
+        for name, one in entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value):
+            yield from _interpolations(one, (*key, name))
+    elif isinstance(entry.value, str) and "${" in entry.value:
+        yield key, entry
+
+
+def _check_interpolation(key: Key, entry: Entry) -> None:
+    """Refuse what is no interpolation, or one that calls a function: a config follows from its files alone."""
+    from omegaconf.grammar_parser import parse
+
+    place = f"{entry.origin}: {dotted(key)}: {entry.value!r}"
+    try:
+        trees: list[Any] = [parse(entry.value)]
+    except Exception as error:  # the generated parser raises what it likes
+        raise ConfigError(f"{place} is no interpolation: {_first_line(error)}") from error
+    while trees:
+        tree = trees.pop()
+        if type(tree).__name__ == "InterpolationResolverContext":
+            name = tree.resolverName().getText()
+            if name not in _PURE_RESOLVERS:
+                raise ConfigError(
+                    f"{place} calls {name!r}. A config follows from its files alone: write the value, or give it as"
+                    f" an override: {dotted(key)}=..."
+                )
+        trees += getattr(tree, "children", None) or []
+
+
+class _Resolver:
+    """Looks interpolations up in an OmegaConf container, and counts the values that they stand for."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.count = 0
+
+    def entry(self, entry: Entry, container: Any, key: Key) -> Entry:
+        """Return the entry with all interpolations in it resolved; `container` is OmegaConf's copy of it."""
+        if isinstance(entry.value, dict):
+            pairs = entry.value.items()
+            return Entry({name: self.child(one, container, (*key, name)) for name, one in pairs}, entry.origin)
+        if isinstance(entry.value, list):
+            items = enumerate(entry.value)
+            return Entry([self.child(one, container, (*key, index)) for index, one in items], entry.origin)
+        return entry
+
+    def child(self, entry: Entry, container: Any, key: Key) -> Entry:
+        """Resolve what stands under the last name of a key."""
+        if isinstance(entry.value, dict | list):
+            return self.entry(entry, container[key[-1]], key)
+        if not isinstance(entry.value, str) or "${" not in entry.value:
+            return entry
+        place = f"{entry.origin}: {dotted(key)}"
+        try:
+            return self.unfold(container[key[-1]], entry.origin)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        except Exception as error:  # resolvers and the grammar raise many kinds, RecursionError for a circle
+            missing = re.search(r"key '([^']*)' not found", str(error))
+            hint = did_you_mean(missing[1], self.names) if missing else ""
+            problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
+            raise ConfigError(f"{place}: {entry.value!r} cannot be resolved: {problem}.{hint}") from error
+
+    def unfold(self, value: Any, origin: str) -> Entry:
+        """Make entries of an OmegaConf value; all come from where the interpolation was written."""
+        from omegaconf import DictConfig, ListConfig
+
+        self.count += 1
+        if self.count > _MAX_VALUES:
+            raise ConfigError(f"the interpolations stand for more than {_MAX_VALUES} values.")
+        if isinstance(value, DictConfig):
+            return Entry({name: self.unfold(value[name], origin) for name in value}, origin)
+        if isinstance(value, ListConfig):
+            return Entry([self.unfold(value[index], origin) for index in range(len(value))], origin)
+        return Entry(value, origin)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,333 @@
+"""The check of a whole config against the signatures of Trainer and of the classes it names. All mistakes at once."""
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from importlib import import_module
+from typing import Any
+
+from ..errors import ConfigError, did_you_mean
+from ..launchers import LAUNCHERS
+from ..strategies import STRATEGIES
+from .schema import TARGET, Key, Problem, Type, describe, dotted, is_target, mismatches, type_of
+from .source_files import find_module
+from .static_signatures import Definition, Parameter, Signature, Sources, signature_of_class
+
+_PACKAGE = __name__.partition(".")[0]
+_ARGUMENTS = f"{_PACKAGE}.trainer.arguments.TrainerArguments"
+EXPECTED = {
+    "task": f"{_PACKAGE}.tasks.task.Task",
+    "data": f"{_PACKAGE}.tasks.data_module.DataModule",
+    "callbacks": f"{_PACKAGE}.callbacks.callback.Callback",
+    "loggers": f"{_PACKAGE}.trainer.loggers.logger.Logger",
+}
+"""The class that every `_target_` of a section must descend from."""
+SECTIONS = {
+    "seed": "With config and data it makes the run: every random number follows from it.",
+    "run": "name and root: the run directory is root/name/version_N.",
+    "resume": '"auto": go on from the newest whole checkpoint of this run; a path: from that one; null: begin anew.',
+    "checkpoint": 'What validate, test and predict load: "last", "best", a path, or null for a fresh task.',
+    "task": "What is trained: `_target_`, a subclass of Task, and its arguments.",
+    "data": "Its data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task has its own loaders.",
+    "trainer": "The arguments of Trainer, as listed below.",
+    "callbacks": "What watches the run: names, each with `_target_`, a subclass of Callback, and its arguments.",
+    "loggers": "What writes its figures, likewise. Absent: TensorBoard and metrics.jsonl; null: nothing.",
+    "launcher": 'Where it runs: "slurm" or "ray", or a mapping of `name` and options. Absent: on this machine.',
+}
+"""The keys of a config, and what each means."""
+LIGHTNING_KEYS = {
+    "model": "It is `task` here: {_target_: my.Net, lr: 1}, without class_path and init_args.",
+    "seed_everything": "It is `seed` here.",
+    "ckpt_path": "It is `resume` for fit, `checkpoint` for validate, test and predict.",
+}
+"""What to write for keys of a LightningCLI's config."""
+MOVED: dict[str, Key] = {"seed": ("seed",), "run_name": ("run", "name"), "default_root_dir": ("run", "root")}
+"""Arguments of Trainer that have a key of their own; under `trainer:` they are taken too, but not in both places."""
+SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
+"""Arguments of Trainer that are whole sections of a config."""
+KIND_ROOMS = {"strategy": "strategies", "launcher": "launchers"}
+"""What is chosen by a name, and the room of `trainer` that holds its classes."""
+_WORDS = {"resume": ("auto",), "checkpoint": ("last", "best")}
+NO_DEFAULT: Any = object()
+"""Stands for a default that plain data cannot hold."""
+_SEED_LIMIT = 2**32
+
+
+class Checker:
+    """Holds a config against what it names. `may_import`: where source does not tell a signature, import the class."""
+
+    def __init__(self, values: Mapping[str, Any], sources: Sources, may_import: bool = False) -> None:
+        self.values = values
+        self.sources = sources
+        self.may_import = may_import
+        self.unread = False
+        self.signatures: dict[str, Signature | None] = {}
+
+    def problems(self) -> Iterator[Problem]:
+        """Every mistake in the config."""
+        for name in self.values:
+            if name not in SECTIONS:
+                yield Problem((name,), f"is no key of a config.{self._section_meant(name)}")
+        if self.values.get("task") is None:
+            yield Problem(("task",), f"is missing: name a subclass of Task, as {{{TARGET}: my_module.MyTask}}.")
+        for name in ("task", "data"):
+            if self.values.get(name) is not None:
+                yield from self._entry(self.values[name], (name,), EXPECTED[name])
+        yield from self._trainer()
+        if self.values.get("launcher") is not None:
+            yield from self._named(self.values["launcher"], ("launcher",), LAUNCHERS, "launcher")
+        yield from self._top()
+        for name in ("callbacks", "loggers"):
+            section = self.values.get(name, {})
+            if not isinstance(section, dict):
+                yield Problem((name,), f"must be a mapping of names to `{TARGET}` mappings, not {describe(section)}.")
+                continue
+            for one, value in section.items():
+                yield from self._entry(value, (name, one), EXPECTED[name])
+
+    def trainer_signature(self) -> Signature:
+        """The arguments of Trainer, read from its dataclass."""
+        found = self.sources.signature(self.sources.locate(_ARGUMENTS))
+        assert found is not None, "TrainerArguments is a plain dataclass"
+        return found
+
+    def signature(self, path: str) -> Signature | None:
+        """The arguments of the class at a path; None where only an import would tell."""
+        if self.signatures.get(path) is None:
+            found = self.sources.signature(self.sources.locate(path))
+            if found is None and self.may_import:
+                found = signature_of_class(load_class(path))
+            self.signatures[path] = found
+        return self.signatures[path]
+
+    def target(self, value: Mapping[str, Any], key: Key, expected: str) -> Iterator[Problem]:
+        """Every mistake in a mapping with `_target_`."""
+        path = value[TARGET]
+        if not isinstance(path, str):
+            yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(path)}.")
+            return
+        try:
+            found = self.sources.locate(path)
+            related = self._descends(found, expected)
+            signature = self.signature(path) if related is not False else None
+        except (LookupError, ConfigError) as error:
+            yield Problem((*key, TARGET), f"cannot be imported: {error}{self._path_meant(path)}")
+            return
+        if related is False:
+            yield Problem((*key, TARGET), f"{path!r} is not a subclass of {_short(expected)}, which this place needs.")
+        elif signature is None:
+            self.unread = True
+        else:
+            yield from self.arguments(value, key, path.rpartition(".")[2], signature)
+
+    def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Iterator[Problem]:
+        """Every mistake in the arguments that a mapping gives to a class."""
+        known = signature.parameters
+        for name, item in value.items():
+            if name == TARGET:
+                continue
+            parameter = known.get(name)
+            if parameter is not None:
+                if not same(item, default_of(parameter)):
+                    yield from mismatches(type_of(parameter, self.sources), item, (*key, name), self.target)
+            elif signature.open and isinstance(name, str):
+                yield from mismatches(Type("any"), item, (*key, name), self.target)
+            else:
+                hint = _instead(key, name) or did_you_mean(str(name), known) or f" It takes {_listed(known)}."
+                yield Problem((*key, name), f"is no argument of {owner}.{hint}")
+        for name, parameter in known.items():
+            if parameter.required and name not in value:
+                wanted = type_of(parameter, self.sources)
+                yield Problem(
+                    (*key, name), f"is missing: {owner} needs it" + (f" ({wanted})." if wanted.kind != "any" else ".")
+                )
+
+    def _entry(self, value: Any, key: Key, expected: str) -> Iterator[Problem]:
+        """Every mistake in what stands where a class must be named."""
+        if is_target(value):
+            yield from self.target(value, key, expected)
+        elif not isinstance(value, dict):
+            yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
+        else:
+            near = [one for one in self.values.get(str(key[0])) or () if one != key[-1]] if len(key) > 1 else []
+            hint = did_you_mean(str(key[-1]), near) or f" Name a subclass of {_short(expected)}."
+            yield Problem(key, f"has no `{TARGET}`.{hint}")
+
+    def _trainer(self) -> Iterator[Problem]:
+        section = self.values.get("trainer", {})
+        if not isinstance(section, dict):
+            yield Problem(("trainer",), f"must be a mapping of Trainer's arguments, not {describe(section)}.")
+            return
+        checked = {}
+        for name, item in section.items():
+            key: Key = ("trainer", name)
+            if name in SECTION_OF:
+                yield Problem(key, f"has a place of its own: write it under `{SECTION_OF[name]}:` at the top.")
+            elif name in MOVED and _given(self.values, MOVED[name]):
+                yield Problem(key, f"is set twice: {dotted(MOVED[name])} says the same. Keep that one.")
+            elif name == "strategy" and not is_target(item):
+                yield from self._named(item, key, {"auto": "", **STRATEGIES}, "strategy")
+            else:
+                checked[name] = item
+        yield from self.arguments(checked, ("trainer",), "Trainer", self.trainer_signature())
+
+    def _named(self, value: Any, key: Key, known: Mapping[str, str], kind: str) -> Iterator[Problem]:
+        """Every mistake in a name, or a mapping of `name` and options, of a class that is `known` by that name."""
+        name = value.get("name") if isinstance(value, dict) else value
+        if not isinstance(name, str) or name not in known:
+            what = "must be one of" if isinstance(value, str) else "must be, or have as its `name`, one of"
+            hint = did_you_mean(name, known) if isinstance(name, str) else ""
+            yield Problem(key, f"{what} {', '.join(known)}, not {describe(name if name is not None else value)}.{hint}")
+        elif isinstance(value, dict):
+            options = {option: item for option, item in value.items() if option != "name"}
+            signature = self.signature_of_named(f"{KIND_ROOMS[kind]}{known[name]}") if known[name] else Signature()
+            if signature is not None:
+                yield from self.arguments(options, key, f"the {kind} {name!r}", signature)
+
+    def signature_of_named(self, home: str) -> Signature | None:
+        """The arguments of the class at "room.module:Class" of the trainer."""
+        try:
+            return self.signature(f"{_PACKAGE}.trainer.{home.replace(':', '.')}")
+        except LookupError:
+            return None
+
+    def _top(self) -> Iterator[Problem]:
+        seed = self.values.get("seed", 0)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
+            yield Problem(("seed",), f"must be int from 0 to {_SEED_LIMIT - 1}, not {describe(seed)}.")
+        run = self.values.get("run", {})
+        if not isinstance(run, dict):
+            yield Problem(("run",), f"must be a mapping with name and root, not {describe(run)}.")
+        else:
+            for name, item in run.items():
+                if name not in ("name", "root"):
+                    yield Problem(
+                        ("run", name),
+                        f"is no key of run.{did_you_mean(str(name), ('name', 'root'))} It has name, root.",
+                    )
+                elif not isinstance(item, str):
+                    yield Problem(("run", name), f"must be str, not {describe(item)}. Put it in quotes.")
+        for name, words in _WORDS.items():
+            value = self.values.get(name)
+            if value is not None and not isinstance(value, str):
+                yield Problem((name,), f"must be {', '.join(map(repr, words))}, a path or null, not {describe(value)}.")
+
+    def _descends(self, found: Definition, expected: str) -> bool | None:
+        related = self.sources.is_subclass(found, expected)
+        ours = expected.startswith(f"{_PACKAGE}.")
+        if related is None and ours and found.dotted.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy"):
+            return False
+        return related
+
+    def _path_meant(self, name: str) -> str:
+        """Return the path to the class of this name that Legato has, as a question."""
+        for room in ("callbacks", "tasks", "trainer.loggers"):
+            with suppress(LookupError):
+                self.sources.locate(f"{_PACKAGE}.{room}.{name}")
+                return f" Did you mean '{_PACKAGE}.{room}.{name}'?"
+        return ""
+
+    def _section_meant(self, name: Any) -> str:
+        if isinstance(name, str) and name in self.trainer_signature().parameters:
+            return f" Did you mean 'trainer.{name}'?"
+        for section in ("task", "data"):
+            with suppress(LookupError, ConfigError, KeyError, TypeError):
+                signature = self.signature(self.values[section][TARGET])
+                if signature is not None and name in signature.parameters:
+                    return f" Did you mean '{section}.{name}'?"
+        known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
+        return f" {LIGHTNING_KEYS[name]}" if name in LIGHTNING_KEYS else known
+
+
+def _instead(key: Key, name: Any) -> str:
+    """Return what to write for an argument of the trainer that stands elsewhere, or that Lightning's has."""
+    if key != ("trainer",):
+        return ""
+    from ..arguments import INSTEAD
+
+    return f" {INSTEAD[name]}" if name in INSTEAD else f" It stands at the top: {name}=..." if name in SECTIONS else ""
+
+
+def load_class(path: str) -> type:
+    """Import the class at a dotted path.
+
+    Raises:
+        ConfigError: there is none, or its module cannot be imported; the message says why.
+    """
+    parts = path.split(".")
+    depth = max((at for at in range(1, len(parts)) if find_module(".".join(parts[:at])) is not None), default=0)
+    module = ".".join(parts[:depth])
+    if not module:
+        raise ConfigError(f"there is no module {parts[0]!r}.")
+    try:
+        found: Any = import_module(module)
+        for name in parts[depth:]:
+            found = getattr(found, name)
+    except AttributeError as error:
+        if module in sys.modules and not hasattr(sys.modules[module], parts[depth]):
+            hint = did_you_mean(parts[depth], dir(sys.modules[module]))
+            raise ConfigError(f"module {module!r} has no {parts[depth]!r}.{hint}") from error
+        raise ConfigError(f"importing {module!r} failed: {_blame(error)}") from error
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        raise ConfigError(f"importing {module!r} failed: {_blame(error)}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{path!r} is not a class.")
+    return found
+
+
+def default_of(parameter: Parameter) -> Any:
+    """The default as plain data; NO_DEFAULT where there is none that YAML could hold."""
+    if parameter.default is None:
+        return NO_DEFAULT
+    try:
+        value = ast.literal_eval(parameter.default)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return NO_DEFAULT
+    return _plain(value)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two plain values are equal and of the same types."""
+    return type(left) is type(right) and repr(left) == repr(right)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return NO_DEFAULT if NO_DEFAULT in items else items
+    if isinstance(value, dict):
+        pairs = {name: _plain(item) for name, item in value.items()}
+        fits = all(isinstance(name, str) for name in pairs) and NO_DEFAULT not in pairs.values()
+        return pairs if fits else NO_DEFAULT
+    return value if value is None or isinstance(value, bool | int | float | str) else NO_DEFAULT
+
+
+def _blame(error: BaseException) -> str:
+    """The error and the line of the innermost file that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    if isinstance(error, SyntaxError):
+        place = f" ({error.filename}:{error.lineno})"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}."
+
+
+def _given(values: Mapping[str, Any], key: Key) -> bool:
+    inner: Any = values
+    for name in key:
+        if not isinstance(inner, dict) or name not in inner:
+            return False
+        inner = inner[name]
+    return True
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return "no arguments" if not shown else ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")
+
+
+def _short(path: str) -> str:
+    """`Task` for Legato's own, the whole path for others."""
+    return path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path

@@ -1,0 +1,152 @@
+"""Data: what the loaders yield, dealt out to replicas, as one `StepInput` for each optimizer step of this process."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from .combined_source import CombinedSource, is_dealable_by_batch
+from .loaders import MapLoader, is_dealable, length_of
+from .sampling import Deal, Layout
+from .steps import Dealing, StepInput, Turn, limited
+from .streams import OwnShares, Ranks, StreamData
+
+log = logging.getLogger("legato")
+
+
+class DealtData:
+    """Map-style data dealt out by position: nothing is read but this process's own."""
+
+    forward_is_keyed = False
+    """A batch may have been loaded by a worker, or ahead of its turn."""
+
+    def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, in_order: bool = False) -> None:
+        """`loader`: one that `can_deal` says yes to."""
+        kind = MapLoader if is_dealable(loader) else CombinedSource
+        self.source: MapLoader | CombinedSource = kind(loader, dealing.seed, in_order, dealing.keyed)
+        self.dealing, self.limit = dealing, limit
+        self.told = False
+
+    @property
+    def rounds(self) -> int | None:
+        """Batches that each replica has in an epoch; None where only drawing the order tells."""
+        positions = self.source.positions(0)
+        return None if positions is None else self._deal(positions).rounds
+
+    def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
+        """Yield the steps of an epoch from `start_step` on; of all replicas' batches take `batches_at_most`."""
+        order = self.source.order(epoch)
+        if batches_at_most is not None:
+            order.length = min(order.length, batches_at_most * order.batch_size)
+        deal = self._deal(order.length)
+        replicas, leaders = self.dealing.replicas, self.dealing.leaders
+        batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
+        for step in range(start_step, deal.steps):
+            turns: list[Turn] = []
+            masked: list[Turn] = []
+            for replica, round, start, stop in deal.turns(step, replicas, leaders):
+                samples = order.samples(start, stop)
+                turn = Turn(replica, round, next(batches), samples, masked=replica not in replicas)
+                (masked if turn.masked else turns).append(turn)
+            rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
+            yield StepInput(turns, order.step_samples(deal, step), rounds, masked)
+
+    def _deal(self, positions: int) -> Deal:
+        replicas, source = self.dealing.layout.replicas, self.source
+        size = source.batch_size
+        whole = Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last)
+        rounds = whole.rounds
+        if self.dealing.whole_rounds and rounds and not whole.span(rounds - 1, replicas - 1):
+            rounds -= 1
+            self._tell(len(range(rounds * replicas * size, positions)))
+        limit = limited(self.limit, rounds)
+        return Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, limit)
+
+    def _tell(self, left_out: int) -> None:
+        if not self.told and self.dealing.process == 0:
+            self.told = True
+            log.warning(
+                "Manual optimization and sync_batchnorm take a batch of every replica: the last %d %s of an epoch, too "
+                "few for %d replicas, are left out.",
+                left_out, "batches" if self.source.own_batches else "samples", self.dealing.layout.replicas,
+            )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: a position says it all."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take nothing over."""
+
+
+def can_deal(loader: Any) -> bool:
+    """Return whether `loader` can be dealt out by position."""
+    return is_dealable(loader) or is_dealable_by_batch(loader)
+
+
+TrainingData = DealtData | StreamData
+
+
+class EvaluationData:
+    """Loaders whose batches are dealt out to replicas once each; no batch is padded, dropped or repeated."""
+
+    def __init__(
+        self,
+        loaders: list[Any],
+        dealing: Dealing,
+        limit: int | float = 1.0,
+        own_shares: bool = False,
+        in_order: bool = False,
+    ) -> None:
+        """With `own_shares` each process's loaders yield its own share already; `in_order` shuffles nothing."""
+        self.loaders, self.limit = loaders, limit
+        self.first_replica = dealing.replicas.start if own_shares else 0
+        layout, process = (Layout(1, 1), 0) if own_shares else (dealing.layout, dealing.process)
+        dealing = Dealing(layout, process, 1, dealing.seed, keyed=dealing.keyed, lockstep=dealing.lockstep)
+        self.sources: list[TrainingData] = [
+            DealtData(loader, dealing, 1.0, in_order) if can_deal(loader) else StreamData(loader, dealing)
+            for loader in loaders
+        ]
+        self.lengths = [
+            source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
+            for source in self.sources
+        ]
+        for source in self.sources:
+            if isinstance(source, DealtData):
+                source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
+
+    def batches(self, epoch: int, limit: int | None = None) -> Iterator[Turn]:
+        """Yield this process's batches of every loader; `limit` batches of each loader at most, over all replicas."""
+        for index, source in enumerate(self.sources):
+            most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
+            for step in source.epoch(epoch, batches_at_most=most):
+                for turn in (*step.turns, *step.masked):
+                    turn.dataloader_idx = index
+                    turn.replica += self.first_replica
+                    yield turn
+
+    def count(self, index: int) -> int | None:
+        """Return the batches of a loader over all replicas, as far as they are evaluated; None where unknown."""
+        length = self.lengths[index]
+        if length is None:
+            return self.limit if isinstance(self.limit, int) else None
+        return limited(self.limit, length)
+
+    def counts(self) -> list[int | float]:
+        """Return the batches of every loader; infinity where unknown."""
+        found = [self.count(index) for index in range(len(self.loaders))]
+        return [float("inf") if count is None else count for count in found]
+
+
+def training_data(
+    loader: Any,
+    dealing: Dealing,
+    limit: int | float,
+    in_order: bool,
+    ranks: Ranks | None,
+) -> TrainingData:
+    """Return how `loader` is dealt out; `ranks` is how processes agree where they bring their own shares."""
+    if ranks is not None:
+        return OwnShares(loader, dealing, limit, ranks)
+    if can_deal(loader):
+        return DealtData(loader, dealing, limit, in_order)
+    return StreamData(loader, dealing, limit)

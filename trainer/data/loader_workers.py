@@ -1,0 +1,113 @@
+"""What a loader's worker processes do with signals that are meant for the trainer, and with what they cannot send."""
+
+import faulthandler
+import functools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.queues import Queue
+from multiprocessing.reduction import ForkingPickler
+from typing import IO, Any
+
+from torch._utils import ExceptionWrapper
+
+from ..processes.signals import ENDING
+
+WorkerInit = Callable[[int], None] | None
+
+DUMP = getattr(signal, "SIGUSR2", 0)
+"""The signal at which a worker writes down its stack, where somebody wants to know it."""
+_dump: IO[str] | None = None
+
+
+class Shield:
+    """A worker_init_fn: the worker outlives signals to which the trainer attends by itself; then `then` has its turn.
+
+    A terminal's Ctrl-C and a scheduler's SIGTERM reach every process of a job. A worker that died of them would take
+    the last step with it, which is yet to be finished and saved; the trainer ends its workers when it is done. While
+    the trainer does not attend to signals (or when it is gone), a worker ends by them as usual.
+
+    And what a worker cannot pickle ends the loop as an error. Of itself the thread that feeds the worker's queue drops
+    such a batch, or such an error, with a traceback on stderr, and the trainer waits for it for ever. A loader that
+    `keeps_state` (torchdata's) gets each batch with its worker's number and state.
+    """
+
+    def __init__(self, then: WorkerInit, keeps_state: bool = False) -> None:
+        self.then, self.keeps_state = then, keeps_state
+        self.attends = _attends()
+        self.trainer = 0
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare the worker."""
+        self.trainer = os.getppid()
+        for number in ENDING:
+            signal.signal(number, self._hear)
+        if _dump is not None:  # a forked worker has the file, and this module, from the trainer
+            faulthandler.register(DUMP, _dump)
+        Queue._on_queue_feeder_error = functools.partialmethod(_send_error, self.keeps_state)  # type: ignore[attr-defined]
+        if self.then is not None:
+            self.then(worker_id)
+
+    def _hear(self, number: int, _: object) -> None:
+        if not self.attends.value or os.getppid() != self.trainer:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+_drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+
+def _send_error(queue: "Queue[Any]", keeps_state: bool, error: Exception, sent: Any) -> None:
+    """Send the `error` that came up when `sent`, a batch's number and the batch, was pickled in the batch's place."""
+    if not (isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], int)):
+        _drop(error, sent)  # of a queue of the dataset's own
+        return
+    number, content = sent
+    batch, *state = content if keeps_state else (content,)
+    where = "in a DataLoader worker process, when it pickled a batch to send it"
+    if not isinstance(batch, ExceptionWrapper):
+        batch = ExceptionWrapper((type(error), error, error.__traceback__), where)
+    try:
+        ForkingPickler.dumps(batch)
+    except Exception:  # the class of the exception is the script's own: its traceback, which says all, is a text
+        batch.exc_type = RuntimeError
+    queue.put((number, (batch, *state) if keeps_state else batch))
+
+
+def dump_stacks_to(file: IO[str] | None) -> None:
+    """Let workers that are forked from now on write their stacks to `file` when they get the signal DUMP."""
+    global _dump
+    _dump = file if DUMP else None
+
+
+@functools.cache
+def _attends() -> Any:
+    """Return a flag that this process's loader workers share with it: whether it attends to signals."""
+    from multiprocessing.sharedctypes import RawValue
+
+    return RawValue("b", 0)
+
+
+@contextmanager
+def signals_attended() -> Iterator[None]:
+    """Let loader workers leave signals to this process."""
+    _attends().value = 1
+    try:
+        yield
+    finally:
+        _attends().value = 0
+
+
+@contextmanager
+def shielded(loader: Any) -> Iterator[None]:
+    """Shield the workers that a user's loader starts within this context."""
+    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
+        yield
+        return
+    before = loader.worker_init_fn
+    loader.worker_init_fn = Shield(before, keeps_state=hasattr(loader, "state_dict"))
+    try:
+        yield
+    finally:
+        loader.worker_init_fn = before

@@ -1,0 +1,252 @@
+"""The user's DataLoader, understood: its dataset, its order, and a loader of its kind that follows another order."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from ..errors import DataError
+from ..randomness import KeyedDataset, seed_generators
+from .loader_workers import Shield
+from .reading import read
+from .sampling import Deal, DealtBatches, KeyedIndices, Order, SampledOrder, epoch_key, mix, permutation
+from .steps import Dealing
+
+SAMPLER_STREAM = 0x73616D706C6572
+"""Keeps the keys under which samplers draw apart from the other keys."""
+
+
+@dataclass
+class EpochOrder:
+    """The order of one epoch: `length` positions, and what stands at each."""
+
+    length: int
+    batch_size: int
+    order: Order
+    sizes: npt.NDArray[np.int64] | None = None
+    """Where a position is a whole batch of the user's batch sampler: the samples of each; else None."""
+
+    def samples(self, start: int, stop: int) -> int:
+        """Return the samples at positions [start, stop)."""
+        return stop - start if self.sizes is None else int(self.sizes[start:stop].sum())
+
+    def step_samples(self, deal: Deal, step: int) -> int:
+        """Return the samples of one optimizer step over all replicas."""
+        if self.sizes is None:
+            return deal.step_samples(step)
+        rounds = deal.rounds_of(step)
+        return self.samples(deal.span(rounds.start, 0).start, deal.span(rounds.stop - 1, deal.replicas - 1).stop)
+
+
+class MapLoader:
+    """A DataLoader over a map-style dataset, whose order is dealt out by position."""
+
+    def __init__(self, loader: "DataLoader[Any]", seed: int, in_order: bool = False, keyed: bool = True) -> None:
+        """`in_order` shuffles nothing, and gives every epoch the order that a sampler draws for the first.
+
+        With `keyed` each batch is loaded under random numbers of its own.
+        """
+        self.loader, self.seed, self.in_order, self.keyed = loader, seed, in_order, keyed
+        self.own_batches = is_own_batch_sampler(loader.batch_sampler)
+        self.sampler: Any = loader.batch_sampler if self.own_batches else loader.batch_sampler.sampler  # type: ignore[union-attr]
+        self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not self.own_batches
+        self.batches: DealtBatches | None = None
+        self.sibling: DataLoader[Any] | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Positions of a batch."""
+        return 1 if self.own_batches else int(self.loader.batch_sampler.batch_size)  # type: ignore[union-attr]
+
+    @property
+    def shuffled(self) -> bool | None:
+        """True for a shuffle of all samples, False for all of them in order; None for any other sampler."""
+        return None if self.own_batches else is_plain_shuffle(self.sampler, len(self.loader.dataset))  # type: ignore[arg-type]
+
+    def order(self, epoch: int) -> EpochOrder:
+        """Return the order of an epoch; the user's own sampler draws it under generators keyed by the epoch."""
+        epoch = 0 if self.in_order else epoch
+        set_epoch(self.loader, epoch)
+        sampler, size, shuffled = self.sampler, self.batch_size, self.shuffled
+        if shuffled is not None:
+            length = len(self.loader.dataset)  # type: ignore[arg-type]
+            if self.in_order or not shuffled:
+                return EpochOrder(length, size, lambda positions: positions)
+            key = epoch_key(self.seed, epoch)
+            return EpochOrder(length, size, lambda positions: permutation(positions, length, key))
+        key = mix(SAMPLER_STREAM, self.seed, epoch)
+        seed_generators(key)
+        seed_samplers(key, sampler)
+        if self.own_batches:
+            drawn = [list(batch) for batch in sampler]
+            return EpochOrder(len(drawn), 1, _WholeBatches(drawn), np.array([len(batch) for batch in drawn], np.int64))
+        order = SampledOrder(sampler)
+        return EpochOrder(len(order), size, order)
+
+    def positions(self, epoch: int) -> int | None:
+        """Return the number of positions in an epoch where it is known without drawing the order."""
+        try:
+            return len(self.sampler if self.shuffled is None else self.loader.dataset)  # type: ignore[arg-type]
+        except TypeError:
+            return None
+
+    def count_batches(self) -> int | None:
+        """Return the batches of an epoch over all replicas where it is known without drawing the order."""
+        positions = self.positions(0)
+        if positions is None:
+            return None
+        return positions // self.batch_size if self.drop_last else -(-positions // self.batch_size)
+
+    def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
+        """Yield the collated batches of a process from `start_step` on, in the order of `Deal.turns`."""
+        replicas = dealing.replicas
+        if self.sibling is None or self.batches is None:
+            kind = DealtBatches if order.sizes is None else _DealtWholeBatches
+            self.batches = kind(deal, replicas, order.order)
+            dataset = KeyedDataset(self.loader.dataset, self.seed) if self.keyed else self.loader.dataset
+            self.sibling = like(self.loader, dataset, self.batches)
+        self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
+        self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
+        return read(iter(self.sibling))
+
+
+class _WholeBatches:
+    """The batches that a user's batch sampler drew, as an order whose positions are batches."""
+
+    def __init__(self, drawn: list[list[Any]]) -> None:
+        self.drawn = drawn
+
+    def __call__(self, positions: npt.NDArray[np.int64]) -> Sequence[list[Any]]:
+        return [self.drawn[position] for position in positions.tolist()]
+
+
+class _DealtWholeBatches(DealtBatches):
+    """Deals out batches that are drawn already: each position's list of indices is a batch."""
+
+    def __iter__(self) -> Iterator[KeyedIndices]:
+        for batch in super().__iter__():
+            yield KeyedIndices(batch[0], batch.position, batch.epoch)
+
+
+def is_dealable(loader: Any) -> bool:
+    """Return whether `loader` is a plain DataLoader over a map-style dataset, so that its samples can be dealt out.
+
+    Subclasses may have overridden anything, and so are passed through.
+    """
+    return (
+        type(loader) is DataLoader
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+def is_own_batch_sampler(batch_sampler: Any) -> bool:
+    """Return whether a batch sampler is the user's own kind, whose batches must be taken whole."""
+    return type(batch_sampler) is not BatchSampler
+
+
+def is_plain_shuffle(sampler: Any, length: int) -> bool | None:
+    """Return True for a shuffle of all `length` samples, False for all of them in order; None for any other sampler.
+
+    A DistributedSampler counts as what it would do in one process: the samples are dealt out here.
+    """
+    if type(sampler) is DistributedSampler:
+        return bool(sampler.shuffle)
+    if type(sampler) is SequentialSampler and len(sampler.data_source) == length:
+        return False
+    if type(sampler) is RandomSampler and not sampler.replacement:
+        return True if sampler.num_samples == len(sampler.data_source) == length else None
+    return None
+
+
+def set_epoch(loader: Any, epoch: int) -> None:
+    """Tell the epoch to every sampler, batch sampler and dataset of `loader` that has a `set_epoch`."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    told: set[int] = set()
+    for part in (*parts, getattr(loader, "dataset", None)):
+        if part is not None and id(part) not in told and callable(getattr(part, "set_epoch", None)):
+            told.add(id(part))
+            part.set_epoch(epoch)
+
+
+def seed_samplers(key: int, *samplers: Any) -> None:
+    """Seed every generator of samplers and of the samplers in them: the first with `key`, others with their own."""
+    for number, generator in enumerate(_generators_in(samplers)):
+        generator.manual_seed((mix(key, number) if number else key) >> 1)
+
+
+def _generators_in(samplers: Sequence[Any]) -> Iterator[torch.Generator]:
+    """Yield torch's generators from the outermost samplers inwards, each once, whatever they are called there."""
+    waiting: list[Any] = list(samplers)
+    seen: list[Any] = []
+    while waiting:
+        part = waiting.pop(0)
+        if any(part is other for other in seen):
+            continue
+        seen.append(part)
+        if isinstance(part, torch.Generator):
+            yield part
+            continue
+        waiting += (getattr(part, name, None) for name in ("generator", "sampler", "batch_sampler"))
+        for value in getattr(part, "__dict__", {}).values():
+            # the first tells what a list is of: it may be as long as the dataset
+            several = isinstance(value, (list, tuple)) and value and isinstance(value[0], (torch.Generator, Sampler))
+            waiting += value if several else [value] if isinstance(value, (torch.Generator, Sampler)) else []
+
+
+def like(loader: "DataLoader[Any]", dataset: Any, batch_sampler: Any) -> "DataLoader[Any]":
+    """Return a DataLoader with every option of `loader`, over another dataset and batch sampler."""
+    options: dict[str, Any] = {
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": Shield(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn,
+        "generator": loader.generator,
+    }
+    if loader.num_workers > 0:
+        options["multiprocessing_context"] = loader.multiprocessing_context
+        options["prefetch_factor"] = loader.prefetch_factor
+        options["persistent_workers"] = loader.persistent_workers
+    if getattr(loader, "pin_memory_device", ""):
+        options["pin_memory_device"] = loader.pin_memory_device
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what there is to say of these options was said when the user made the loader
+        return DataLoader(dataset, batch_sampler=batch_sampler, **options)
+
+
+def length_of(loader: Any) -> int | None:
+    """Return len(loader), or None where it has none."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def require_iterable(loader: Any, name: str) -> None:
+    """Raise DataError where `loader` cannot be iterated over or is known to be empty."""
+    if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor)):
+        hint = " Give DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
+        raise DataError(
+            f"{name} must be a DataLoader or another iterable of batches, got {type(loader).__name__}.{hint}"
+        )
+    if length_of(loader) == 0:
+        raise DataError(
+            f"{name} is empty: it yields no batch. Is its dataset empty, or drop_last with too few samples?"
+        )

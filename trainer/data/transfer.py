@@ -1,0 +1,78 @@
+"""Batches on their way to a device, and how many samples they hold."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+
+ALIGNMENT = 64
+"""Bytes: how torch's allocator aligns a tensor on the CPU."""
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return `batch` with every tensor in it on `device`; tuples, lists, mappings and dataclasses keep their type.
+
+    Copies from pinned memory do not block the host. Anything with a `.to(device)` of its own is moved by that.
+    """
+    non_blocking = device.type == "cuda"
+    return map_tensors(
+        batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), lambda other: other.to(device)
+    )
+
+
+def aligned(batch: Any) -> Any:
+    """Return `batch` with every tensor in memory as torch allocates it: else some kernels add up in another order."""
+    return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
+
+
+def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
+    """Move tensors to memory as torch would allocate it, where they are elsewhere: weights in a mapped file, say."""
+    for tensor in tensors:
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
+
+
+def map_tensors(
+    batch: Any, change: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] | None = None
+) -> Any:
+    """Return `batch` with each tensor changed; with `move`, also whatever has a `.to` of its own.
+
+    Tuples, named tuples, lists, dicts and dataclasses are rebuilt with their types; anything else stays as it is.
+    """
+    if isinstance(batch, torch.Tensor):
+        return change(batch)
+    if isinstance(batch, (str, bytes, int, float, bool)) or batch is None:
+        return batch
+    if move is not None and callable(getattr(batch, "to", None)):
+        return move(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(item, change, move) for item in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(map_tensors(item, change, move) for item in batch)
+    if isinstance(batch, dict):
+        changed = {key: map_tensors(item, change, move) for key, item in batch.items()}
+        return changed if type(batch) is dict else type(batch)(changed)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        own = (field for field in fields(batch) if field.init)
+        return replace(batch, **{field.name: map_tensors(getattr(batch, field.name), change, move) for field in own})
+    return batch
+
+
+def count_samples(batch: Any) -> int:
+    """Return the size of the first dimension of the first tensor (or the length of the first array) in `batch`.
+
+    1 where there is no such thing: a batch of an unknown kind counts as one sample.
+    """
+    while isinstance(batch, (list, tuple)) and batch:
+        if isinstance(batch[0], (str, bytes, int, float)):
+            return len(batch)
+        batch = batch[0]
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, Mapping):
+        return next((count_samples(item) for item in batch.values()), 1)
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return count_samples([getattr(batch, field.name) for field in fields(batch)])
+    shape = getattr(batch, "shape", None)
+    return int(shape[0]) if shape else 1

@@ -1,0 +1,63 @@
+"""Every error that Legato raises on purpose.
+
+    LegatoError
+    |-- ConfigError       (ValueError)       a setting, a file or an argument is wrong; found before the run
+    |-- TaskError         (TypeError)        the task, one of its hooks or what a step returned is wrong
+    |-- DataError         (ValueError)       a loader or a sampler cannot serve this run
+    |-- CheckpointError   (ValueError)       a checkpoint is missing, broken or of another model
+    |-- NonFiniteError    (ArithmeticError)  a loss or a gradient is NaN or infinite
+    |-- DisagreementError (RuntimeError)     the ranks of one run disagree about what to do
+    |-- HangError         (RuntimeError)     the run made no progress; says which rank is where
+    `-- WorkerError       (RuntimeError)     a process of the run failed; carries its rank and its traceback
+
+A message says what was expected, what came, and what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class LegatoError(Exception):
+    """The base of every error that Legato raises on purpose."""
+
+
+class ConfigError(LegatoError, ValueError):
+    """A setting, a file or an argument is wrong."""
+
+
+class TaskError(LegatoError, TypeError):
+    """The task, one of its hooks or what a step returned is wrong."""
+
+
+class DataError(LegatoError, ValueError):
+    """A loader or a sampler cannot serve this run."""
+
+
+class CheckpointError(LegatoError, ValueError):
+    """A checkpoint is missing, broken or of another model."""
+
+
+class NonFiniteError(LegatoError, ArithmeticError):
+    """A loss or a gradient is NaN or infinite."""
+
+
+class DisagreementError(LegatoError, RuntimeError):
+    """The ranks of one run disagree about what to do next."""
+
+
+class HangError(LegatoError, RuntimeError):
+    """The run made no progress for `hang_timeout`. The message says which rank is where, and who waits for whom."""
+
+
+class WorkerError(LegatoError, RuntimeError):
+    """A process of the run failed. The message names the rank and ends with that rank's own traceback."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ' Did you mean X?' for the known word nearest to `word`, or '' where none is at least `cutoff` alike."""
+    near = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=cutoff)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,130 @@
+"""Hooks: for each hook the methods that were overridden, found once when a run starts."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from ..callbacks.callback import Callback
+from ..tasks.data_hooks import DataHooks
+from ..tasks.task import Task
+from ..tasks.task_hooks import TaskHooks
+from .errors import TaskError, did_you_mean
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+CALLBACK_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
+TASK_HOOKS = tuple(name for name in vars(TaskHooks) if name.startswith("on_") or name in ("setup", "teardown"))
+
+Calls = tuple[Callable[..., Any], ...]
+
+RENAMED = {
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+}
+"""Hooks of Lightning 1 that Lightning 2 has under another name, and with other arguments."""
+
+LOOK_ALIKE = 0.9
+"""How alike a method's name must be to a step's to count as a misspelling of it; `train_step` is 0.87."""
+
+
+class Hooks(dict[str, Calls]):
+    """Maps a hook's name to what it calls: callbacks in their order, the task, then late callbacks.
+
+    A callback's method already knows the trainer and the task. Hooks that nobody overrides map to ().
+    """
+
+    def __init__(self, trainer: "Trainer", task: Task, callbacks: Sequence[Callback]) -> None:
+        super().__init__()
+        self.of_task: dict[str, Calls] = {}
+        self.of_callbacks: dict[str, Calls] = {}
+        self.late: dict[str, Calls] = {}
+        for name in {*CALLBACK_HOOKS, *TASK_HOOKS}:
+            listening = [c for c in callbacks if name in CALLBACK_HOOKS and overrides(c, Callback, name)]
+            in_order = sorted(listening, key=lambda callback: callback.late)
+            own = name in TASK_HOOKS and (name.endswith(("_model_eval", "_model_train")) or overrides(task, Task, name))
+            self.of_task[name] = (getattr(task, name),) if own else ()
+            early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if not c.late)
+            self.late[name] = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late)
+            self.of_callbacks[name] = early + self.late[name]
+            self[name] = early + self.of_task[name] + self.late[name]
+        together = sorted((c for c in callbacks if c.late or c.after_every_step), key=lambda callback: callback.late)
+        asked = [c for c in together if overrides(c, Callback, "on_train_batch_end")]
+        self.after_every_step: Calls = tuple(partial(c.on_train_batch_end, trainer, task) for c in asked)
+        """What is called after a step for which this process had no batch."""
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call the hook `name` of everything that overrides it."""
+        for hook in self[name]:
+            hook(*arguments)
+
+    def call_early(self, name: str, *arguments: Any) -> None:
+        """Call the hook `name` of all but late callbacks."""
+        for hook in self[name][: len(self[name]) - len(self.late[name])]:
+            hook(*arguments)
+
+
+def overrides(instance: object, base: type, name: str) -> bool:
+    """Return whether `instance` has its own version of the method `name` of `base`."""
+    return name in vars(instance) or getattr(type(instance), name, None) is not getattr(base, name)
+
+
+def check_names(instance: object, base: type, hooks: Iterable[str], steps: Iterable[str] = ()) -> None:
+    """Refuse methods that are named like a hook or a step, but not quite, and hooks that cannot be called as one.
+
+    Raises TaskError with the name that was probably meant, or the arguments that a hook is given.
+    """
+    known_hooks, known_steps = set(hooks), set(steps)
+    for name in hooks:
+        if overrides(instance, base, name):
+            _check_arguments(instance, base, name)
+    inherited = {name for kind in base.__mro__ for name in vars(kind)}
+    own = {
+        name: kind
+        for kind in reversed(type(instance).__mro__)
+        for name, value in vars(kind).items()
+        if not issubclass(base, kind) and callable(value) and not name.startswith("_") and name not in inherited
+    }
+    for name, kind in own.items():
+        cutoff = 0.8 if name.startswith("on_") else LOOK_ALIKE
+        known = {RENAMED[name]} & known_hooks if name in RENAMED else known_hooks | known_steps
+        meant = did_you_mean(name, known, 0.0 if name in RENAMED else cutoff)
+        if meant:
+            raise TaskError(
+                f"{kind.__qualname__}.{name} is named like a hook but is none, so it would never be called.{meant} "
+                f"Rename it (an underscore in front will do) if it is meant to be something else."
+            )
+
+
+def _check_arguments(instance: object, base: type, name: str) -> None:
+    given = [one for one in signature(getattr(base, name)).parameters.values() if one.name != "self"]
+    needed = [one for one in given if one.default is one.empty]
+    try:
+        own = signature(getattr(instance, name))
+    except (TypeError, ValueError):
+        return  # a function that is not written in Python
+    for arguments in (given, needed):
+        try:
+            own.bind(*arguments)
+        except TypeError:
+            continue
+        return
+    raise TaskError(
+        f"{type(instance).__qualname__}.{name}{own} cannot be called with what it is given: "
+        f"({', '.join(one.name for one in given)})."
+    )
+
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+CONFIGURERS = (
+    *("configure_optimizers", "configure_model", "configure_blocks", "configure_callbacks"),
+    "configure_gradient_clipping",
+)
+TASK_METHODS = (*STEPS, *LOADERS, *CONFIGURERS, *(name for name in vars(DataHooks) if not name.startswith("_")))

@@ -1,0 +1,199 @@
+"""Ray: a run on the machines of a Ray cluster, one actor on each, which starts that machine's processes."""
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, WorkerError
+from ..processes.parcel import is_communication
+from ..processes.signals import INTERRUPTED, RESUME_ME, attended
+from .launcher import Launcher, Machines, machines_of, without_launcher
+
+if TYPE_CHECKING:
+    from ..config.config import Config
+
+_SETTLE, _GRACE = 10.0, 20.0
+"""Seconds after a node's failure until the others, which mostly end of it by themselves, are told to; are killed."""
+_PAUSE = 0.5  # seconds between two looks at the nodes
+_LAST_LINES = 40  # of a node that failed, shown again at the end
+
+
+@dataclass(kw_only=True)
+class RayLauncher(Launcher):
+    """Takes `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`."""
+
+    name = "ray"
+
+    address: str | None = None
+    """The cluster: "host:port", "ray://host:port", or "auto" for the one this machine is part of. None: a new one,
+    of this machine alone, for as long as the run lasts."""
+    cpus_per_process: int = 1
+    """CPUs that are reserved for each process."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Other resources of the cluster to reserve on each node, such as {"accelerator_type:A100": 0.001}."""
+    placement_timeout: float = 600.0
+    """Seconds to wait until the cluster has the nodes free."""
+    python: str | None = None
+    """The interpreter on the nodes. None: the one here."""
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that cannot be."""
+        if self.cpus_per_process < 1 or self.placement_timeout <= 0:
+            raise ConfigError(
+                f"launcher.cpus_per_process={self.cpus_per_process}, launcher.placement_timeout="
+                f"{self.placement_timeout}: expected at least 1 CPU and a positive number of seconds."
+            )
+
+    def launch(self, command: str, config: "Config") -> int:
+        """Run the command on the cluster and wait for it; return its exit code.
+
+        Raises ConfigError where Ray is missing or the cluster is too small, WorkerError where a node fails.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(f"launcher=ray needs Ray ({error}): pip install 'legato[ray]'.") from error
+        machines = machines_of(config.values, self.name)
+        told: list[int] = []
+        with attended(told.append):
+            ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
+            try:
+                group = self._reserve(machines)
+                return self._run(group, machines, command, without_launcher(config), told)
+            finally:
+                ray.shutdown()
+
+    def _reserve(self, machines: Machines) -> Any:
+        """Return a placement group with a bundle for each node, once the cluster has room for it."""
+        from ray.exceptions import GetTimeoutError
+        from ray.util.placement_group import placement_group
+
+        bundle: dict[str, float] = {"CPU": machines.processes * self.cpus_per_process, **self.resources}
+        if machines.gpus:
+            bundle["GPU"] = machines.gpus
+        import ray
+
+        fitting = [
+            node
+            for node in ray.nodes()
+            if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
+        ]
+        if len(fitting) < machines.nodes and self.address is None:  # others may be made to grow by an autoscaler
+            raise ConfigError(
+                f"The run needs {machines.nodes} nodes with {bundle} each (trainer.num_nodes, trainer.devices, "
+                f"launcher.cpus_per_process); {len(fitting)} of the Ray cluster's {len(ray.nodes())} have that."
+            )
+        group = placement_group([bundle] * machines.nodes, strategy="STRICT_SPREAD")
+        try:
+            ray.get(group.ready(), timeout=self.placement_timeout)
+        except GetTimeoutError as error:
+            raise WorkerError(
+                f"The Ray cluster had no {machines.nodes} nodes with {bundle} free within "
+                f"{self.placement_timeout:g} s; {len(fitting)} have as much at all."
+            ) from error
+        return group
+
+    def _run(self, group: Any, machines: Machines, command: str, config: str, told: list[int]) -> int:
+        """Start a node of the run in each bundle, and wait until all have ended."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # two calls at a time: one that waits for the processes, and one that passes a signal on to them
+        actor = ray.remote(max_concurrency=2, max_restarts=0)(Node)
+        nodes = []
+        for index, bundle in enumerate(group.bundle_specs):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            nodes.append(actor.options(**options).remote(self.python or sys.executable, str(Path.cwd())))
+        host, port = ray.get(nodes[0].meeting_place.remote())
+        print(f"Ray  {machines.nodes} x {machines.processes} processes, node 0 is {host}", flush=True)
+        running = {
+            node.run.remote(command, config, machines.nodes, index, host, port): index
+            for index, node in enumerate(nodes)
+        }
+        return _wait(nodes, running, told)
+
+
+def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
+    """Wait for every node, and end the others soon after one has failed. Return the exit code of the run."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    codes: dict[int, int] = {}
+    failures: list[tuple[int, str]] = []
+    passed, failed_at = 0, None
+    while running:
+        for number in told[passed:]:
+            _send(nodes, number)
+        passed = len(told)
+        done, _ = ray.wait(list(running), timeout=_PAUSE)
+        for reference in done:
+            index = running.pop(reference)
+            try:
+                codes[index], last = ray.get(reference)
+            except RayActorError as error:
+                codes[index], last = 1, f"Ray has lost it: {' '.join(str(error).split())[:300]}"
+            if codes[index] not in (0, RESUME_ME, INTERRUPTED):
+                failures.append((index, last))
+                failed_at = failed_at or time.monotonic()
+        waited = 0.0 if failed_at is None else time.monotonic() - failed_at
+        if waited > _SETTLE:
+            _send(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
+    if failures:
+        # who only lost a connection may have noticed sooner than the one that had a reason could say it
+        index, last = min(failures, key=lambda failure: is_communication(RuntimeError(failure[1])))
+        raise WorkerError(f"Node {index} of the run ended with exit code {codes[index]}:\n{last}")
+    return max(codes.values())
+
+
+def _send(nodes: list[Any], number: int) -> None:
+    for node in nodes:
+        node.send.remote(int(number))
+
+
+class Node:
+    """The actor on one machine. A process of Legato under it starts the machine's processes, as it does everywhere."""
+
+    def __init__(self, python: str, folder: str) -> None:
+        self.python, self.folder = python, folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Return this machine's address and a port that is free now."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.create_server(("", 0)) as server:
+            return host, server.getsockname()[1]
+
+    def run(self, command: str, config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
+        """Run the command as node `rank` of `nodes`; return its exit code and the last lines that it wrote."""
+        if not Path(self.folder).is_dir():
+            return 1, f"The folder {self.folder} is not there. All nodes must share the folder that the run starts in."
+        with tempfile.TemporaryDirectory(prefix="legato-") as folder:
+            path = Path(folder) / "run.yaml"
+            path.write_text(config, encoding="utf-8")
+            # by env, since the variables are those of a process of its own
+            place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
+            module = f"{__name__.partition('.')[0]}.trainer"
+            words = ["env", *place, self.python, "-m", module, command, str(path)]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            self.process = subprocess.Popen(words, cwd=self.folder, **pipes)
+            last: list[str] = []
+            assert self.process.stdout is not None
+            for line in self.process.stdout:
+                print(line, end="", flush=True)
+                last = [*last[-_LAST_LINES:], line]
+            return self.process.wait(), "".join(last)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)

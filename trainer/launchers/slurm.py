@@ -1,0 +1,200 @@
+"""SLURM: a run as an sbatch script, which saves itself before its time is over and goes on when it is queued again."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoints.run_directory import CHECKPOINTS, versions
+from ..errors import ConfigError, WorkerError
+from ..processes.signals import RESUME_ME
+from .launcher import Launcher, Machines, machines_of, without_launcher
+
+if TYPE_CHECKING:
+    from ..config.config import Config
+
+_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
+_WAIT = 60
+"""Seconds that the other ranks have to end, once one has; those that a failed one has left end of it in seconds."""
+_OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
+"""Options of sbatch that the script sets itself."""
+
+
+@dataclass(kw_only=True)
+class SlurmLauncher(Launcher):
+    """Writes an sbatch script and submits it. Processes, nodes and GPUs follow from the trainer's arguments."""
+
+    name = "slurm"
+
+    time: str | int | None = None
+    """The time limit, in SLURM's words: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's."""
+    partition: str | None = None
+    """The partition, where it is not the default one."""
+    account: str | None = None
+    """Whose account the time is charged to."""
+    qos: str | None = None
+    """The quality of service."""
+    cpus_per_process: int | None = None
+    """Cores of each process: those of its main thread and its loader's workers."""
+    memory: str | None = None
+    """The memory of each node, such as "64G"."""
+    job_name: str | None = None
+    """The job's name. None: run.name."""
+    options: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """More options of sbatch: {constraint: a100, exclusive: true} become --constraint=a100 and --exclusive."""
+    setup: list[str] = field(default_factory=list)
+    """Lines of shell that come before the run, such as `module load cuda`."""
+    python: str | None = None
+    """The interpreter on the nodes. None: the one that submits."""
+    requeue: bool = True
+    """Queue the job again when it was told to end before its time, from where it goes on with its newest checkpoint."""
+    signal_seconds: int = 120
+    """How long before the time limit the run is told to save itself."""
+    folder: str | None = None
+    """Where script, config and output go. None: the folder `slurm` beside the run's directories."""
+    dry_run: bool = False
+    """Show the script, and write and submit nothing."""
+
+    def __post_init__(self) -> None:
+        """Refuse what sbatch would refuse later, or what would break the script."""
+        if self.signal_seconds < 1:
+            raise ConfigError(f"launcher.signal_seconds={self.signal_seconds}: expected at least 1.")
+        if self.cpus_per_process is not None and self.cpus_per_process < 1:
+            raise ConfigError(f"launcher.cpus_per_process={self.cpus_per_process}: expected at least 1.")
+        if self.time is not None and not 0 <= self.signal_seconds < _seconds(str(self.time)):
+            raise ConfigError(
+                f"launcher.signal_seconds={self.signal_seconds} is not before the time limit launcher.time={self.time}."
+            )
+        for option, value in self.options.items():
+            if option in _OWN:
+                raise ConfigError(
+                    f"launcher.options.{option} is set by the script itself: see trainer.num_nodes, trainer.devices, "
+                    f"trainer.accelerator, launcher.folder, launcher.requeue and launcher.signal_seconds."
+                )
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
+                raise ConfigError(
+                    f"launcher.options.{option}={value!r}: expected a long option of sbatch without its dashes, such "
+                    f"as constraint, and a value of one line."
+                )
+
+    def launch(self, command: str, config: "Config") -> int:
+        """Submit the job, or show what would be; returns 0. Raises WorkerError where sbatch refuses it."""
+        values = config.values
+        machines = machines_of(values, self.name)
+        runs = Path(values["run"]["root"]) / values["run"]["name"]
+        folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()
+        known = versions(runs.parent, runs.name)
+        first = 1 + max((int(path.name.removeprefix("version_")) for path in known), default=-1)
+        number = 1 + sum(1 for _ in folder.glob("job-*.sh"))
+        stem = folder / f"job-{number:04d}"
+        resume = self._resume(runs.absolute(), first) if command == "fit" and values["resume"] != "auto" else []
+        script = self.script(command, machines, values["run"]["name"], stem, resume)
+        if self.dry_run:
+            print(script, end="")
+            return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        # the script asks for a new start by itself: a second request, from the run, would meet a job that has left
+        stem.with_suffix(".yaml").write_text(without_launcher(config, requeue=False), encoding="utf-8")
+        path = stem.with_suffix(".sh")
+        path.write_text(script, encoding="utf-8")
+        job = _submit(path)
+        print(f"Job     {job}, {machines.nodes} x {machines.processes} processes\nScript  {path}")
+        print(f"Output  {folder / f'{job}.out'}")
+        return 0
+
+    def script(self, command: str, machines: Machines, name: str, stem: Path, resume: list[str]) -> str:
+        """Return the sbatch script that runs the config `stem`.yaml; `resume` are the lines that set `resume`."""
+        python = shlex.quote(self.python or sys.executable)
+        config = shlex.quote(str(stem.with_suffix(".yaml")))
+        # not --kill-on-bad-exit: the first rank that ends with 75 would have the others killed, and srun end with 143
+        run = f'srun --wait={_WAIT} {python} -m {_module()} {command} {config} "${{resume[@]}}"'
+        again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in self._options(machines, name, stem.parent)),
+            "",
+            f"# SIGUSR1, {self.signal_seconds} s before the time limit, and SIGTERM, when others need the nodes:",
+            f"# the run saves a checkpoint and ends with exit code {RESUME_ME}.",
+            *self.setup,
+            "resume=()",
+            *resume,
+            run,
+            "code=$?",
+            *(again if self.requeue else []),
+            'exit "$code"',
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _options(self, machines: Machines, name: str, folder: Path) -> Iterator[str]:
+        """Yield the options of sbatch."""
+        found: dict[str, Any] = {
+            "job-name": self.job_name or name.replace("/", "-"),
+            "nodes": machines.nodes,
+            "ntasks-per-node": machines.processes,
+            "gpus-per-node": machines.gpus or None,
+            "cpus-per-task": self.cpus_per_process,
+            "mem": self.memory,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "chdir": Path.cwd(),
+            "output": folder / "%j.out",
+            "open-mode": "append",
+            "requeue" if self.requeue else "no-requeue": True,
+            "signal": f"USR1@{self.signal_seconds}",
+            **self.options,
+        }
+        for option, value in found.items():
+            if value is True:
+                yield f"--{option}"
+            elif value is not None and value is not False:
+                yield f"--{option}={shlex.quote(str(value))}"
+
+    def _resume(self, runs: Path, first: int) -> list[str]:
+        """Return the lines that let a job that was queued again go on with its own run, and with no earlier one's."""
+        return [
+            'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
+            f"  for version in {shlex.quote(str(runs))}/version_*; do",
+            f'    if [ "${{version##*_}}" -ge {first} ] && [ -d "$version/{CHECKPOINTS}" ]; then',
+            "      resume=(resume=auto)",
+            "    fi",
+            "  done",
+            "fi",
+        ]
+
+
+def _module() -> str:
+    return f"{__name__.partition('.')[0]}.trainer"
+
+
+def _seconds(text: str) -> int:
+    """Return the seconds of a time limit. Raises ConfigError where it is none."""
+    found = _TIME.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"launcher.time={text!r}: expected minutes, 'HH:MM:SS' or 'D-HH:MM:SS'.")
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"] is not None:  # D-HH, D-HH:MM, D-HH:MM:SS
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return int(found["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if len(parts) == 3:
+        return parts[0] * 3600 + parts[1] * 60 + parts[2]
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+
+
+def _submit(path: Path) -> str:
+    """Submit a script and return the job's id."""
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise WorkerError(
+            f"launcher=slurm cannot run sbatch ({error.strerror}). Run it on a machine of the cluster, or submit "
+            f"{path} there; launcher.dry_run=true only shows it."
+        ) from error
+    if done.returncode != 0:
+        raise WorkerError(f"sbatch refused {path}: {done.stderr.strip() or f'exit code {done.returncode}'}.")
+    return done.stdout.strip().partition(";")[0]

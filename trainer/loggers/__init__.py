@@ -1,0 +1,18 @@
+"""Loggers: where a run's numbers go. `logger.py` is the contract; each other module is one place to write to."""
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "JSONLinesLogger": ".json_lines",
+    "Logger": ".logger",
+    "NoExperiment": ".logger",
+    "TensorBoardLogger": ".tensorboard",
+}
+__all__ = ["JSONLinesLogger", "Logger", "NoExperiment", "TensorBoardLogger"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,141 @@
+"""JSONLinesLogger: `metrics.jsonl`, one line a logging step, for programs."""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .logger import Logger
+
+FILE_NAME = "metrics.jsonl"
+
+
+class JSONLinesLogger(Logger):
+    """Writes `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` lines, each step once.
+
+    * Each call reaches the operating system before it returns: a killed process loses nothing.
+    * What is logged for one step in several calls stands in one line, so the last line may still grow; it gets its
+      newline when the next step begins. Every line that ends in a newline is final.
+    * Strict JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which `float()` reads back
+      (a null would make a diverged run look like one that did not log).
+    * A metric called "step" or "time" is written as "step_" or "time_".
+    * On resume the lines of later steps are cut off, and a line that is no JSON (torn by a power cut) is dropped.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        super().__init__()
+        self.path = None if path is None else Path(path)
+        """The file; in the run directory unless one was given."""
+        self._own_path = path is not None
+        self._file: BinaryIO | None = None
+        self._line: dict[str, Any] = {}
+        self._line_start = 0
+        self._recorded: set[str] = set()
+        self._resume_step: int | None = None
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Open the file, without what a resume makes void."""
+        super().open(run_dir, resume_step)
+        if not self._own_path:
+            self.path = Path(run_dir) / FILE_NAME
+        assert self.path is not None
+        self._close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._resume_step = resume_step
+        self._line, self._line_start, size = keep_lines(self.path, resume_step)
+        self._recorded = set(self._line) if self._line.get("step") == resume_step else set()
+        self._file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
+        self._file.seek(size)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the line of this step, or what it lacks of `metrics`. Does nothing before `open`."""
+        if self._file is None:
+            return
+        values = {
+            f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
+        }
+        if step == self._resume_step:
+            values = {name: value for name, value in values.items() if name not in self._recorded}
+            if not values:
+                return
+        opening = b""
+        if self._line.get("step") != step:
+            if self._line:
+                opening = b"\n"
+                self._line_start = self._file.seek(0, os.SEEK_END) + 1
+            self._line = {"step": int(step), "time": round(time.time(), 3)}
+        self._line |= values
+        self._file.seek(self._line_start - len(opening))
+        # one system call, so that a kill leaves either the old line or the new one
+        self._file.write(opening + json.dumps(self._line, allow_nan=False).encode())
+        self._file.truncate()
+
+    def save(self) -> None:
+        """Sync the file to the disk."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+
+    def finalize(self, status: str) -> None:
+        """End the last line and close the file."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            if self._line:
+                self._file.seek(0, os.SEEK_END)
+                self._file.write(b"\n")
+            self.save()
+            self._file.close()
+        self._file, self._line, self._line_start = None, {}, 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the open file here when the logger travels to another process."""
+        return {**self.__dict__, "_file": None, "_line": {}, "_line_start": 0}
+
+
+def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int, int]:
+    """Cut off what a resume at `resume_step` makes void, and lines that are no JSON; end the last line without newline.
+
+    Returns the last line, where it starts, and the file's size. The file is replaced as a whole or left as it is.
+    """
+    if not path.exists():
+        return {}, 0, 0
+    partial = path.with_name(f"{path.name}.partial")
+    last: dict[str, Any] = {}
+    start = size = dropped = 0
+    with path.open("rb") as old, partial.open("wb") as new:
+        for raw in old:
+            content = raw.rstrip(b"\n")
+            record = _parse(content)
+            if record is None:
+                dropped += 1
+            elif resume_step is None or record["step"] <= resume_step:
+                ending = b"\n" if last else b""
+                new.write(ending + content)
+                last, start, size = record, size + len(ending), size + len(ending) + len(content)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(partial, path)
+    if dropped:
+        logging.getLogger("legato").warning("%s: dropped %d line(s) that are no JSON record.", path, dropped)
+    return last, start, size
+
+
+def _parse(content: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(content)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+def _json_value(value: Any) -> Any:
+    if not isinstance(value, (int, float)):
+        value = value.item() if hasattr(value, "item") else float(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

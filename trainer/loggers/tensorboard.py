@@ -1,0 +1,237 @@
+"""TensorBoardLogger: event files for TensorBoard, each point in them once, however often the run was resumed."""
+
+import os
+import re
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .logger import Logger, NoExperiment
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoardLogger(Logger):
+    """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
+
+    Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version` instead, where
+    `version` defaults to the next free `version_N`, or on a resume to the newest one. `experiment` is torch's
+    SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger is opened.
+    """
+
+    def __init__(
+        self, save_dir: str | Path | None = None, name: str | None = None, version: int | str | None = None
+    ) -> None:
+        super().__init__()
+        self._own = None if save_dir is None else (Path(save_dir), name, version)
+        self._events: Path | None = None
+        self._writer: Any = None
+        self._params: dict[str, Any] = {}
+        self._final: dict[str, float] = {}
+        self._points: dict[str, tuple[int, float]] = {}
+        self._step = 0
+        self._session_started = False
+        self._resume_step: int | None = None
+        self._recorded: set[str] = set()
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder that holds the runs; None before the logger is opened, unless it was given."""
+        return str(self._own[0]) if self._own else super().save_dir
+
+    @property
+    def name(self) -> str | None:
+        """The run's name, or the one that was given."""
+        return self._own[1] if self._own else super().name
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder with the event files, for `tensorboard --logdir`; None before the logger is opened."""
+        return None if self._events is None else str(self._events)
+
+    @property
+    def experiment(self) -> "SummaryWriter | NoExperiment":
+        """Torch's SummaryWriter; before `open`, and so on other ranks, an object on which every call does nothing."""
+        return NoExperiment() if self._writer is None else self._writer
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Begin a new event file, which voids the points after `resume_step` in earlier ones."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        if self._writer is not None:
+            self._writer.close()
+        before = self._events
+        if self._own is None:
+            self._directory = Path(run_dir)
+            self._events = self._directory / "tensorboard"
+        else:
+            self._directory = self._events = _own_directory(*self._own, resume=resume_step is not None)
+        if before not in (None, self._events):  # another run; what was given before the first one is its own
+            self._params, self._final, self._points = {}, {}, {}
+        self._events.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            sort_before_now(self._events)
+        self._resume_step = resume_step
+        self._recorded = set() if resume_step is None else tags_at(self._events, resume_step)
+        self._session_started = False
+        # TensorBoard voids steps >= purge_step; the point of the checkpoint's own step was written before it
+        self._writer = SummaryWriter(str(self._events), purge_step=None if resume_step is None else resume_step + 1)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the scalars of one point as one event, a quarter of the cost of five `add_scalar`; no repeats."""
+        if self._writer is None:
+            return
+        if not self._session_started:
+            self._start_session()
+        before = self._recorded if step == self._resume_step else ()
+        points = {name: (step, float(value)) for name, value in metrics.items() if name not in before}
+        values = [
+            {"tag": name, "simple_value": point[1]} for name, point in points.items() if self._points.get(name) != point
+        ]
+        self._step = step
+        self._points.update(points)
+        if values:
+            self._add(values, step)
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Keep `params` for the first point and `metrics` for the end; without metrics all that was logged is shown."""
+        self._params.update(_flatten(params))
+        self._final.update({name: float(value) for name, value in (metrics or {}).items()})
+
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text, which TensorBoard reads as Markdown."""
+        if self._writer is not None and not (step == self._resume_step and f"{tag}/text_summary" in self._recorded):
+            self._writer.add_text(tag, text, step)
+
+    def save(self) -> None:
+        """Wait until every event is written."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        """Write hyperparameters with final metrics and close the file. `experiment` opens a new one if it is used."""
+        if self._writer is None or self._writer.file_writer is None:
+            return
+        self._start_session()
+        absent = {name: value for name, value in self._final.items() if name not in self._points}
+        if absent:
+            self.log_metrics(absent, self._step)
+        if self._params:
+            experiment, _, end = _hyperparameter_summaries(
+                self._params, dict.fromkeys(self._final or self._points, 0.0)
+            )
+            if status != "success":
+                _mark_failed(end)
+            self._add(experiment.value)
+            self._add(end.value)
+        self._writer.close()
+
+    def _start_session(self) -> None:
+        # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads the
+        # first such record of a folder only, so it waits until everybody has given his hyperparameters.
+        if self._params and not self._session_started:
+            self._add(_hyperparameter_summaries(self._params, {})[1].value)
+        self._session_started = True
+
+    def _add(self, values: Any, step: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._writer._get_file_writer().add_event(Event(step=int(step), summary=Summary(value=values)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the writer here when the logger travels to another process."""
+        return {**self.__dict__, "_writer": None}
+
+
+def _own_directory(save_dir: Path, name: str | None, version: int | str | None, resume: bool) -> Path:
+    folder = save_dir / name if name else save_dir
+    if isinstance(version, str):
+        return folder / version
+    if version is None:
+        numbers = [int(path.name[8:]) for path in folder.glob("version_*") if path.name[8:].isdigit()]
+        newest = max(numbers, default=-1)
+        version = max(newest, 0) if resume else newest + 1
+    return folder / f"version_{version}"
+
+
+def _event_files(folder: Path) -> list[Path]:
+    """Event files in the order in which TensorBoard reads them."""
+    return sorted(folder.glob("events.out.tfevents.*"))
+
+
+def sort_before_now(folder: Path) -> None:
+    """Rename event files that would not sort before one made now.
+
+    TensorBoard reads files in the order of their names, which begin with the second of their making; a file that voids
+    points must come after the one that holds them. A resume within the same second, or on a machine whose clock is
+    behind, would break that.
+    """
+    files = _event_files(folder)
+    stamps = [re.match(r"events\.out\.tfevents\.(\d+)(.*)", path.name) for path in files]
+    if any(stamp and int(stamp[1]) >= int(time.time()) for stamp in stamps):
+        for number, (path, stamp) in enumerate(zip(files, stamps, strict=True)):
+            if stamp:
+                path.rename(folder / f"events.out.tfevents.{number:010d}{stamp[2]}")
+
+
+def tags_at(folder: Path, step: int) -> set[str]:
+    """Return the tags that have a point at `step` in the event files of `folder`."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    tags: set[str] = set()
+    for path in _event_files(folder):
+        for record in _records(path):
+            try:
+                event = Event.FromString(record)
+            except DecodeError:
+                break  # TensorBoard reads no further either
+            if event.session_log.status == SessionLog.START and event.step <= step:
+                tags.clear()
+            elif event.step == step:
+                tags.update(value.tag for value in event.summary.value)
+    return tags
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yield the records of an event file up to a torn one: length (8 bytes), its sum (4), data, its sum (4)."""
+    size = os.path.getsize(path)
+    with path.open("rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", header[:8])
+            if file.tell() + length + 4 > size:
+                return
+            yield file.read(length)
+            file.seek(4, os.SEEK_CUR)
+
+
+def _hyperparameter_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
+    from torch.utils.tensorboard import summary
+
+    build: Any = summary.hparams
+    return build(dict(params), dict(metrics))
+
+
+def _mark_failed(end: Any) -> None:
+    from tensorboard.plugins.hparams.api_pb2 import Status
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    stored = end.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(stored.content)
+    content.session_end_info.status = Status.Value("STATUS_FAILURE")
+    stored.content = content.SerializeToString()
+
+
+def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str]:
+    """Return nested hyperparameters under "outer/inner" names; what is no number is written as text."""
+    flat: dict[str, int | float | str] = {}
+    for key, value in params.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str)) else str(value)
+    return flat

@@ -1,0 +1,133 @@
+"""A run that needs several processes: sent to workers, and what it changed brought back to the caller's objects."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .. import build
+from ..checkpoints import run_directory
+from ..run import Request, Run
+from ..state import State
+from . import launch
+from .membership import Dismissed
+from .signals import attended, leave
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+log = logging.getLogger("legato")
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind on rank 0."""
+
+    returned: Any
+    weights: dict[str, Tensor]
+    parts: tuple[dict[str, Any], ...] | None
+    """The task's parameters, buffers and modules, where the run has built some that the caller's task lacks."""
+    state: State
+    run_dir: Path | None
+    callback_metrics: dict[str, Tensor]
+    logged_metrics: dict[str, float]
+    callbacks: list[tuple[str, dict[str, Any]]]
+    """The states of callbacks, each with its key."""
+
+
+def is_needed(trainer: "Trainer", request: Request) -> bool:
+    """Return whether this process must start workers for the run: nobody else has, and the strategy wants several.
+
+    A process that others have started, and that serves them only, is no part of the loop either.
+    """
+    place = launch.find_place(trainer.cluster)
+    if place is not None:
+        return trainer.strategy.serves(place)
+    if trainer.strategy.elastic is not None and request.stage == "fit":
+        return True
+    return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
+
+
+@attended(leave)  # but while there are workers: to those signals are passed on
+def run(trainer: "Trainer", request: Request) -> Any:
+    """Run the request in workers; afterwards the caller's task holds the trained weights.
+
+    Raises what the first failing worker raised.
+    """
+    build.check_task(request.task, request)
+    place = launch.find_place(trainer.cluster)
+    if place is not None:
+        trainer.strategy.serve(place, request.task, trainer.seed)
+        return None if request.stage == "fit" else []
+    source, elastic = None, trainer.strategy.elastic if request.stage == "fit" else None
+    if request.stage == "fit":
+        trainer.run_dir = trainer.given_dir
+    node = 0 if elastic is not None else launch.node_rank(trainer.num_nodes)
+    if node > 0:  # node 0 decides for all, and speaks for all
+        trainer.strategy.place = launch.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
+    elif elastic is None or elastic.join is None:
+        trainer.run_dir, source = build.decide_directory(trainer, request)
+    before, trainer.given_dir = trainer.given_dir, trainer.run_dir
+    trainer.run = None  # the workers make their own
+    processes = trainer.strategy.local_processes(trainer.device_list)
+    try:
+        task = partial(work, trainer, request, source)
+        if elastic is not None:
+            outcome = launch.run_elastic(task, processes, elastic, max_restarts=trainer.max_restarts)
+        else:
+            outcome = launch.run_workers(task, processes, max_restarts=trainer.max_restarts, nodes=trainer.num_nodes)
+    finally:
+        trainer.given_dir = before
+    if outcome is None:  # another launcher's processes have brought the run to its end, and have its result
+        return None
+    if outcome.parts is None and outcome.weights:
+        request.task.load_state_dict(outcome.weights)
+    elif outcome.parts is not None:
+        request.task._parameters, request.task._buffers, request.task._modules = outcome.parts
+    request.task.trainer = trainer
+    trainer.run = Run(trainer, request)
+    trainer.run.open = False
+    trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
+    trainer.logged_metrics = outcome.logged_metrics
+    trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
+    for callback in trainer.callbacks:
+        found = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
+        if found is not None:
+            outcome.callbacks.remove(found)
+            callback.load_state_dict(found[1])
+    return outcome.returned
+
+
+def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome | None:
+    """Run the request in a worker: from `source`, or after a restart from the newest whole checkpoint of the run."""
+    if launch.restart_count() > 0 and trainer.run_dir is not None:
+        source = run_directory.newest_in(trainer.run_dir) or source
+    seat = launch.find_seat()
+    if seat is not None and seat.joins:
+        source, trainer.num_sanity_val_steps = None, 0
+    request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
+    task, known = request.task, request.task.state_dict().keys()
+    try:
+        returned = request.repeat(trainer)
+    except Dismissed as error:
+        log.warning("%s", error)
+        return None
+    finally:
+        launch.disconnect()
+    if trainer.run is None or not trainer.run.membership.answers(trainer.global_rank):
+        return None  # a server, or not the one that answers
+    emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
+    weights = {} if emptied else task.cpu().state_dict()
+    return Outcome(
+        returned,
+        weights,
+        None if emptied or weights.keys() == known else (task._parameters, task._buffers, task._modules),
+        trainer.state,
+        trainer.run_dir,
+        trainer.callback_metrics,
+        trainer.logged_metrics,
+        [(callback.state_key, state) for callback in trainer.callbacks if (state := callback.state_dict())],
+    )

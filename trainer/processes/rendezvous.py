@@ -1,0 +1,153 @@
+"""Where ranks meet: the store through which they find each other, kept to one address and answering by rank's name."""
+
+import atexit
+import errno
+import ipaddress
+import itertools
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet."""
+
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    hosted_elsewhere: bool = False
+    """A launcher keeps the store; no rank does."""
+    one_node: bool = False
+    attempt: int = 0
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return self.path or f"{self.host}:{self.port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether `host` is a loopback address by its very name."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+# Kept until the process ends: the others may not be done with a store when this rank is, and the next group (of a
+# second `fit`, say) finds the others at the same place, under its own number.
+_open: "dict[Meeting, tuple[Store, itertools.count[int]]]" = {}
+atexit.register(_open.clear)
+
+
+def meet(where: Meeting, rank: int, world_size: int, timeout: timedelta) -> "Store":
+    """Return a store in which all ranks have called, and which holds nothing else.
+
+    Raises ConfigError where the address is taken or unknown, where no one answers within `timeout`, and where ranks are
+    missing after it (naming them) or there twice.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    if where not in _open:
+        _open[where] = (_open_store(where, rank, world_size, timeout), itertools.count())
+    store, meetings = _open[where]
+    store.set_timeout(timeout)
+    store = PrefixStore(f"legato/{where.attempt}/{next(meetings)}", store)
+    # Agents of several nodes count each their own restarts, so that words of an earlier attempt may be in their store.
+    if where.one_node or not where.hosted_elsewhere:
+        try:
+            _call_the_roll(store, rank, world_size, where, timeout)
+        except ConfigError:
+            del _open[where]  # and with it, on rank 0, the port
+            raise
+    return store
+
+
+def _open_store(where: Meeting, rank: int, world_size: int, timeout: timedelta) -> "Store":
+    """Open the store, as its server or its client."""
+    from torch.distributed import DistError, FileStore, TCPStore  # type: ignore[attr-defined]
+
+    if where.path:
+        if not Path(where.path).parent.is_dir():
+            raise ConfigError(f"The folder of init_method's file {where.path} does not exist. Make it, on every node.")
+        return FileStore(where.path, world_size)
+    if rank == 0 and not where.hosted_elsewhere:
+        return host_store(where.host, where.port, where.one_node, where.remedy)
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            socket.create_connection((where.host, where.port), timeout=5).close()
+            return TCPStore(where.host, where.port, world_size, False, timeout, wait_for_workers=False)
+        except (OSError, DistError) as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"Rank {rank} of {world_size} found no one at {where} within {timeout.total_seconds():g} s "
+                    f"({error}). Rank 0 must run there, and the address must be the same on all ranks."
+                ) from error
+            time.sleep(0.05)
+
+
+def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
+    """Serve a store on `port` (0: a free one) of `host` alone; on all interfaces if that is no address of ours."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        raise ConfigError(f"The address {host!r}, where ranks are to meet, is unknown: {error.strerror}.") from error
+    bind_to = str(address[0])
+    if is_loopback(bind_to) and not one_node and not is_loopback(host):
+        bind_to = ""  # Debian gives a machine's own name a loopback address, which other nodes cannot reach
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        try:
+            listener.bind((bind_to, port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            listener.bind(("", port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
+        raise ConfigError(f"Port {port} of {host}, where the ranks are to meet, {reason}. {remedy}") from error
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def _call_the_roll(store: "Store", rank: int, world_size: int, where: Meeting, timeout: timedelta) -> None:
+    """Wait until every rank is there; name those that are not, and a rank that is there twice."""
+    from torch.distributed import DistError
+
+    try:
+        if store.add(f"rank {rank}", 1) > 1:
+            remedy = (
+                f"If no other run uses {where.path}, an earlier one has left it: delete it."
+                if where.path
+                else "Another run may use this address, or RANK is the same in two processes."
+            )
+            raise ConfigError(f"Rank {rank} of {world_size} is at {where} already. {remedy}")
+        if store.add("arrived", 1) == world_size:
+            store.set("complete", "yes")
+        store.wait(["complete"], timeout)
+    except (DistError, RuntimeError) as error:
+        try:
+            missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
+        except (DistError, RuntimeError):  # rank 0 kept the store, and has gone
+            missing = ["0"]
+        raise ConfigError(
+            f"Rank {rank} waited {timeout.total_seconds():g} s at {where} for {world_size} ranks; missing: "
+            f"{', '.join(missing) or 'none any more'}. See that every rank starts with the same address and world size "
+            "(under SLURM by srun, not by the batch script itself)."
+        ) from error

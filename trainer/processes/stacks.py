@@ -1,0 +1,137 @@
+"""Where a thread stands, in words: the line of the user's code, or the collective in which it waits for others."""
+
+import multiprocessing
+import os
+import re
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ..data.loader_workers import DUMP
+
+_PACKAGE = Path(__file__).parents[2]
+_OURS = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_SECONDS_FOR_A_DUMP = 0.5
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown = path.relative_to(_PACKAGE) if self.file.startswith(_OURS) else path.name
+        return f"{shown}:{self.line} ({self.function})"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither ours nor a library's."""
+        return not self.file.startswith((*_OURS, *_LIBRARIES, "<"))
+
+    def is_in(self, part: str) -> bool:
+        """Whether its file lies in, or is, this part of a package."""
+        return part in self.file.replace(os.sep, "/")
+
+
+def stack_of(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, innermost frame first."""
+    found, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def describe(stack: list[Frame], alone: bool) -> tuple[str, bool]:
+    """Say where a stack stands, and whether it waits for other ranks; `alone`: there are none."""
+    users = next((frame for frame in stack if frame.is_users), None)
+    called = f", called in {users}" if users is not None else ""
+    collective = _collective(stack)
+    if collective is not None:
+        return f"waits in {collective}{called}", True
+    innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
+    if innermost is None:
+        return "has no stack", False
+    if innermost.is_in("torch/autograd/"):
+        return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
+    if not alone and innermost.is_in("/trainer/strategies/"):
+        return f"waits in {innermost} for the other ranks", True
+    if any(frame.is_in("torch/utils/data/dataloader") for frame in stack) and not _is_outside_loader(stack):
+        return "waits for a loader's worker", False
+    return f"is in {users if users is not None else innermost}", False
+
+
+def _collective(stack: list[Frame]) -> str | None:
+    """Return the collective in which a stack waits, None where it does not."""
+    name = None
+    for frame in stack:
+        if frame.is_in("torch/distributed/distributed_c10d"):
+            name = frame.function
+        elif not frame.is_in("torch/distributed/"):
+            break
+    return name
+
+
+def _is_outside_loader(stack: list[Frame]) -> bool:
+    """Return whether the loader, which is on the stack, has called the user's code."""
+    for frame in stack:
+        if frame.is_in("torch/utils/data/dataloader"):
+            return False
+        if frame.is_users:
+            return True
+    return False
+
+
+def worker_stacks(dump: IO[str]) -> list[str]:
+    """Return the stacks of the loader workers of this process, which write them to `dump` when they are asked to."""
+    found = []
+    for child in multiprocessing.active_children():
+        if child.pid is not None and _answers(child.pid):
+            os.ftruncate(dump.fileno(), 0)
+            os.lseek(dump.fileno(), 0, os.SEEK_SET)
+            os.kill(child.pid, DUMP)
+            found.append(f"Loader worker {child.pid}\n{_read(dump)}")
+    return found
+
+
+def _answers(process: int) -> bool:
+    """Return whether a process has a handler for the signal; another one would die of it."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (DUMP - 1) & 1)
+
+
+def _read(dump: IO[str]) -> str:
+    """Return what a worker writes, once it is done with it."""
+    text, deadline = "", time.monotonic() + _SECONDS_FOR_A_DUMP
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = os.pread(dump.fileno(), 1 << 20, 0).decode(errors="replace")
+        if now and now == text:
+            break
+        text = now
+    return text
+
+
+def users_frame(dumps: list[str]) -> Frame | None:
+    """Return the innermost frame of the user's code in the stacks of loader workers."""
+    for dump in dumps:
+        for section in dump.split("\n\n"):
+            frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
+            if any(frame.is_in("torch/utils/data/_utils/worker") for frame in frames):
+                found = next((frame for frame in frames if frame.is_users), None)
+                if found is not None:
+                    return found
+    return None

@@ -1,0 +1,179 @@
+"""How the members of a new group come to stand at the same point of the run: that of the newest of them.
+
+Weights change only when all communication of a step is done, so a survivor stands either before or after the step that
+was interrupted. Whoever is behind takes the whole state from one that is not, as from a checkpoint in memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import build
+from ..checkpoints import restore
+from ..checkpoints.tree import flatten, unflatten
+from ..data.sampling import Layout
+from ..errors import WorkerError
+from ..finite import make_guard
+from .agreement import Agreement
+from .keeper import Keeper
+from .launch import Place
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+PARCEL_BYTES = 64 << 20
+"""How much of a state travels at once."""
+
+Progress = tuple[int, int, bool, int, int]
+Point = tuple[int, dict[str, float]]
+
+
+@dataclass
+class Standing:
+    """Where a process stands."""
+
+    whole: bool
+    """Whether its weights and its loop state belong together."""
+    progress: Progress
+    """Step, epoch, whether the epoch has ended, and the steps of the newest validation and of the newest point."""
+    epoch_steps: int
+    elapsed: float
+    stop: bool
+    should_stop: bool
+    point: Point | None
+    """The newest point of the log."""
+    first_step: int
+    """The step with which the run began in these processes."""
+
+    @classmethod
+    def of(cls, run: "Run", whole: bool) -> "Standing":
+        """Look where this process stands."""
+        state = run.state
+        progress = (state.global_step, state.epoch, state.epoch_ended, state.validated_at, state.logged_at)
+        elapsed, stop = run.agreement.now(), run.agreement.stop
+        first_step = run.preemption.first_step
+        return cls(whole, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.point, first_step)
+
+
+def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_loggers: bool) -> None:
+    """Find out who is the newest, and stand where it stands; every member of the new group calls it.
+
+    `whole`: see Standing. An error in here leaves this process as it was.
+    """
+    trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
+    validating = run.doing != "train"
+    if validating:
+        run.preemption.leave_evaluation()
+    layout = Layout(run.state.replicas, place.world_size)
+    strategy.regroup(place, layout)
+    metrics.processes, metrics.most_replicas = place.world_size, layout.replicas  # sums are still where they were
+    own = Standing.of(run, whole)
+    standings: list[Standing] = strategy.gather_objects(own)
+    source = max(range(len(standings)), key=lambda rank: (standings[rank].whole, standings[rank].progress, -rank))
+    newest = standings[source]
+    if not newest.whole:
+        raise WorkerError("No process is left whose weights are whole; go on from the newest checkpoint.")
+    keeper.rewind(newest.progress[0], validating)
+    metrics.rewind(newest.progress[0])
+    if own.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
+        metrics.forget_epoch()
+    behind = [one.progress != newest.progress or not one.whole for one in standings]
+    if any(behind) and not behind[place.rank]:
+        saved = restore.contents(trainer, weights_only=False)
+    else:
+        saved = {"metrics": metrics.state_dict()}  # its collectives are those of `contents`
+    if any(behind):
+        saved = spread(saved, source, place.rank)
+    # Nothing is communicated from here on, until all of it is taken over.
+    run.layout, run.local_replicas = layout, len(layout.owned(place.rank))
+    metrics.take_replicas(place.world_size, layout.owned(place.rank))
+    if behind[place.rank]:
+        _load(run, saved)
+    else:
+        metrics.load_state_dict(saved["metrics"], layout.owned(place.rank))
+    _stand_at(run, place, newest)
+    if opens_loggers:
+        build.open_loggers(run)
+    if place.rank == 0 and newest.point is not None and newest.point[0] == run.state.global_step:
+        for logger in trainer.loggers:  # the one that wrote them may have gone before it did
+            logger.log_metrics(newest.point[1], newest.point[0])
+
+
+def _load(run: "Run", saved: dict[str, Any]) -> None:
+    """Take over another process's state."""
+    trainer = run.trainer
+    saved["data"] = {}  # a stream's own state is that of a process in the middle of a step
+    run.hooks.call("on_load_checkpoint", saved)
+    restore.load_weights(run.task, saved, run.task.strict_loading)
+    restore.start_state(trainer, saved)
+    trainer.callback_metrics.clear()
+    restore.load_rest(trainer, saved)
+
+
+def _stand_at(run: "Run", place: Place, newest: Standing) -> None:
+    """Let the loop go on where the newest member stands, with this process's share of the data."""
+    trainer, state = run.trainer, run.state
+    run.agreement = Agreement(run.strategy, place.world_size, state.global_step, newest.elapsed, run.membership.newest)
+    run.agreement.stop = newest.stop
+    trainer.should_stop |= newest.should_stop
+    run.point, run.preemption.first_step = newest.point, newest.first_step
+    run.epoch_skipped = False
+    run.optimization.guard = make_guard(run)  # one looks at the first step of its process, and the ranks must agree
+    if state.epoch_ended:
+        run.count_epoch()
+    sources = [run.training_data, *(source for data in run.evaluations.values() for source in data.sources)]
+    for source in sources:
+        source.dealing = replace(source.dealing, layout=run.layout, process=place.rank)
+    run.metrics.open("train", fresh=False)
+
+
+def resume(run: "Run") -> None:
+    """Do again what the break may have prevented after the newest step; every member calls it."""
+    trainer, state = run.trainer, run.state
+    if state.global_step and state.global_step % trainer.log_every_n_steps == 0:
+        trainer.log_step()
+    run.hooks.call("on_processes_changed")
+
+
+def spread(contents: Mapping[str, Any], source: int, rank: int) -> dict[str, Any]:
+    """Give every rank the contents that rank `source` has; every rank calls it, with contents of its own."""
+    flat = flatten(contents) if rank == source else None
+    plan: list[Any] = [None]
+    if flat is not None:
+        shapes = {
+            file: {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            for file, tensors in flat.tensors.items()
+        }
+        plan = [(flat.tree, shapes)]
+    dist.broadcast_object_list(plan, src=source, device=torch.device("cpu"))
+    tree, shapes = plan[0]
+    received: dict[str, dict[str, Tensor]] = {}
+    for file, tensors in shapes.items():
+        own = flat.tensors[file] if flat is not None else {}
+        received[file] = {
+            name: own[name].detach().cpu() if flat is not None else torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in tensors.items()
+        }
+    for parcel in _parcels([tensor for tensors in received.values() for tensor in tensors.values()]):
+        flat_parcel = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in parcel])
+        dist.broadcast(flat_parcel, src=source)
+        if rank != source:
+            for tensor, part in zip(parcel, flat_parcel.split([tensor.nbytes for tensor in parcel]), strict=True):
+                tensor.view(-1).view(torch.uint8).copy_(part)
+    contents_of_source: dict[str, Any] = unflatten(tree, received)
+    return contents_of_source
+
+
+def _parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Put tensors together that travel together."""
+    parcels: list[list[Tensor]] = [[]]
+    for tensor in tensors:
+        if sum(other.nbytes for other in parcels[-1]) >= PARCEL_BYTES:
+            parcels.append([])
+        if tensor.numel():
+            parcels[-1].append(tensor)
+    return [parcel for parcel in parcels if parcel]

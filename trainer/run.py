@@ -1,0 +1,396 @@
+"""Run: the parts of one call of fit, validate, test or predict, and what the loop asks of them between steps.
+
+`build.py` makes the parts in the order in which they need each other.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ..tasks.data_module import DataModule
+from ..tasks.task import Task
+from .data.dealing import EvaluationData, TrainingData
+from .data.sampling import Layout
+from .data.steps import StepInput, Turn
+from .errors import ConfigError, DataError, NonFiniteError
+from .finite import bad_weights
+from .hooks import Calls, Hooks
+from .metrics import Metrics
+from .optimization import Optimization
+from .outputs import warn_of_no_loss
+from .post_mortem import explained
+from .preemption import Preemption
+from .processes.agreement import Agreement
+from .processes.membership import Membership
+from .series import Reduced, by_loader
+from .signature import count_arguments, fitted
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+WORDS = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+"""How the hooks and steps of a stage are named."""
+
+
+@dataclass
+class Request:
+    """What fit, validate, test or predict was asked to do."""
+
+    stage: str
+    task: Task
+    datamodule: DataModule | None = None
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """Loaders that were handed over, by "train", "validation", "test", "predict"."""
+    resume: str | Path | None = None
+    """Where the whole run goes on from: "auto", a checkpoint or a folder with some."""
+    weights: str | Path | None = None
+    """The checkpoint that an evaluation takes its weights from."""
+    keep_outputs: bool = False
+    """Whether predictions are returned."""
+    verbose: bool = False
+    """Whether the metrics of an evaluation are printed."""
+
+    @classmethod
+    def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
+        """Make a request; a data module may stand in the place of a loader, as in Lightning."""
+        request = cls(stage, task, datamodule, **where)
+        request.take_loaders(**{WORDS[stage]: loader})
+        return request
+
+    @classmethod
+    def of_evaluation(
+        cls,
+        trainer: "Trainer",
+        stage: str,
+        task: Task | None,
+        loader: Any,
+        datamodule: DataModule | None,
+        keep_outputs: bool = False,
+        **options: Any,
+    ) -> "Request":
+        """Make a request; without a task for that of the trainer's last run, with its best weights, as in Lightning."""
+        if task is not None:
+            return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
+        if trainer.run is None:
+            raise ConfigError(f"{stage} needs a task: give it one, or call fit before.")
+        found = cls.of(stage, trainer.task, datamodule, loader, keep_outputs=keep_outputs, **options)
+        callback = trainer.checkpoint_callback
+        if found.weights is None and callback is not None and callback.best_model_path:
+            found.weights = "best"
+        return found
+
+    def repeat(self, trainer: "Trainer") -> Any:
+        """Ask another trainer for the same."""
+        if self.stage == "fit":
+            train, validation = self.loaders.get("train"), self.loaders.get("validation")
+            return trainer.fit(self.task, train, validation, self.datamodule, resume=self.resume)
+        loader, where = self.loaders.get(WORDS[self.stage]), self.weights
+        if self.stage == "predict":
+            return trainer.predict(self.task, loader, self.datamodule, where, self.keep_outputs)
+        return getattr(trainer, self.stage)(self.task, loader, where, self.verbose, self.datamodule)
+
+    def take_loaders(self, **loaders: Any) -> None:
+        """Remember loaders that were handed over."""
+        for word, loader in loaders.items():
+            if isinstance(loader, DataModule):
+                self.datamodule = loader
+            elif loader is not None:
+                self.loaders[word] = loader
+        if self.datamodule is not None and self.loaders:
+            raise ConfigError(f"{self.stage} was given loaders and a data module; give one of the two.")
+
+
+class Run:
+    """The parts of a run. Before `build.build` they stand for nothing; `close` undoes what it did."""
+
+    def __init__(self, trainer: "Trainer", request: Request) -> None:
+        self.stage, self.task, self.datamodule = request.stage, request.task, request.datamodule
+        self.trainer, self.state, self.strategy = trainer, trainer.state, trainer.strategy
+        self.open, self.doing = True, WORDS[request.stage]
+        self.given = request.loaders
+        self.undo = ExitStack()
+        self.checkpoint: dict[str, Any] | None = None
+        self.hooks = Hooks(trainer, self.task, [])
+        self.layout = Layout(1, 1)
+        self.metrics = Metrics(self.strategy, 1, 1, self.task)
+        self.agreement = Agreement(self.strategy, 1, 0, 0.0)
+        self.preemption = Preemption(self)
+        self.membership = Membership()
+        self.ended = False
+        """Whether training is over."""
+        self.point: tuple[int, dict[str, float]] | None = None
+        """The newest point of the log: its step and values."""
+        # data
+        self.data: TrainingData | None = None
+        self.evaluations: dict[str, EvaluationData] = {}
+        self.loaders: dict[str, Any] = {}
+        self.transfer: Callable[[Any, int], Any] | None = None
+        self.validation_rounds: int | None = None
+        self.epoch_skipped = False
+        # optimization
+        self.optimization = Optimization(self)
+        self.keyed = self.keys_forward = trainer.reproducible != "off"
+        """Whether random numbers are keyed: those of loading a batch, and anew for the forward of each turn."""
+        self.watches_losses = trainer.nan == "raise"
+        self.local_replicas = 1
+        self.by_replica = False
+        """Whether the strategy must know where one replica's turns end and the next one's begin."""
+        self.step: StepInput | None = None
+        """The newest step of this process."""
+        self.arity = 1
+        self.gradient_scale = 1.0
+        self.training_modes: list[tuple[nn.Module, bool]] = []
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    @property
+    def bitwise(self) -> bool:
+        """Whether not one bit may depend on the number of processes."""
+        return self.trainer.reproducible == "bitwise"
+
+    @property
+    def training_data(self) -> TrainingData:
+        """What fit trains on."""
+        assert self.data is not None
+        return self.data
+
+    def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
+        """Call on_train_batch_start; return whether a hook answered -1, which leaves out the rest of the epoch."""
+        self.epoch_skipped = False
+        for hook in self.hooks["on_train_batch_start"]:
+            if hook(batch, batch_idx) == -1:
+                self.epoch_skipped = True
+        if self.epoch_skipped:
+            self.metrics.step = -2  # the step that had begun is none
+            self.strategy.abandon_step()
+        return self.epoch_skipped
+
+    def count(self, step: StepInput) -> None:
+        """Count a finished step and advance the schedulers that go by steps."""
+        state = self.state
+        state.global_step += 1
+        state.epoch_steps += 1
+        state.epoch_rounds += step.rounds
+        state.rounds += step.rounds
+        state.samples_seen += step.samples
+        if self.optimization.stepped:
+            self.optimization.update_scale()
+        if self.optimization.schedulers:
+            self.optimization.step_schedulers("step", state.global_step)
+
+    def end_step(self, turn: Turn | None, outputs: Any, batch: Any) -> None:
+        """Call on_train_batch_end for the step's last batch; where this process had none, of those that act together.
+
+        What these callbacks log then counts for nothing.
+        """
+        if turn is not None:
+            for hook in self.hooks["on_train_batch_end"]:
+                hook(outputs, batch, turn.batch_idx)
+            return
+        self.metrics.muted = True
+        for hook in self.hooks.after_every_step:
+            hook(None, None, self.state.epoch_rounds - 1)
+        self.metrics.muted = False
+
+    # --- between steps ----------------------------------------------------------------------------------------------
+    def write_point(self, values: dict[str, float]) -> None:
+        """Write a point of the log, on rank 0."""
+        self.point = (self.state.global_step, {**values, "epoch": self.state.epoch})
+        if self.trainer.is_global_zero:
+            for logger in self.trainer.loggers:
+                logger.log_metrics(self.point[1], self.point[0])
+
+    def reduce_step(self) -> Reduced:
+        """Return the newest step's values over all replicas."""
+        reduced = self.metrics.reduce_step()
+        if self.optimization.guard is not None:
+            self.optimization.guard.report(reduced)
+        return reduced
+
+    def check_losses(self) -> None:
+        """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
+        self.strategy.timeouts.enter("step")
+        if self.trainer.nan == "raise":
+            try:
+                self.metrics.check_losses()
+            except NonFiniteError as error:
+                raise explained(self, error) from None
+
+    def bad_weights(self) -> list[str]:
+        """Return the names of trained parameters that are not finite; every rank calls it."""
+        return bad_weights(self)
+
+    def meet(self) -> None:
+        """Let the ranks agree between two steps; end the run where one of them was told to."""
+        self.strategy.timeouts.enter("step")
+        self.trainer.agree()
+        self.preemption.stop_if_agreed()
+        self.membership.heed(self.agreement.roster)
+
+    def start_training(self) -> None:
+        """Begin with training, or go on with it."""
+        self.doing = "train"
+        self.preemption.start()
+        if not self.task.training:
+            self.task.train()  # one that is in training mode may have frozen parts in evaluation mode
+        self.metrics.open("train", fresh=False)
+        if self.state.epoch_ended:
+            self.count_epoch()
+        self.hooks.call("on_train_start")
+        self.trainer.agree()
+
+    def end_training(self) -> None:
+        """Tell everyone that training is over."""
+        self.hooks.call("on_train_end")
+        self.ended = True
+        self.hooks.call("on_fit_end")
+
+    def end_steps(self) -> None:
+        """See to what the epoch's steps left: their losses, and the newest one's values, whether it was logged or not.
+
+        Raises DataError where there was no step.
+        """
+        self.refuse_empty_epoch()
+        warn_of_no_loss(self)
+        self.check_losses()
+        if self.state.logged_at != self.state.global_step:
+            self._show(self.metrics.reduce_step())
+
+    def call_epoch_end(self, word: str) -> None:
+        """Call the hooks that end an epoch, which may look at its values and log more; not yet training's late ones."""
+        self.metrics.suffix, self.metrics.in_step = "", False
+        name = f"on_{word}_epoch_end"
+        if self.hooks[name]:
+            self._show(self.metrics.reduce_epoch(keep=True))
+        (self.hooks.call_early if word == "train" else self.hooks.call)(name)
+
+    def _show(self, reduced: Reduced) -> None:
+        """Publish values of which no logger has a point."""
+        reduced.loggers = {}
+        self.trainer.publish(reduced)
+
+    def refuse_empty_epoch(self) -> None:
+        """Raise DataError where the training loader had nothing for a whole epoch."""
+        if not self.state.epoch_steps and not self.epoch_skipped:
+            raise DataError(
+                f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
+                f"epoch: give a DataLoader, a list or another object that begins anew with each iter()."
+            )
+
+    def validation_is_due(self) -> bool:
+        """Return whether to validate after this step, within the epoch."""
+        every, state = self.validation_rounds, self.state
+        if every is None or not state.epoch_steps or state.validated_at == state.global_step:
+            return False
+        epochs, rounds = self.trainer.check_val_every_n_epoch, state.epoch_rounds
+        if epochs is None:
+            rounds = state.rounds
+        elif (state.epoch + 1) % epochs:
+            return False
+        rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
+        return rounds % every < rounds_of_step
+
+    def validation_ends_epoch(self) -> bool:
+        """Return whether to validate now that the epoch's last step is done."""
+        state, epochs = self.state, self.trainer.check_val_every_n_epoch
+        if "validation" not in self.evaluations or self.validation_rounds is not None:
+            return False
+        return state.validated_at != state.global_step and epochs is not None and (state.epoch + 1) % epochs == 0
+
+    def plan_validation(self) -> None:
+        """Work out after how many batches of a replica validation is due; None where it is when an epoch ends."""
+        trainer, interval = self.trainer, self.trainer.val_check_interval
+        if "validation" not in self.evaluations or (interval == 1.0 and isinstance(interval, float)):
+            if trainer.check_val_every_n_epoch is None and "validation" in self.evaluations:
+                raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
+            return
+        rounds = self.training_data.rounds
+        if isinstance(interval, float):
+            if rounds is None:
+                raise ConfigError(
+                    f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
+                    f"how long an epoch is; give a count of batches (int)."
+                )
+            self.validation_rounds = max(1, int(rounds * interval))
+            return
+        if rounds is not None and interval > rounds and trainer.check_val_every_n_epoch is not None:
+            raise ConfigError(
+                f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
+                f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
+            )
+        self.validation_rounds = interval
+
+    def count_epoch(self) -> None:
+        """Go on to the next epoch where this one is over."""
+        state = self.state
+        if state.epoch_ended:
+            state.epoch += 1
+            state.epoch_steps = state.epoch_rounds = 0
+            state.epoch_ended = self.epoch_skipped = False
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    def evaluation_mode(self) -> None:
+        """Switch the task to evaluation mode, and remember the mode of each of its modules."""
+        self.training_modes = [(module, module.training) for module in self.task.modules()]
+        self.task.eval()
+
+    def restore_training_mode(self) -> None:
+        """Give each module of the task the mode that it had before `evaluation_mode`."""
+        for module, mode in self.training_modes:
+            module.training = mode
+
+    def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
+        """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
+        start, end = self.hooks[f"on_{word}_batch_start"], self.hooks[f"on_{word}_batch_end"]
+        return tuple(fitted(hook, 3) for hook in start), tuple(fitted(hook, 4) for hook in end)
+
+    def arity_of(self, step: str) -> int:
+        """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""
+        return count_arguments(self.task, step)
+
+    def in_order(self, outputs: Iterable[tuple[int, int, int, Any]]) -> list[Any]:
+        """Return every rank's outputs in the order of the data; with several loaders a list for each."""
+        ranks = self.strategy.data_ranks.gather_objects(list(outputs))
+        every = sorted((item for rank in ranks for item in rank), key=lambda item: item[:3])
+        loaders = len(self.evaluations["predict"].loaders)
+        lists = [[item[3] for item in every if item[0] == index] for index in range(loaders)]
+        return lists[0] if loaders == 1 else lists
+
+    def report(self, verbose: bool) -> list[dict[str, float]]:
+        """Return an evaluation's metrics, one dict for each loader; with `verbose`, print them on rank 0."""
+        metrics = self.trainer.callback_metrics
+        if verbose and metrics:
+            width = max(map(len, metrics))
+            rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
+            self.trainer.print("\n".join(rows), flush=True)
+        return by_loader(metrics, len(self.evaluations[self.doing].loaders))
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+    def close(self, error: BaseException | None) -> None:
+        """Tell everyone that it is over, also when it ended badly, and undo what holds for the whole process."""
+        trainer = self.trainer
+        try:
+            if error is None:
+                self.strategy.finish()
+            else:
+                self.strategy.timeouts.explain(error)
+                self.hooks.call("on_exception", error)
+                if self.datamodule is not None:
+                    self.datamodule.on_exception(error)
+            for hook in self.hooks.of_callbacks["teardown"]:
+                hook(self.stage)
+            if self.datamodule is not None:
+                self.datamodule.teardown(self.stage)
+            for hook in self.hooks.of_task["teardown"]:
+                hook(self.stage)
+        finally:
+            self.open = False
+            self.state.elapsed = self.agreement.elapsed
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.finalize("success" if error is None else "failed")
+            self.data, self.evaluations, self.step = None, {}, None
+            self.undo.close()

@@ -1,0 +1,138 @@
+"""Series: the values logged under one name, added up by replica, and what becomes of them at a point."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import TaskError, did_you_mean
+
+KINDS = ("mean", "sum", "min", "max")
+LOADER_MARK = "/dataloader_idx_"
+"""Between a name and the index of the loader, where an evaluation has several."""
+AVERAGED = ("mean", "metric")
+"""A metric's value for one batch is averaged over the batches of a step; its value for an epoch is its own affair."""
+
+
+@dataclass(slots=True)
+class Series:
+    """The values logged under one name in one stage."""
+
+    name: str
+    kind: str
+    on_step: bool
+    on_epoch: bool
+    prog_bar: bool
+    to_loggers: bool
+    metric: Any = None
+    """The torchmetrics.Metric that was logged, if it was one."""
+    value: float = float("nan")
+    """What the metric was when it was last read."""
+    read_at: int = -1
+    """How many updates it had then."""
+    sums: dict[int, list[float]] = field(default_factory=dict)
+    """For each replica: (weighted) value and weight of the epoch so far."""
+    step: dict[int, list[float]] = field(default_factory=dict)
+    """The same for one step, `step_at`."""
+    step_at: int = -1
+    alone: bool = False
+    """Whether it is replica 0's own affair (`rank_zero_only`): shown, but no metric of the run."""
+
+
+@dataclass
+class Reduced:
+    """Values of one point, the same on every rank."""
+
+    all: dict[str, float] = field(default_factory=dict)
+    """For `trainer.callback_metrics`."""
+    loggers: dict[str, float] = field(default_factory=dict)
+    progress_bar: dict[str, float] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all values as `trainer.callback_metrics` holds them."""
+        return {name: torch.tensor(value) for name, value in self.all.items()}
+
+
+def to_floats(values: list[Any]) -> list[float]:
+    """Read numbers and one-value tensors as floats, with one transfer for each device and type."""
+    out: list[float] = [0.0] * len(values)
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor) and not value.is_cpu:
+            groups.setdefault((value.device, value.dtype), []).append(index)
+        else:
+            out[index] = float(value)  # on the CPU there is nothing to wait for, and stacking costs 3 us a value
+    for indices in groups.values():
+        for index, number in zip(indices, torch.stack([values[i].reshape(()) for i in indices]).tolist(), strict=True):
+            out[index] = float(number)
+    return out
+
+
+def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
+    """Return which of KINDS `reduce_fx` means: its name, or torch's or Python's function of that name."""
+    kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind, kind)
+    if kind not in KINDS:
+        raise TaskError(
+            f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}.{did_you_mean(str(kind), KINDS)}"
+        )
+    return kind
+
+
+def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: float, weight: float) -> None:
+    """Add a value to the sums of its replica."""
+    entry = sums.get(replica)
+    if entry is None:
+        sums[replica] = [value * weight if kind in AVERAGED else value, weight]
+        return
+    if kind in AVERAGED:
+        entry[0] += value * weight
+    elif kind == "sum":
+        entry[0] += value
+    else:
+        entry[0] = (min if kind == "min" else max)(entry[0], value)
+    entry[1] += weight
+
+
+def total(kind: str, sums: dict[int, list[float]]) -> float:
+    """Return what the sums of all replicas come to, added up in the order of the replicas."""
+    entries = [sums[replica] for replica in sorted(sums)]
+    values = [value for value, _ in entries]
+    if kind in AVERAGED:
+        weight = sum(weight for _, weight in entries)
+        return sum(values) / weight if weight else float("nan")
+    if kind == "sum":
+        return sum(values)
+    return min(values) if kind == "min" else max(values)
+
+
+def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
+    """Name each value and say who gets it. A series of steps and epochs gives two, `name_step` and `name_epoch`."""
+    reduced = Reduced()
+    for series, value in found:
+        name = series.name
+        if series.on_step and series.on_epoch:
+            base, mark, loader = name.partition(LOADER_MARK)
+            name = base + suffix + mark + loader
+        if not series.alone:
+            reduced.all[name] = reduced.all[series.name] = value
+        if series.to_loggers:
+            reduced.loggers[name] = value
+        if series.prog_bar:
+            reduced.progress_bar[series.name if suffix == "_step" else name] = value
+    return reduced
+
+
+def by_loader(metrics: Mapping[str, Any], loaders: int) -> list[dict[str, float]]:
+    """Return an evaluation's metrics, one dict for each loader; those of no loader in all of them."""
+    marks = [f"{LOADER_MARK}{index}" for index in range(loaders)]
+    return [
+        {
+            name: float(value)
+            for name, value in metrics.items()
+            if name.endswith(mark) or not any(name.endswith(other) for other in marks)
+        }
+        for mark in marks
+    ]

@@ -1,0 +1,334 @@
+"""Distributed data parallel: one process a device, gradients averaged by torch's DistributedDataParallel."""
+
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..data.sampling import Layout
+from ..errors import ConfigError, TaskError, did_you_mean
+from ..processes.board import Terms, split_address
+from ..processes.launch import Place
+from ..processes.timeouts import Phase
+from .group import GroupStrategy
+from .replicas.batch_norm import synchronize
+from .replicas.buffers import ReplicaBuffers
+from .strategy import trainable
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
+
+CommHook = Literal["allreduce", "fp16_compress", "bf16_compress", "power_sgd", "batched_power_sgd"]
+CUDA_HOOKS = ("bf16_compress", "batched_power_sgd")
+"""torch has these for CUDA only: the one asks for NCCL, the other synchronizes the CUDA device."""
+UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
+"""What DDP says of parameters without gradient; it knows them by their indices."""
+
+
+class DDPStrategy(GroupStrategy):
+    """One process a device. The arguments are DistributedDataParallel's and init_process_group's."""
+
+    name = "ddp"
+
+    def __init__(  # noqa: PLR0913 (DistributedDataParallel's and init_process_group's arguments, besides ours)
+        self,
+        *,
+        elastic: bool = False,
+        min_processes: int = 1,
+        join: str | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        comm_hook: CommHook | None = None,
+        comm_hook_options: dict[str, Any] | None = None,
+        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        init_method: str | None = None,
+        timeout: float | Mapping[Phase, float] = 1800.0,
+    ) -> None:
+        """`elastic`: the run goes on when processes die, and others may join it; with fewer than `min_processes` it
+        saves a checkpoint and ends. `join`: "host:port" of the elastic run that this one joins. `timeout`: the
+        seconds that a rank waits for another, or those of each phase: startup, step, checkpoint. `comm_hook_options`:
+        for PowerSGDState; without a backend, nccl on CUDA, else gloo.
+        """
+        super().__init__(process_group_backend, init_method, timeout)
+        self.module_options: dict[str, Any] = {
+            "bucket_cap_mb": bucket_cap_mb,
+            "find_unused_parameters": find_unused_parameters,
+            "broadcast_buffers": broadcast_buffers,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "static_graph": static_graph,
+        }
+        if comm_hook is not None and comm_hook not in CommHook.__args__:  # type: ignore[attr-defined]
+            known = CommHook.__args__  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"comm_hook={comm_hook!r} is not known.{did_you_mean(comm_hook, known)} There are: {known}."
+            )
+        self.comm_hook, self.comm_hook_options = comm_hook, comm_hook_options or {}
+        if elastic:
+            self.elastic = self._terms(min_processes, join)
+        elif join is not None or min_processes != 1:
+            raise ConfigError("join and min_processes are for elastic runs: set elastic=true.")
+        self.module: DistributedDataParallel | None = None
+        self.trained: list[str] = []
+        """The names of the parameters that DDP reduces, in its order."""
+        self.batch_norm_group: tuple[Any, Any] | None = None
+        """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
+        self.nothing: Tensor | None = None
+        """In the place of the loss of a batch that training_step left out."""
+
+    def _terms(self, min_processes: int, join: str | None) -> Terms:
+        """Return the terms of an elastic run. Raises ConfigError where other arguments do not go with it."""
+        if min_processes < 1:
+            raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
+        if self.process_group_backend not in (None, "gloo") or self.comm_hook is not None:
+            raise ConfigError(
+                "elastic=true has a gradient reduction of its own, over gloo: a process cannot leave a broken NCCL or "
+                "MPI group. Leave process_group_backend and comm_hook out."
+            )
+        listen = "127.0.0.1:0"
+        if self.init_method is not None:
+            listen = self.init_method.removeprefix("tcp://")
+            if listen == self.init_method:
+                raise ConfigError(f"elastic=true needs init_method=tcp://HOST:PORT or none, got {self.init_method!r}.")
+        for address in (listen, join):
+            if address is not None:
+                split_address(address)
+        return Terms(min_processes, join, listen, self.timeouts["step"].total_seconds())
+
+    @property
+    def data_rank(self) -> int:
+        """The index of this process among those that share out the replicas; of one that is yet to join, 0."""
+        return self.place.rank if self.place.rank < self.place.world_size else 0
+
+    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
+        """Open the process group and take the device of the local rank."""
+        kind = devices[0].type
+        if self.comm_hook in CUDA_HOOKS and kind != "cuda":
+            raise ConfigError(
+                f"comm_hook={self.comm_hook!r} needs CUDA devices, this run has {kind}; take fp16_compress or "
+                f"power_sgd."
+            )
+        super().join(place, devices, precision)
+
+    def backend(self) -> str:
+        """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
+        return "gloo" if self.elastic is not None else super().backend()
+
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+        """Make the placed task ready to be trained. Raises ConfigError where options do not go together."""
+        if self.bitwise and self.comm_hook is not None:
+            raise ConfigError(
+                f"comm_hook={self.comm_hook!r} rounds gradients on their way, so that their bits depend on the number "
+                f"of processes; reproducible: bitwise does not allow that. Leave one of the two out."
+            )
+        if self.elastic is not None and not task.automatic_optimization:
+            raise ConfigError(
+                "elastic=true needs automatic optimization: where training_step updates the weights itself, a step in "
+                "which another process has died cannot be repeated."
+            )
+        super().setup(task, optimizers, local_replicas)
+
+    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
+        """Let batch norm have its statistics over all processes; return what undoes it."""
+        if replicas != self.data_size or replicas == 1:
+            return super().sync_batch_norm(task, replicas)
+        if self.elastic is not None or task.trainer.reproducible == "bitwise":
+            raise ConfigError(
+                "sync_batchnorm=true ties a run to one number of processes, each with one replica; it does not go with "
+                "elastic=true or reproducible: bitwise. Leave one of the two out."
+            )
+        if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:
+            self.batch_norm_group = dist.group.WORLD, dist.new_group()
+        return synchronize(task, self.device, self.batch_norm_group[1])
+
+    def prepare(self, task: "Task") -> None:
+        """Wrap the task so that DDP sees its steps; the task itself stays as it is."""
+        self.module = None
+        super().prepare(task)
+        if self.place.world_size == 1 or not any(True for _ in trainable(task)):
+            return
+        if self.tree is not None or not task.automatic_optimization:
+            # The tree reduces by itself. Under manual optimization backward runs inside training_step, which DDP's
+            # forward cannot wrap: see reduce_gradients.
+            self._broadcast([*task.parameters(), *task.buffers()])
+            return
+        turns = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
+        if self.module_options["static_graph"] and turns > 1:
+            raise ConfigError(
+                f"static_graph takes one batch a process and step, here are up to {turns}, and torch counts the "
+                f"gradients of one. Start a process for each replica without accumulation, or leave static_graph out."
+            )
+        self.trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+        options = {name: value for name, value in self.module_options.items() if value is not None}
+        with warnings.catch_warnings():
+            # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+            warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
+            self.module = DistributedDataParallel(self.steps_of(task), device_ids=self.device_ids(), **options)
+        if self.comm_hook is not None:
+            state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options)
+            self.module.register_comm_hook(state, hook)
+
+    def steps_of(self, task: "Task") -> "Steps":
+        """Return what gives DDP a forward that calls a step of the task."""
+        return Steps(task, self.buffers)
+
+    def device_ids(self) -> list[torch.device] | None:
+        """Return the device to which DDP may move inputs; None: they stay where they are."""
+        return [self.device] if self.device.type == "cuda" else None
+
+    def teardown(self) -> None:
+        """Drop the wrapper, and with it the reducer's hooks on the parameters."""
+        self.module = self.nothing = None
+        super().teardown()
+
+    def release(self) -> None:
+        """Drop what holds the process group: only then do its connections close, and others see that this one left."""
+        if self.tree is not None:
+            self.tree.close()
+        self.tree = self.replica = None
+        self.buffers.rewind()
+
+    def regroup(self, place: Place, layout: Layout) -> None:
+        """Take the place of this process in a new group, and its replicas."""
+        assert self.task is not None
+        self.place = place
+        self.take_replicas(layout, self.bitwise)
+        self.plant_tree(self.task)
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+        """Call training_step through DDP, which prepares the reduction when this is the `last` local turn."""
+        if self.module is None:
+            return super().training_step(arguments, last)
+        # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
+        self.module.require_backward_grad_sync = last
+        self.buffers.settle()
+        with self.precision.forward_context():
+            output = self.module("training_step", *arguments)
+        if type(output) is not _Nothing:
+            return output
+        self.nothing = output.loss
+        return None
+
+    def backward(
+        self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
+        """Add the gradient of `loss`; with the `last` one of a step DDP averages them over the processes.
+
+        Raises TaskError, with their names, where parameters got no gradient: the other processes wait for them.
+        """
+        super().backward(loss, last, inputs, retain_graph)
+        if last and not retain_graph and self.module is not None:
+            try:
+                self.module._check_reducer_finalized()  # of itself torch finds out at the next step's forward
+            except RuntimeError as error:
+                self._name_unused(error)
+                raise
+            self._undo_division()
+
+    def _name_unused(self, error: RuntimeError) -> None:
+        found = UNUSED.search(str(error))
+        if found is not None and self.task is not None:
+            unused = [self.trained[int(index)] for index in found.group(1).split()]
+            names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            raise TaskError(
+                f"Step {self.task.global_step + 1} gave rank {self.place.rank} no gradient for {names}. Freeze what no "
+                f"loss uses (requires_grad_(False)) or remove it; if only some batches use it, set "
+                f"find_unused_parameters=true for strategy ddp."
+            ) from error
+
+    @property
+    def gradient_scale(self) -> float:
+        """DDP divides the sum over processes by their number."""
+        undone_here = self.module is not None and self.precision.scaler is None
+        return float(self.place.world_size) if undone_here else 1.0
+
+    def _undo_division(self) -> None:
+        """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
+        if self.precision.scaler is not None and self.task is not None:
+            gradients = [parameter.grad for parameter in self.task.parameters() if parameter.grad is not None]
+            torch._foreach_mul_(gradients, float(self.place.world_size))
+
+    def reduce_gradients(self, optimizer: Optimizer) -> None:
+        """Average the gradients of `optimizer`'s parameters over ranks; a rank without one counts as zero."""
+        if self.place.world_size == 1:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        self.all_reduce(used, "max")
+        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
+            if is_used:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= self.place.world_size
+
+    def leave_out(self, last: bool, after_forward: bool) -> None:
+        """Give the other ranks' reduction a gradient of zero, since it waits for every parameter of every rank."""
+        if after_forward and self.data_size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
+            raise TaskError(
+                f"training_step left a batch out of step {self.task.global_step + 1} after its forward, in which other "
+                f"ranks count on it: with sync_batchnorm=true every batch has a backward. Return a loss times 0.0."
+            )
+        if self.module is None or not last:
+            return
+        self.module.require_backward_grad_sync = True
+        nothing = self.nothing if after_forward else self.module("nothing").loss
+        self.nothing = None
+        assert nothing is not None
+        nothing.backward()
+        self._undo_division()
+
+
+class Steps(nn.Module):
+    """Gives DDP a forward that calls a step of the task."""
+
+    def __init__(self, task: "Task", buffers: ReplicaBuffers) -> None:
+        super().__init__()
+        self.task, self.replica_buffers = task, buffers
+
+    def forward(self, name: str, *arguments: Any) -> Any:
+        """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
+        self.replica_buffers.begin()  # DDP has just given every process the buffers of the first one
+        output = None if name == "nothing" else self.call(name, arguments)
+        return _Nothing(nothing_of(self.task)) if output is None else output
+
+    def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Call the step `name` of the task."""
+        return getattr(self.task, name)(*arguments)
+
+
+class _Nothing(NamedTuple):
+    """The output of a step that left its batch out, or that had none."""
+
+    loss: Tensor
+
+
+def nothing_of(task: "Task") -> Tensor:
+    """Return a loss whose gradient is zero for every trainable parameter."""
+    nothing = [(parameter * 0.0).sum().float() for parameter in trainable(task)]
+    return torch.stack([one.to(nothing[0].device) for one in nothing]).sum()  # parts may live on several devices
+
+
+def find_comm_hook(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return state and function of one of torch's DDP communication hooks."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name.endswith("power_sgd"):
+        try:
+            state = powerSGD_hook.PowerSGDState(process_group=None, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"comm_hook_options={options!r} do not fit {name}: {error}") from error
+        return state, powerSGD_hook.batched_powerSGD_hook if name.startswith("batched") else powerSGD_hook.powerSGD_hook
+    if options:
+        raise ConfigError(f"comm_hook_options are for power_sgd; comm_hook={name!r} takes none.")
+    return None, getattr(default_hooks, f"{name}_hook")

@@ -1,0 +1,84 @@
+"""How many processes each axis of a mesh has; no torch, so that `legato plan` needs none.
+
+Processes stand in the mesh as (pipeline, data, shard, tensor), the last axis varying fastest, so that the processes of
+a tensor-parallel group, which talk the most, are neighbours on one machine.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Literal, NamedTuple
+
+from ...errors import ConfigError, did_you_mean
+
+Size = int | Literal["auto"]
+AXES = ("data", "shard", "tensor", "pipeline")
+"""In the order in which they are told."""
+PLACES = ("pipeline", "data", "shard", "tensor")
+"""In the order in which processes stand in the mesh."""
+Schedule = Literal["gpipe", "1f1b", "interleaved"]
+STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
+"""Stages of each process of a pipeline, by its schedule."""
+
+
+class Sizes(NamedTuple):
+    """How many processes each axis has."""
+
+    data: int
+    shard: int
+    tensor: int
+    pipeline: int
+
+    @property
+    def replicating(self) -> int:
+        """How many processes have batches of their own."""
+        return self.data * self.shard
+
+    def place_of(self, rank: int) -> dict[str, int]:
+        """Return where on each axis a rank stands."""
+        found = {}
+        for axis in reversed(PLACES):
+            rank, found[axis] = divmod(rank, getattr(self, axis))
+        return found
+
+    def data_rank(self, rank: int) -> int:
+        """Return where on the axes data and shard together a rank stands: those alike in it have the same batches."""
+        place = self.place_of(rank)
+        return place["data"] * self.shard + place["shard"]
+
+
+def stages_each(schedule: str) -> int:
+    """Return how many stages each process of a pipeline has; raises ConfigError for a schedule that there is not."""
+    if schedule not in STAGES_EACH:
+        hint = did_you_mean(str(schedule), STAGES_EACH)
+        raise ConfigError(f"strategy mesh: schedule={schedule!r}; there are {', '.join(STAGES_EACH)}.{hint}")
+    return STAGES_EACH[schedule]
+
+
+def read_sizes(asked: Mapping[str, Size]) -> None:
+    """Refuse sizes that no number of processes can have; raises ConfigError that names the axis."""
+    for axis, size in asked.items():
+        if size != "auto" and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"strategy mesh: {axis}={size!r}; expected a positive count of processes, or 'auto'.")
+    automatic = [axis for axis, size in asked.items() if size == "auto"]
+    if len(automatic) > 1:
+        raise ConfigError(f"strategy mesh: {' and '.join(automatic)} are 'auto'; only one axis can take what is left.")
+
+
+def fit_sizes(asked: Mapping[str, Size], processes: int, machines: int = 1) -> Sizes:
+    """Return the sizes for so many processes; raises ConfigError, with the sums, where they do not multiply out."""
+    given = {axis: size for axis, size in asked.items() if size != "auto"}
+    product = prod(given.values())
+    sum_ = " x ".join(f"{axis} {size}" for axis, size in asked.items())
+    where = f"{processes} process{'es' if processes > 1 else ''}"
+    if machines > 1:
+        where += f" ({machines} machines x {processes // machines})"
+    remedy = "Change trainer.devices and trainer.num_nodes, or the axes"
+    if len(given) == len(asked):
+        if product != processes:
+            raise ConfigError(f"strategy mesh: {sum_} = {product}, but there are {where}. {remedy}.")
+        return Sizes(**given)
+    if processes % product:
+        raise ConfigError(
+            f"strategy mesh: {sum_} needs a multiple of {product} processes, but there are {where}. {remedy}."
+        )
+    return Sizes(**{axis: processes // product if size == "auto" else size for axis, size in asked.items()})

@@ -1,0 +1,120 @@
+"""Tensor parallelism: layers cut over the processes of the tensor axis by a plan of the task.
+
+After Shoeybi et al. 2019, "Megatron-LM" (https://arxiv.org/abs/1909.08053) and, for what is cut along the sequence,
+Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), as torch.distributed.tensor.parallel has them.
+
+    "column"     a Linear whose outputs are cut: its input is whole
+    "row"        a Linear whose inputs are cut: its output is the sum over the processes, and whole
+    "sequence"   a LayerNorm, RMSNorm or Dropout that works on its part of the sequence (dimension 1)
+    "split"      a module whose output is dealt out along the sequence: where that part of the model begins
+    "gather"     a module whose input is put together along the sequence again: where it ends
+
+With "sequence" in a plan, columns take their input from, and rows hand their output to, parts of the sequence.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from ...errors import ConfigError, did_you_mean
+
+WORDS = ("column", "row", "sequence", "split", "gather")
+CUT = {"column": (nn.Linear,), "row": (nn.Linear,), "sequence": (nn.LayerNorm, nn.Dropout, nn.RMSNorm)}
+SEQUENCE = 1
+"""The dimension of the sequence, after that of the samples."""
+
+
+def apply_plan(task: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh) -> None:
+    """Cut the task's layers over a mesh of one axis. Raises ConfigError where the plan does not fit the task."""
+    found = read_plan(task, plan, mesh.size())
+    along_sequence = "sequence" in found.values()
+    parallelize_module(task, mesh, {name: style_of(word, along_sequence) for name, word in found.items()})
+
+
+def style_of(word: str, along_sequence: bool) -> ParallelStyle:
+    """Return torch's name for a word of the plan."""
+    stream = Shard(SEQUENCE) if along_sequence else Replicate()
+    if word == "column":
+        return ColwiseParallel(input_layouts=stream)
+    if word == "row":
+        return RowwiseParallel(output_layouts=stream)
+    if word == "sequence":
+        return SequenceParallel(sequence_dim=SEQUENCE, use_local_output=True)
+    if word == "split":
+        return PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(SEQUENCE))
+    return PrepareModuleInput(input_layouts=Shard(SEQUENCE), desired_input_layouts=Replicate(), use_local_output=True)
+
+
+def cut_dimensions(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[int, int]:
+    """Return, for each parameter (by id) that torch cuts into so many parts, the dimension that it cuts.
+
+    That of the outputs of a "column", a bias included, and of the inputs of a "row"; the rest is whole everywhere.
+    """
+    found: dict[int, int] = {}
+    for name, word in read_plan(task, plan, parts).items():
+        if word in ("column", "row"):
+            layer = task.get_submodule(name)
+            found |= {
+                id(one): 0 if word == "column" else 1 for one in layer.parameters() if word == "column" or one.ndim > 1
+            }
+    return found
+
+
+def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
+    """Return the word for each module that a plan's patterns name; `*` stands for any part of a name.
+
+    Raises ConfigError for a pattern that names nothing (with the nearest names), a word that is none, and a layer that
+    cannot be cut into so many parts.
+    """
+    kind = type(task).__name__
+    if not plan:
+        raise ConfigError(
+            f"tensor={parts} needs a plan: give {kind} a method tensor_plan() that returns name patterns and, for each,"
+            f' "column" or "row", such as {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
+        )
+    modules = {name: module for name, module in task.named_modules() if name}
+    found: dict[str, str] = {}
+    for pattern, word in plan.items():
+        if word not in WORDS:
+            hint = did_you_mean(str(word), WORDS)
+            raise ConfigError(f"{kind}.tensor_plan: {pattern!r}: {word!r} is none of {', '.join(WORDS)}.{hint}")
+        names = [name for name in modules if fnmatchcase(name, pattern)]
+        if not names:
+            raise ConfigError(
+                f"{kind}.tensor_plan: no module is named {pattern!r}.{did_you_mean(pattern, modules)} "
+                f"There are {', '.join([*modules][:8])}{', ...' if len(modules) > 8 else ''}."
+            )
+        for name in names:
+            require_cuttable(f"{kind}.{name}", modules[name], word, parts)
+            found[name] = word
+    return found
+
+
+def require_cuttable(name: str, module: nn.Module, word: str, parts: int) -> None:
+    """Raise ConfigError where a module cannot be what the plan says."""
+    kinds = CUT.get(word)
+    if kinds is None:
+        return
+    if not isinstance(module, kinds):
+        known = ", ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"tensor_plan: {name} is a {type(module).__name__}; {word!r} is for {known}.")
+    if not isinstance(module, nn.Linear):
+        return
+    size = module.out_features if word == "column" else module.in_features
+    if size % parts:
+        raise ConfigError(
+            f"tensor_plan: {name} has {size} {'outputs' if word == 'column' else 'inputs'}, which tensor={parts} does "
+            f"not divide. Choose another width, or fewer processes on the axis tensor."
+        )

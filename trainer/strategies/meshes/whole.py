@@ -1,0 +1,195 @@
+"""Whole tensors and the parts of them that ranks hold, as DTensors on a mesh: taken apart and put together."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim import Optimizer
+
+from ...errors import CheckpointError
+
+Change = Callable[[Tensor], Any]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part that this rank holds, sharing memory; of a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor; every rank of its mesh calls it."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():  # one axis after the other: all at once torch warns that it goes so
+            placements = [*tensor.placements]
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+class Readable(Protocol):
+    """A tensor of a checkpoint of which only what is sliced is read (checkpoints.parts.Stored)."""
+
+    shape: torch.Size
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor: ...
+    def whole(self) -> Tensor: ...  # noqa: D102
+
+
+def read_whole(value: Any) -> Any:
+    """Return a `Readable` as a tensor, and anything else as it is."""
+    return value.whole() if hasattr(value, "whole") else value
+
+
+def part_of(value: Tensor | Readable, like: DTensor) -> DTensor:
+    """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    place = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    own = value[place].to(local_of(like).device, copy=True)  # a copy, or the whole would live as long as the part
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@torch.no_grad()
+def fill(target: Tensor, value: Tensor | Readable) -> None:
+    """Copy the whole `value` into `target`, of which this rank may hold a part."""
+    if isinstance(target, DTensor):
+        local_of(target).copy_(local_of(part_of(value, target)))
+    else:
+        target.copy_(read_whole(value))
+
+
+def gathered(tree: Any, keep: bool) -> Any:
+    """Return a copy of nested containers with every DTensor whole, on the host; every rank calls it.
+
+    Where not to `keep`, tensors are dropped as soon as they are whole: other ranks need this one's parts.
+    """
+
+    def take(tensor: Tensor) -> Tensor | None:
+        value = whole(tensor)
+        if not keep:
+            return None
+        return value.cpu() if isinstance(tensor, DTensor) else value
+
+    return _mapped(tree, take)
+
+
+def _mapped(tree: Any, change: Change) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(value, change) for value in tree)
+    return tree
+
+
+def load_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+    """Copy whole weights into a task of whose tensors this rank holds parts.
+
+    What is no tensor (a module's extra state) goes by torch's own way.
+    """
+    own = task.state_dict(keep_vars=True)
+    with torch.no_grad():
+        plain = {}
+        for name, value in weights.items():
+            target = own.get(name)
+            if isinstance(target, DTensor):
+                fill(target, value)
+                plain[name] = target.detach()
+            else:
+                plain[name] = read_whole(value)
+        task.load_state_dict(plain, strict=strict)
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over the whole state of an optimizer on any layout, of whose parameters this rank holds parts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {}
+    for index, values in state["state"].items():
+        if not isinstance(index, int) or index >= len(parameters):
+            raise CheckpointError(f"The checkpoint's optimizer has a state for parameter {index}, this run has none.")
+        own[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
+    optimizer.load_state_dict({**state, "state": own})
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """Return an optimizer's value as it belongs beside a parameter: in parts where it has the parameter's shape."""
+    readable = hasattr(value, "whole")
+    if not isinstance(parameter, DTensor) or not (isinstance(value, Tensor) or readable) or not value.shape:
+        return read_whole(value)
+    if value.shape != parameter.shape:
+        raise CheckpointError(
+            f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(parameter.shape)}, which cannot be dealt out over the ranks of a mesh. Go on with strategy single "
+            f"or ddp, or with an optimizer whose values have the parameters' shapes."
+        )
+    return part_of(value, parameter)
+
+
+def places_of(task: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield where each parameter and buffer of a task stands: a module's dict, the name in it, the tensor."""
+    for module in task.modules():
+        for owner in (module._parameters, module._buffers):
+            for name, tensor in list(owner.items()):
+                if tensor is not None:
+                    yield owner, name, tensor
+
+
+def replace(task: nn.Module, change: Change) -> None:
+    """Put `change(tensor)` in the place of each parameter and buffer; what was shared stays shared."""
+    made: dict[int, Any] = {}
+    kept: list[Tensor] = []  # lest an id be used twice
+    for owner, name, tensor in list(places_of(task)):
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+            kept.append(tensor)
+        owner[name] = made[id(tensor)]
+
+
+def make_whole(task: nn.Module, device: torch.device) -> None:
+    """Give a task whole, plain tensors on `device` in the place of parts; every rank calls it."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        value = whole(tensor).to(device)
+        if value.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
+            value = value.clone()
+        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+    with torch.no_grad():
+        replace(task, change)
+
+
+def make_empty(task: nn.Module) -> None:
+    """Put tensors without memory, on the device "meta", in the place of parts."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+    replace(task, change)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like this one or this rank's part of it, its values unset, on `device`; on "meta" none."""
+    made: Tensor = torch.empty_like(local_of(tensor).detach(), device=device)
+    if isinstance(tensor, DTensor):
+        layout: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+        made = DTensor.from_local(made, tensor.device_mesh, tensor.placements, **layout)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes this rank holds of some tensors."""
+    locals_ = list(map(local_of, tensors))  # what a pipeline has elsewhere is one number, however large it looks
+    return sum(min(local.numel() * local.element_size(), local.untyped_storage().nbytes()) for local in locals_)

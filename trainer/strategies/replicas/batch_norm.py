@@ -1,0 +1,94 @@
+"""Batch normalisation over all replicas of a step: their batches have one mean and one variance.
+
+On CUDA it is torch.nn.SyncBatchNorm; elsewhere the same from differentiable sums over the ranks. Modules keep their
+place, their parameters and buffers: only their class changes, and changes back.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over the ranks of a group; so is its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return None, total
+
+
+def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
+    total: Tensor = _Sum.apply(group, tensor)  # type: ignore[no-untyped-call]
+    return total
+
+
+class Synced:
+    """What the class of a batch norm gets besides its own: statistics over all ranks, while it trains."""
+
+    process_group: dist.ProcessGroup
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise (N, C, ...) by mean and variance over N and what follows C, of all ranks."""
+        module: Any = self
+        if not module.training:
+            return super().forward(input)  # type: ignore[misc, no-any-return]
+        module._check_input_dim(input)
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        over = [axis for axis in range(values.dim()) if axis != 1]
+        shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]
+        own = values.new_tensor([values.numel() / values.shape[1]])
+        sums = _sum(self.process_group, torch.cat([values.sum(over), own]))
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = values - mean.view(shape)
+        variance = _sum(self.process_group, centred.square().sum(over)) / count
+        normal: Tensor = centred * torch.rsqrt(variance + module.eps).view(shape)
+        if module.affine:
+            normal = normal * module.weight.to(values.dtype).view(shape) + module.bias.to(values.dtype).view(shape)
+        if module.track_running_stats:
+            self._follow(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
+        return normal.to(input.dtype)
+
+    def _follow(self, mean: Tensor, variance: Tensor) -> None:
+        module: Any = self
+        module.num_batches_tracked.add_(1)
+        share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+        module.running_mean.lerp_(mean.to(module.running_mean.dtype), share)
+        module.running_var.lerp_(variance.to(module.running_var.dtype), share)
+
+
+@cache
+def synced(kind: Any) -> Any:
+    """Return the class `kind` with statistics over all ranks; it has the same name."""
+    return type(kind.__name__, (Synced, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+
+
+def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Let every batch norm of the task have its statistics over the ranks of `group`; return what undoes it."""
+    found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, _BatchNorm)]
+    found = [(module, kind) for module, kind in found if kind is not nn.SyncBatchNorm]
+    for module, kind in found:
+        module.__class__ = nn.SyncBatchNorm if device.type == "cuda" else synced(kind)
+        module.process_group = group
+
+    def undo() -> None:
+        for module, kind in found:
+            if type(module) in (nn.SyncBatchNorm, synced(kind)):
+                module.__class__ = kind
+                del module.process_group
+
+    return undo

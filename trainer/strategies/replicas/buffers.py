@@ -1,0 +1,84 @@
+"""Buffers (batch norm's running statistics and their like) where one process runs several replicas in turn."""
+
+import torch
+from torch import Tensor, nn
+
+Place = tuple[dict[str, Tensor | None], str, Tensor | None]
+"""Where a buffer lives: the dict and name under which a module holds it, and the tensor that was there at first."""
+
+
+class ReplicaBuffers:
+    """Lets every replica of a step begin with the same buffers, and keeps those of the first one.
+
+    So the buffers follow replica 0 whatever the number of processes: with one process for each replica they do so
+    because rank 0 hands its buffers out before the next step.
+
+    A step may also assign another tensor to a buffer (`self.average = 0.9 * self.average + ...`). Its values are kept
+    like any other's, in the tensor that the task began with, which whoever shares out buffers knows.
+    """
+
+    def __init__(self, task: nn.Module | None) -> None:
+        """Without a task there is nothing to keep."""
+        owners = [] if task is None else [module._buffers for module in task.modules()]
+        self.places: list[Place] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
+        self.start: list[Tensor | None] = []
+        self.first: list[Tensor | None] = []
+        self.begins = False
+
+    def begin(self) -> None:
+        """Remember what the step begins with, where the first replica got other buffers after it was opened."""
+        if self.begins:
+            self.start, self.begins = self._copies(), False
+
+    def settle(self) -> None:
+        """Move what steps have assigned to buffers into the tensors that were there: DDP hands those out."""
+        for place in self.places:
+            owner, name, home = place
+            if owner[name] is not home:
+                _put(place, owner[name])
+
+    def open_replica(self, index: int) -> None:
+        """The replica at `index` among the local ones of this step is about to run."""
+        if not self.places:
+            return
+        if index == 0:
+            self.start, self.first = self._copies(), []
+            self.begins = True
+            return
+        self.begins = False
+        if not self.first:
+            self.first = self._copies()
+        self._set(self.start)
+
+    def close_step(self) -> None:
+        """The last local replica of the step has run."""
+        if self.first:
+            self._set(self.first)
+            self.first = []
+
+    def keep(self) -> None:
+        """The step is done: there is no way back."""
+        self.start = []
+
+    def rewind(self) -> None:
+        """Give the buffers what an unfinished step began with."""
+        if self.start:
+            self._set(self.start)
+        self.start, self.first, self.begins = [], [], False
+
+    def _copies(self) -> list[Tensor | None]:
+        present = [owner[name] for owner, name, _ in self.places]
+        return [None if buffer is None else buffer.detach().clone() for buffer in present]
+
+    def _set(self, values: list[Tensor | None]) -> None:
+        for place, value in zip(self.places, values, strict=True):
+            _put(place, value)
+
+
+def _put(place: Place, value: Tensor | None) -> None:
+    owner, name, home = place
+    if home is None or value is None or home.shape != value.shape or home.dtype != value.dtype:
+        owner[name] = None if value is None else value.clone()
+        return
+    with torch.no_grad():
+        owner[name] = home.copy_(value)

@@ -1,0 +1,1 @@
+"""Servers: modules that live in processes of their own."""

@@ -1,0 +1,1 @@
+"""A batch, or a model, split over the devices of one process."""

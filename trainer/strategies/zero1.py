@@ -1,0 +1,132 @@
+"""ZeRO, stage 1: ddp whose processes each keep and update their part of the optimizer's state.
+
+After Rajbhandari et al. 2020, "ZeRO" (https://arxiv.org/abs/1910.02054), by torch's ZeroRedundancyOptimizer.
+"""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..checkpoints.parts import made_whole
+from ..data.sampling import Layout
+from ..errors import ConfigError
+from ..processes.board import Terms
+from ..processes.launch import Place
+from .ddp import DDPStrategy
+from .group import SomeRanks
+from .meshes.kept_elsewhere import in_parts, outlines
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers still use its own torch.jit.script
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+class Zero1Strategy(DDPStrategy):
+    """Distributed data parallel with the optimizer's state dealt out, whole tensors to each process.
+
+    The arguments are those of strategy ddp, without `elastic`.
+    """
+
+    name = "zero1"
+    reads_in_parts = ("optimizer_states",)
+    saving: SomeRanks | None = None
+    saved_in: dist.ProcessGroup | None = None
+    """The process group in which `saving` was made."""
+
+    def _terms(self, min_processes: int, join: str | None) -> Terms:
+        """Refuse an elastic run."""
+        raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
+
+    def take_replicas(self, layout: Layout, bitwise: bool) -> None:
+        """Know which replicas run where."""
+        if bitwise and self.place.world_size > 1:
+            raise ConfigError(
+                "reproducible: bitwise is for strategies single, data_parallel and ddp; zero1 is not one."
+            )
+        super().take_replicas(layout, bitwise)
+
+    def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return an optimizer that updates this process's part and takes the rest from the others.
+
+        It has the parameter groups of `optimizer`, so that learning rate schedulers made for that one reach it.
+        """
+        if self.place.world_size == 1:
+            return optimizer
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise ConfigError(
+                "configure_optimizers returned a ZeroRedundancyOptimizer, which strategy zero1 makes of a plain one: "
+                "return that, or use strategy ddp."
+            )
+        wrapped = ZeroRedundancyOptimizer(optimizer.param_groups, _Parts(optimizer))  # type: ignore[arg-type]
+        wrapped.original = optimizer  # type: ignore[attr-defined]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else its schedulers warn that it never steps
+        return wrapped
+
+    # --- checkpoints: each rank writes the states that it keeps -------------------------------------------------------
+    @property
+    def writers(self) -> SomeRanks | None:
+        """All ranks, by a process group of their own: a save in the background must not meet training's collectives."""
+        return self.saving
+
+    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
+        """Open the process group, and one for saving."""
+        super().join(place, devices, precision)
+        if place.world_size > 1 and (self.saving is None or self.saved_in is not dist.group.WORLD):
+            self.saving = SomeRanks(place.world_size, dist.new_group(backend="gloo"))
+            self.saved_in = dist.group.WORLD
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer`: of other ranks' values an empty part; every rank calls it."""
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            return super().optimizer_state(optimizer)
+        own = {index: optimizer.optim.state[one] for one, index in _numbered(optimizer) if one in optimizer.optim.state}
+        numbers = {index: outlines(values) for index, values in own.items()}
+        known = {index: values for each in self.gather_objects(numbers) for index, values in each.items()}
+        return {
+            "state": {index: in_parts(known[index], own.get(index, {})) for index in sorted(known)},
+            "param_groups": _numbered_groups(optimizer),
+        }
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take this process's part of what `optimizer_state` returned, on any layout."""
+        if not isinstance(optimizer, ZeroRedundancyOptimizer):
+            super().load_optimizer_state(optimizer, state)
+            return
+        owners: dict[Tensor, int] = optimizer._param_to_rank  # type: ignore[attr-defined]
+        own = {index for one, index in _numbered(optimizer) if owners[one] == self.place.rank}
+        found = {index: made_whole(values) if index in own else {} for index, values in state["state"].items()}
+        optimizer.load_state_dict({**state, "state": found})
+        optimizer.state.clear()  # a second copy; the one that steps use is that of the inner optimizer
+        optimizer.original.param_groups = optimizer.param_groups  # type: ignore[attr-defined]
+
+
+def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
+    """Yield each parameter with its number in a state_dict."""
+    return zip((one for group in optimizer.param_groups for one in group["params"]), count(), strict=False)
+
+
+def _numbered_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    numbers = dict(_numbered(optimizer))
+    return [{**group, "params": [numbers[one] for one in group["params"]]} for group in optimizer.param_groups]
+
+
+class _Parts:
+    """Makes optimizers like a given one for a part of its parameters, whatever its class and its arguments were."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __call__(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
+        made: Optimizer = object.__new__(type(self.optimizer))
+        made.__dict__.update(self.optimizer.__dict__)
+        made.__dict__.pop("step", None)  # a scheduler has tied it to the given one
+        made.state = defaultdict(dict)
+        made.param_groups = [dict(group) for group in groups]
+        return made

@@ -1,0 +1,306 @@
+"""torchmetrics: the states of every logged metric, reduced over ranks together instead of each by itself.
+
+Where not one bit may depend on the number of processes, every replica has states of its own, which take turns in the
+metric objects and are merged in the order of the replicas. So it is, for the rest of an epoch, where a run goes on with
+several states that no single one can stand for (dist_reduce_fx=None): only a metric's `compute` can merge those.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import TaskError
+
+if TYPE_CHECKING:
+    from .metrics import Collectives
+
+OPERATIONS = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
+MERGED_EARLY = ("sum", "max", "min")
+"""The operations after whose result updates may go on as if there had been one state from the beginning."""
+
+States = dict[str, Any]
+"""The states of one metric by name, and how often it was updated."""
+COUNT = "_update_count"
+
+
+def is_metric(value: Any) -> bool:
+    """Return whether `value` is a torchmetrics.Metric, without importing torchmetrics."""
+    module = sys.modules.get("torchmetrics")
+    return module is not None and isinstance(value, module.Metric)
+
+
+class MetricStates:
+    """The metrics of a task. With `by_replica` each replica has states of its own, which take turns in the metrics."""
+
+    def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
+        """`replicas` are those of this process."""
+        self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
+        self.replicas, self.by_replica = list(replicas), by_replica
+        self.taking_turns = by_replica and bool(self.by_path)
+        self.apart: set[str] = set()
+        """The metrics for whose sake all take turns until those are read, also without `by_replica`."""
+        self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
+        self.replica: int | None = None
+        self.together: dict[str, int] = {}
+        """While metrics stand for all replicas: how many updates each one stands for."""
+
+    def path_of(self, metric: Any) -> str | None:
+        """Return under which name the task holds a metric; None where it does not."""
+        return next((path for path, module in self.by_path.items() if module is metric), None)
+
+    def open_replica(self, replica: int) -> None:
+        """Put the states of `replica` into the metrics, and those that were there aside."""
+        if replica == self.replica:
+            return
+        self.put_aside()
+        with torch.inference_mode(False):  # an evaluation's turns also pass through the metrics of the training
+            for path, metric in self.by_path.items():
+                if replica in self.kept[path]:
+                    load_states(metric, self.kept[path][replica])
+                else:
+                    metric.reset()
+        self.replica = replica
+
+    def put_aside(self) -> None:
+        """Take the states of the replica whose turn it is out of the metrics."""
+        self._part()
+        if self.replica is not None:
+            with torch.inference_mode(False):
+                for path, metric in self.by_path.items():
+                    self.kept[path][self.replica] = states_of(metric)
+        self.replica = None
+
+    def snapshot(self) -> dict[str, dict[int, States]]:
+        """Return copies of all states of this process, by path and replica, which `restore` takes back."""
+        if self.taking_turns:
+            self.put_aside()
+            return {path: {r: copied(states) for r, states in kept.items()} for path, kept in self.kept.items()}
+        found: dict[str, dict[int, States]] = {}
+        for path, metric in self.by_path.items():
+            own = {name: getattr(metric, name) for name in metric._reductions}
+            found[path] = {0: copied({**own, COUNT: metric._update_count})}
+        return found
+
+    def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
+        """Put the states back that `snapshot` returned."""
+        if self.taking_turns:
+            self._part()
+            self.kept, self.replica = snapshot, None
+            return
+        for path, metric in self.by_path.items():
+            load_states(metric, snapshot[path][0])
+
+    def merge(self, metrics: Iterable[Any], collectives: "Collectives") -> None:
+        """Give these metrics the states of all replicas of all ranks, merged in order."""
+        for path, parts in self.gather(metrics, collectives).items():
+            if parts and not any(states[COUNT] for states in parts.values()):
+                self.by_path[path].reset()  # no turn had anything for it; a hook may have, which it takes as it is
+            elif parts:
+                load_states(self.by_path[path], merged_in_order(self.by_path[path], parts))
+
+    def stand_together(self, collectives: "Collectives") -> None:
+        """Let every metric stand for all replicas of all ranks until the next turn, so that hooks may compute it."""
+        self.merge(self.by_path.values(), collectives)
+        for path, metric in self.by_path.items():
+            self.together[path] = metric._update_count
+            if metric._update_count:
+                metric._to_sync = False  # or torchmetrics would count all of it once for each rank
+
+    def _part(self) -> None:
+        """Let metrics stand for one replica again; what a hook has reset begins anew, what it alone updated stays."""
+        for path, count in self.together.items():
+            metric = self.by_path[path]
+            metric._to_sync = metric.sync_on_compute
+            if count and not metric._update_count:
+                self.kept[path] = {}
+            elif metric._update_count and not count:
+                with torch.inference_mode(False):
+                    self.kept[path] = {self.replicas[0]: states_of(metric)}
+        self.together = {}
+
+    def forget(self, metrics: Iterable[Any]) -> None:
+        """Let these metrics begin anew for every replica."""
+        for metric in metrics:
+            path = self.path_of(metric)
+            if path is not None:
+                self.kept[path] = {}
+                self.apart.discard(path)
+        if self.taking_turns and not (self.by_replica or self.apart):
+            self._end_turns()
+
+    def _end_turns(self) -> None:
+        """Let every metric stand for all replicas of this process again."""
+        self.put_aside()
+        self.taking_turns = False
+        with torch.inference_mode(False):
+            for path, metric in self.by_path.items():
+                if self.kept[path]:
+                    load_states(metric, merged_in_order(metric, self.kept[path]))
+                    self.kept[path] = {}
+
+    def gather(self, metrics: Iterable[Any], collectives: "Collectives") -> dict[str, dict[int, States]]:
+        """Return the states of these metrics over all ranks, by path and replica; else by a rank's first replica."""
+        paths = [path for path in map(self.path_of, metrics) if path is not None]
+        if self.taking_turns:
+            self.put_aside()
+            own = {path: self.kept[path] for path in paths}
+        else:
+            own = {path: {self.replicas[0]: states_of(self.by_path[path])} for path in paths}
+        ranks = collectives.gather_objects(own)
+        return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
+
+    def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
+        """Take over this process's part of what `gather` returned, on any number of processes.
+
+        All processes are given the same, and so agree on whether metrics take turns from now on.
+        """
+        self.apart = {
+            path
+            for path, parts in saved.items()
+            if len(parts) > 1 and not are_merged_early(self.by_path[path], parts.values())
+        }
+        if self.taking_turns and not (self.by_replica or self.apart):
+            self._end_turns()
+        self.taking_turns |= bool(self.apart)
+        for path, states_of_all in saved.items():
+            metric = self.by_path[path]
+            own = {replica: states for replica, states in states_of_all.items() if replica in self.replicas}
+            if self.taking_turns:
+                self.kept[path] = own
+            elif own:
+                load_states(metric, merged_in_order(metric, own))
+            else:
+                metric.reset()
+
+
+def copied(states: States) -> States:
+    """Return states that do not change with their metric; the tensors in a list are never changed."""
+    kept: States = {}
+    for name, value in states.items():
+        kept[name] = list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
+    return kept
+
+
+def states_of(metric: Any) -> States:
+    """Return a metric's states, on the host."""
+    return {**{name: _on_host(getattr(metric, name)) for name in metric._reductions}, COUNT: metric._update_count}
+
+
+def load_states(metric: Any, states: States) -> None:
+    """Put states into a metric, on its device."""
+    for name in metric._reductions:
+        value = states[name]
+        moved = [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
+        setattr(metric, name, moved)
+    metric._update_count, metric._computed = states[COUNT], None
+
+
+def are_merged_early(metric: Any, parts: Iterable[States]) -> bool:
+    """Return whether a metric may go on from one state that stands for all of `parts`."""
+    reductions = [(name, getattr(reduction, "__name__", "")) for name, reduction in metric._reductions.items()]
+    return all(
+        isinstance(part[name], list) or OPERATIONS.get(reduction) in MERGED_EARLY
+        for part in parts
+        for name, reduction in reductions
+    )
+
+
+def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
+    """Return states that stand for those of all these replicas, merged in their order."""
+    parts = [by_replica[replica] for replica in sorted(by_replica)]
+    if len(parts) == 1:
+        return copied(parts[0])  # as it is: to stack it would give it a form from which no update can go on
+    found: States = {name: merged_state(metric, name, [part[name] for part in parts]) for name in metric._reductions}
+    found[COUNT] = sum(part[COUNT] for part in parts)
+    return found
+
+
+def merged_state(metric: Any, name: str, values: list[Any]) -> Any:
+    """Return one state that stands for all of `values`, added up from the first to the last."""
+    reduction = metric._reductions[name]
+    if isinstance(values[0], list):
+        return [tensor for value in values for tensor in value]
+    if reduction is None:
+        return torch.stack(values)
+    if OPERATIONS.get(getattr(reduction, "__name__", "")) != "sum":
+        return reduction(torch.stack(values))
+    total = values[0].clone()
+    for value in values[1:]:
+        total += value
+    return total
+
+
+def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, keep: bool = False) -> list[float]:
+    """Return each metric's value over all ranks; reset it, or with `keep` leave this rank's states as they were.
+
+    States that are summed, averaged or compared travel in one collective for each operation and type; lists of
+    tensors (and states with a reduction of their own) in one more.
+    """
+    before = [states_of(metric) for metric in metrics] if keep else []
+    fixed: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
+    loose: list[tuple[Any, str]] = []
+    for metric in metrics if world > 1 else []:
+        for name, reduction in metric._reductions.items():
+            operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
+            state = getattr(metric, name)
+            if operation is None or not isinstance(state, Tensor):
+                loose.append((metric, name))
+            else:
+                wide = torch.float64 if state.is_floating_point() else torch.int64
+                fixed.setdefault((operation, wide), []).append((metric, name))
+    for (operation, wide), states in fixed.items():
+        _reduce_together(states, operation, wide, world, collectives)
+    if loose:
+        _gather_together(loose, collectives)
+    values = [_compute(metric) for metric in metrics]
+    for metric, states_before in zip(metrics, before, strict=bool(before)):
+        load_states(metric, states_before)
+    return values
+
+
+def _reduce_together(
+    states: list[tuple[Any, str]], operation: str, wide: torch.dtype, world: int, collectives: "Collectives"
+) -> None:
+    tensors = [getattr(metric, name) for metric, name in states]
+    flat = torch.cat([tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors])
+    collectives.all_reduce(flat, "sum" if operation == "mean" else operation)
+    if operation == "mean":
+        flat = flat / world
+    for (metric, name), tensor, part in zip(states, tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        setattr(metric, name, part.reshape(tensor.shape).to(tensor.device, tensor.dtype))
+
+
+def _gather_together(states: list[tuple[Any, str]], collectives: "Collectives") -> None:
+    ranks = collectives.gather_objects([_on_host(getattr(metric, name)) for metric, name in states])
+    for index, (metric, name) in enumerate(states):
+        whole = merged_state(metric, name, [rank[index] for rank in ranks])
+        moved = [tensor.to(metric.device) for tensor in whole] if isinstance(whole, list) else whole.to(metric.device)
+        setattr(metric, name, moved)
+
+
+def _on_host(state: Any) -> Any:
+    if isinstance(state, list):
+        return [tensor.detach().cpu().clone() for tensor in state]
+    return state.detach().cpu().clone()
+
+
+def _compute(metric: Any) -> float:
+    # the states are those of all ranks already, and a rank without a batch has them too
+    metric._update_count = max(1, metric._update_count)
+    metric._computed = None
+    # sync_on_compute is read when a metric is made; what compute asks is _to_sync
+    metric._to_sync, before = False, metric._to_sync
+    try:
+        value = metric.compute()
+    finally:
+        metric._to_sync = before
+    metric.reset()
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise TaskError(
+            f"{type(metric).__name__}.compute() returned {type(value).__name__}, not one number; log its parts by name "
+            f"with self.log_dict in on_validation_epoch_end."
+        )
+    return float(value)

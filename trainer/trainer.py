@@ -1,0 +1,350 @@
+"""Trainer: how training works, top to bottom.
+
+`fit` is the loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders. What they need is made
+before the loop by `run.Run`; what may be read of them from outside is in `view.TrainerView`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..tasks.data_module import DataModule
+from ..tasks.task import Task
+from . import build
+from .assembly import check_arguments, make_callbacks, make_loggers, make_strategy
+from .checkpoints import checkpoint, restore
+from .data.sampling import mix
+from .data.steps import StepInput
+from .errors import CheckpointError
+from .masked import counted
+from .outputs import as_outputs, losses_of
+from .processes import delegate
+from .randomness import seed_generators
+from .run import Request, Run
+from .series import Reduced
+from .state import State
+from .view import TrainerView
+
+EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
+"""Keep the random numbers of evaluations, and of what begins an epoch, apart from those of training."""
+
+
+Source = str | Path | None
+"""A checkpoint, a folder with some, or one of the words that stand for one."""
+
+
+class Trainer(TrainerView):
+    """Trains, validates, tests and predicts. Its arguments are the fields of `arguments.TrainerArguments`."""
+
+    def __post_init__(self) -> None:
+        check_arguments(self)
+        self.state = State()
+        self.run = self.run_dir = None
+        self.given_dir: Path | None = None
+        self.config_text: str | None = None
+        self.callback_metrics: dict[str, Tensor] = {}
+        self.logged_metrics: dict[str, float] = {}
+        self.progress_bar_metrics: dict[str, float] = {}
+        self.should_stop = False
+        self.strategy = make_strategy(self, self.strategy)
+        self.loggers = make_loggers(self.logger)
+        self.logger = self.loggers[0] if self.loggers else None
+        self.callbacks = make_callbacks(self, self.callbacks)
+        self.writer = checkpoint.Writer()
+
+    def fit(
+        self,
+        model: Task,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: Source = None,
+        resume: Source = None,
+    ) -> None:
+        """Train a task.
+
+        `resume="auto"` goes on with the newest whole checkpoint of this run name in the same run directory, if there is
+        one; a path begins a new run directory from that checkpoint. `ckpt_path` is Lightning's name for such a path.
+        """
+        request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
+        request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
+        if delegate.is_needed(self, request):
+            delegate.run(self, request)
+            return
+        self.state, self.run_dir, self.should_stop = State(), self.given_dir, False
+        with self.begin(request) as run, run.preemption:
+            state = self.state
+            run.hooks.call("on_fit_start")
+            self.sanity_check()
+            run.start_training()
+            while not run.ended:
+                with run.membership:  # where processes may leave and come, the loop goes on from here when some did
+                    while not self.is_done():
+                        self.begin_epoch()
+                        for step in run.training_data.epoch(state.epoch, state.epoch_steps):
+                            self.train_step(step)
+                            if state.global_step % self.log_every_n_steps == 0:
+                                self.log_step()
+                            if run.validation_is_due():
+                                self.validate_now()
+                            if run.epoch_skipped or self.stops_here():
+                                break
+                        self.end_epoch()
+                    run.end_training()
+
+    def validate(
+        self,
+        model: Task | None = None,
+        dataloaders: Any = None,
+        ckpt_path: Source = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the validation data; return the metrics of each loader, and print them where `verbose`."""
+        return self.evaluate_alone("validate", model, dataloaders, datamodule, weights=ckpt_path, verbose=verbose)
+
+    def test(
+        self,
+        model: Task | None = None,
+        dataloaders: Any = None,
+        ckpt_path: Source = None,
+        verbose: bool = True,
+        datamodule: DataModule | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the test data; return the metrics of each loader, and print them where `verbose`."""
+        return self.evaluate_alone("test", model, dataloaders, datamodule, weights=ckpt_path, verbose=verbose)
+
+    def predict(
+        self,
+        model: Task | None = None,
+        dataloaders: Any = None,
+        datamodule: DataModule | None = None,
+        ckpt_path: Source = None,
+        return_predictions: bool = True,
+    ) -> list[Any]:
+        """Return what predict_step returned for each batch, in the data's order; with several loaders a list each."""
+        return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, weights=ckpt_path)
+
+    # --- one optimizer step -----------------------------------------------------------------------------------------
+    def train_step(self, step: StepInput) -> None:
+        """Run forward and backward on every batch of this process's replicas, then update the weights."""
+        run, state, left = self.current_run, self.state, len(step.turns)
+        strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization
+        run.step, metrics.step, metrics.turns_of_step = step, state.global_step, 0
+        output, batch, turn, replica = None, None, None, -1
+        if optimization.automatic:
+            optimization.zero_gradients(step)
+        for turn in step.turns:
+            left -= 1
+            if run.by_replica and turn.replica != replica:
+                replica = turn.replica
+                strategy.open_replica(replica)
+            metrics.open_turn(turn.replica, turn.samples)
+            if run.keys_forward:
+                seed_generators(mix(state.seed, state.global_step, turn.replica, turn.batch_idx))
+            batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
+            if hooks["on_train_batch_start"] and run.leaves_epoch(batch, turn.batch_idx):
+                return
+            output = strategy.training_step((batch, turn.batch_idx)[: run.arity], left == 0)
+            if optimization.automatic:
+                losses = losses_of(output, len(optimization.loss_inputs))
+                weight = turn.samples * run.gradient_scale / step.samples
+                for index, loss in enumerate(losses):
+                    for hook in hooks["on_before_backward"]:
+                        hook(loss)
+                    if run.watches_losses:
+                        metrics.watch(loss)
+                    scaled = loss if weight == 1.0 else loss * weight
+                    strategy.backward(scaled, left == 0, optimization.loss_inputs[index], index + 1 < len(losses))
+                    for hook in hooks["on_after_backward"]:
+                        hook()
+                if not losses:
+                    metrics.leave_out_turn()
+                    strategy.leave_out(left == 0, after_forward=True)
+            if left and hooks["on_train_batch_end"]:
+                hooks.call("on_train_batch_end", as_outputs(output), batch, turn.batch_idx)
+        if turn is None:
+            strategy.leave_out(last=True, after_forward=False)
+        if run.by_replica:
+            strategy.finish_backward()
+        if optimization.automatic:
+            for optimizer in optimization.due(step):
+                strategy.optimizer_step(optimizer)
+        run.count(step)
+        if hooks["on_train_batch_end"]:
+            run.end_step(turn, as_outputs(output), batch)
+
+    # --- around the steps -------------------------------------------------------------------------------------------
+    def begin_epoch(self) -> None:
+        """Begin an epoch, or go on in the middle of one."""
+        run, state, every = self.current_run, self.state, self.reload_dataloaders_every_n_epochs
+        if every and state.epoch and state.epoch % every == 0 and not state.epoch_steps:
+            build.make_loaders(run)
+        run.metrics.open("train", fresh=False)
+        seed_generators(mix(state.seed, EPOCH, state.epoch))
+        run.hooks.call("on_train_epoch_start")
+        if state.epoch_steps and run.validation_is_due():
+            self.validate_now()
+
+    def end_epoch(self) -> None:
+        """End an epoch; where the run stops in the middle of one, do what ends an epoch but stay in it."""
+        run, state = self.current_run, self.state
+        run.end_steps()
+        complete = run.epoch_skipped or not self.stops_here() or state.epoch_rounds >= self.num_training_batches
+        if complete and run.validation_ends_epoch():
+            self.validate_now()
+        run.call_epoch_end("train")
+        reduced = run.metrics.reduce_epoch(keep=not complete)
+        if not complete:
+            reduced.loggers = {}  # a resume will write the point of the whole epoch
+        self.publish(reduced)
+        if complete:
+            run.optimization.step_schedulers("epoch", state.epoch + 1)
+            state.epoch_ended = True
+        for hook in run.hooks.late["on_train_epoch_end"]:
+            hook()
+        run.count_epoch()
+        self.agree()
+
+    def is_done(self) -> bool:
+        """Return whether the run has reached its end."""
+        state, limit = self.state, self.max_epochs if self.max_epochs is not None else -1
+        return (0 <= limit <= state.epoch) or self.stops_here()
+
+    def stops_here(self) -> bool:
+        """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop."""
+        run, state = self.current_run, self.state
+        if state.global_step >= run.agreement.next_step or (self.should_stop and self.world_size == 1):
+            run.meet()
+        if run.agreement.stop and state.global_step >= (self.min_steps or 0) and state.epoch >= (self.min_epochs or 0):
+            return True
+        return 0 <= self.max_steps <= state.global_step
+
+    def agree(self) -> None:
+        """Let the ranks agree on the time and on whether to stop."""
+        run = self.current_run
+        run.agreement.meet(self.state.global_step, self.should_stop, run.preemption.signal)
+
+    def log_step(self) -> None:
+        """Write the newest step's values; here, and nowhere before, they are read from the device."""
+        run, state = self.current_run, self.state
+        if state.logged_at == state.global_step:
+            return
+        run.check_losses()
+        reduced = run.reduce_step()
+        state.logged_at = state.global_step
+        self.publish(reduced)
+        self.agree()
+
+    def publish(self, reduced: Reduced) -> None:
+        """Hand reduced values to whoever looks at them."""
+        self.callback_metrics.update(reduced.tensors())
+        self.progress_bar_metrics.update(reduced.progress_bar)
+        self.logged_metrics.update(reduced.loggers)
+        if reduced.loggers and self.running:
+            self.current_run.write_point(reduced.loggers)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    def sanity_check(self) -> None:
+        """Try a few validation batches, so that a mistake there costs seconds; nothing of it is kept."""
+        run, batches = self.current_run, self.num_sanity_val_steps
+        if batches == 0 or "validation" not in run.evaluations or run.checkpoint is not None:
+            return
+        run.doing = "sanity_check"
+        run.hooks.call("on_sanity_check_start")
+        self.evaluate("validation", None if batches == -1 else batches)
+        run.hooks.call("on_sanity_check_end")
+        self.callback_metrics, self.progress_bar_metrics = {}, {}
+
+    def validate_now(self) -> None:
+        """Validate in the middle of training."""
+        run = self.current_run
+        run.check_losses()
+        run.doing = "validation"
+        self.evaluate("validation")
+        run.doing = "train"
+        run.metrics.open("train", fresh=False)
+        self.agree()
+
+    def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
+        """Run validate, test or predict; without a task that of the run before, with its best weights."""
+        request = Request.of_evaluation(self, stage, model, *data, **options)
+        if delegate.is_needed(self, request):
+            found: list[Any] = delegate.run(self, request)
+            return found
+        with self.begin(request) as run:
+            outputs = self.evaluate(run.doing, keep_outputs=request.keep_outputs)
+            if request.stage == "predict":
+                return run.in_order(outputs) if request.keep_outputs else []
+            return run.report(request.verbose)
+
+    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> list[tuple[Any, ...]]:
+        """Pass once over the loaders of "validation", "test" or "predict", every sample counted once."""
+        run, state, outputs = self.current_run, self.state, []
+        hooks, metrics, data = run.hooks, run.metrics, run.evaluations[word]
+        step, arity = f"{word}_step", run.arity_of(f"{word}_step")
+        begin, end = run.batch_hooks(word)
+        with run.strategy.no_gradients(self.inference_mode):
+            run.strategy.align_buffers()
+            hooks.call(f"on_{word}_model_eval")
+            metrics.open(word, loaders=len(data.loaders))
+            hooks.call(f"on_{word}_start")
+            hooks.call(f"on_{word}_epoch_start")
+            for turn in counted(run, data.batches(state.epoch, limit), step, arity):
+                arguments = turn.batch_idx, turn.dataloader_idx
+                metrics.open_turn(turn.replica, turn.samples)
+                metrics.open_loader(turn.dataloader_idx)
+                seed_generators(mix(state.seed, EVALUATION, state.global_step, turn.replica, *arguments))
+                batch = turn.batch if run.transfer is None else run.transfer(turn.batch, turn.dataloader_idx)
+                for hook in begin:
+                    hook(batch, *arguments)
+                output = run.strategy.evaluation_step(step, (batch, *arguments)[:arity])
+                for hook in end:
+                    hook(output, batch, *arguments)
+                if keep_outputs:
+                    outputs.append((turn.dataloader_idx, turn.batch_idx, turn.replica, output))
+            run.call_epoch_end(word)
+        reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
+        if run.doing == "sanity_check":
+            reduced.loggers = {}
+        elif word == "validation":
+            state.validated_at = state.global_step
+        self.publish(reduced)
+        hooks.call(f"on_{word}_end")
+        hooks.call(f"on_{word}_model_train")
+        return outputs
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+    def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
+        """Write a checkpoint of this moment; every rank calls it."""
+        restore.save(self, Path(path), weights_only, asynchronous)
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
+        if self.is_global_zero:
+            self.writer.wait()
+            checkpoint.remove(Path(path))
+
+    # --- the frame of a run -----------------------------------------------------------------------------------------
+    @contextmanager
+    def begin(self, request: Request) -> Iterator[Run]:
+        """Build the run that was asked for, and close it whatever happens."""
+        build.check_task(request.task, request)
+        run = self.run = Run(self, request)
+        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
+        error: BaseException | None = None
+        try:
+            build.join(run, request)
+            build.build(run)
+            yield run
+            self.writer.wait()
+        except BaseException as caught:
+            error = caught
+            with suppress(CheckpointError):
+                self.writer.wait()  # before the process is ended: the last whole state may be on its way to the disk
+            raise
+        finally:
+            run.close(error)

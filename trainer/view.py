@@ -1,0 +1,284 @@
+"""What callbacks, tasks and scripts may read of a trainer, under Lightning's names."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from .arguments import TrainerArguments
+from .optimizers import ManualOptimizer, SchedulerConfig
+from .state import State
+
+if TYPE_CHECKING:
+    from ..callbacks.callback import Callback
+    from ..tasks.data_module import DataModule
+    from ..tasks.task import Task
+    from .loggers.logger import Logger
+    from .metrics import Metrics
+    from .run import Run
+    from .strategies.strategy import Strategy
+
+Value = TypeVar("Value")
+
+
+class TrainerView(TrainerArguments):
+    """Read-only facts about a trainer and its run; nothing here does anything."""
+
+    run: "Run | None"
+    state: State
+    run_dir: Path | None
+    strategy: "Strategy"
+    callbacks: "list[Callback]"
+    logger: "Logger | None"
+    loggers: "list[Logger]"
+
+    # --- where the run stands ---------------------------------------------------------------------------------------
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that is under way, from 0; after a run, the number of finished epochs."""
+        return self.state.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.global_step
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds of the run so far, over all its resumes: the same number on every rank."""
+        return self.run.agreement.elapsed if self.run is not None else self.state.elapsed
+
+    @property
+    def stage(self) -> str | None:
+        """The method that is under way: "fit", "validate", "test" or "predict"; None outside of one."""
+        return self.run.stage if self.run is not None and self.run.open else None
+
+    @property
+    def running(self) -> bool:
+        """Whether fit, validate, test or predict is under way."""
+        return self.stage is not None
+
+    @property
+    def sanity_checking(self) -> bool:
+        """Whether validation batches are being tried before training."""
+        return self.running and self.current_run.doing == "sanity_check"
+
+    @property
+    def training(self) -> bool:
+        """Whether training is under way, and not a validation within it."""
+        return self.running and self.current_run.doing == "train"
+
+    @property
+    def validating(self) -> bool:
+        """Whether a validation is under way."""
+        return self.running and self.current_run.doing == "validation"
+
+    @property
+    def testing(self) -> bool:
+        """Whether a test is under way."""
+        return self.running and self.current_run.doing == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether a prediction is under way."""
+        return self.running and self.current_run.doing == "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether a validation or a test is under way."""
+        return self.validating or self.testing
+
+    # --- processes --------------------------------------------------------------------------------------------------
+    @property
+    def global_rank(self) -> int:
+        """This process's rank in the run."""
+        return self.strategy.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its machine."""
+        return self.strategy.place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this machine."""
+        return self.strategy.place.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """How many processes execute the run."""
+        return self.strategy.place.world_size
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices of this machine the run uses."""
+        return len(self.device_list)
+
+    @property
+    def device_list(self) -> list[torch.device]:
+        """The devices of this machine that the run uses."""
+        from .devices import find_devices
+
+        return find_devices(self.accelerator, self.devices)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0, which alone writes files."""
+        return self.global_rank == 0
+
+    # --- the run's parts --------------------------------------------------------------------------------------------
+    @property
+    def current_run(self) -> "Run":
+        """The parts of the run. Raises RuntimeError outside of one."""
+        if self.run is None:
+            raise RuntimeError("There is no run yet: call fit, validate, test or predict first.")
+        return self.run
+
+    @property
+    def task(self) -> "Task":
+        """The task of the run."""
+        return self.current_run.task
+
+    model = lightning_module = task
+
+    @property
+    def datamodule(self) -> "DataModule | None":
+        """The data module of the run."""
+        return self.current_run.datamodule
+
+    @property
+    def metrics(self) -> "Metrics":
+        """Where logged values go."""
+        return self.current_run.metrics
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The task's optimizers."""
+        return self.current_run.optimization.optimizers
+
+    @property
+    def manual_optimizers(self) -> list[ManualOptimizer]:
+        """The task's optimizers, as manual optimization uses them."""
+        return self.current_run.optimization.manual_optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[SchedulerConfig]:
+        """The task's learning rate schedulers and when they step."""
+        return self.current_run.optimization.schedulers
+
+    @property
+    def log_dir(self) -> str | None:
+        """The run directory, as text."""
+        return None if self.run_dir is None else str(self.run_dir)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader, as it was given."""
+        return self.current_run.loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders, as they were given."""
+        return self.current_run.loaders.get("validation")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders, as they were given."""
+        return self.current_run.loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loaders, as they were given."""
+        return self.current_run.loaders.get("predict")
+
+    # --- how much there is to do ------------------------------------------------------------------------------------
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches that each replica has in an epoch; infinity where the loader does not say."""
+        data = self.current_run.data
+        rounds = None if data is None else data.rounds
+        return float("inf") if rounds is None else rounds
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether a replica's last training batch of the epoch is under way; False where the loader has no length."""
+        total, done, metrics = self.num_training_batches, self.state.epoch_rounds, self.metrics
+        if total == float("inf") or metrics.step != self.global_step:  # the second: between two steps
+            return done >= total
+        rounds = min(self.accumulate_grad_batches, int(total) - done)
+        return done + rounds >= total and metrics.turns_of_step % rounds == 0
+
+    @property
+    def num_val_batches(self) -> list[int | float]:
+        """Batches of every validation loader, over all replicas."""
+        return self._counts("validation")
+
+    @property
+    def num_test_batches(self) -> list[int | float]:
+        """Batches of every test loader, over all replicas."""
+        return self._counts("test")
+
+    @property
+    def num_predict_batches(self) -> list[int | float]:
+        """Batches of every prediction loader, over all replicas."""
+        return self._counts("predict")
+
+    @property
+    def steps_per_epoch(self) -> int | float:
+        """Optimizer steps of an epoch; infinity where the loader does not say how long it is."""
+        batches = self.num_training_batches
+        return batches if batches == float("inf") else -(-int(batches) // self.accumulate_grad_batches)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole run; infinity where nothing limits it."""
+        epochs = float("inf") if self.max_epochs in (None, -1) else float(self.max_epochs or 0)
+        steps = epochs * self.steps_per_epoch if epochs else 0
+        limit = float("inf") if self.max_steps == -1 else self.max_steps
+        found = min(steps, limit)
+        return found if found == float("inf") else int(found)
+
+    # --- callbacks --------------------------------------------------------------------------------------------------
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first Checkpoint callback, or None."""
+        from ..callbacks.checkpoint import Checkpoint
+
+        return self._first(Checkpoint)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """Every Checkpoint callback."""
+        from ..callbacks.checkpoint import Checkpoint
+
+        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first EarlyStopping callback, or None."""
+        from ..callbacks.early_stopping import EarlyStopping
+
+        return self._first(EarlyStopping)
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The first ProgressBar callback, or None."""
+        from ..callbacks.progress_bar import ProgressBar
+
+        return self._first(ProgressBar)
+
+    def _first(self, kind: type[Value]) -> Value | None:
+        return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
+
+    def _counts(self, word: str) -> list[int | float]:
+        data = self.current_run.evaluations.get(word)
+        return data.counts() if data is not None else []
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's `value` on every rank."""
+        return self.strategy.broadcast(value)
+
+    def print(self, *arguments: Any, **options: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*arguments, **options)
