@@ -45,7 +45,7 @@ class Classifier(lg.Task):
 class Run(TrainerArguments):
     """As much of a trainer as a strategy and `Task.log` look at."""
 
-    running = False
+    running, global_step = False, 0
 
 
 @contextmanager

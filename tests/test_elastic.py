@@ -8,8 +8,9 @@ import time
 
 import psutil
 import pytest
+import torch
 import torchmetrics
-from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, trainer_of
+from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import legato as lg
@@ -78,6 +79,31 @@ def test_kills_at_random_moments_leave_no_trace_in_the_result(tmp_path, folder, 
         task, trainer = fit(tmp_path, folder, elastic=True, devices=processes, max_restarts=kills)
     assert len(killer.dead) == kills
     assert_same(task, trainer, undisturbed)
+
+
+class DiesBeforeItsUpdate(Net):
+    """Rank `victim` dies when a step's gradients and buffers are those of all; the others are about to meet."""
+
+    def __init__(self, folder, victim):
+        super().__init__(folder)
+        self.victim = victim
+
+    def on_before_optimizer_step(self, optimizer):
+        if (self.global_rank, self.global_step) == (self.victim, STEPS_PER_EPOCH - 1) and self.trainer.world_size > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.all_gather(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(("victim", "missing"), [(2, 0), (0, 14)])
+def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_beginning(tmp_path, folder, victim, missing):
+    """With 14 samples missing only rank 0 has a batch of the step, from which all others have their buffers."""
+    results, samples = [], STEPS_PER_EPOCH * REPLICAS * 4 - missing
+    for where, options in ((None, {}), (folder, {"elastic": True, "devices": 3})):
+        task, trainer = DiesBeforeItsUpdate(where, victim), trainer_of(tmp_path, max_epochs=2, **options)
+        trainer.fit(task, loader(samples, shuffle=True))
+        results.append((trainer.global_step, digest(task)))
+    assert results[0] == results[1]
+    assert results[0][0] == 2 * STEPS_PER_EPOCH
 
 
 def test_two_killed_at_once_or_during_healing(tmp_path, folder, undisturbed):

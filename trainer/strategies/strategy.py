@@ -303,8 +303,8 @@ class Strategy:
         self.replica = None
         self.buffers.close_step()
         if self.tree is not None:
+            self.buffers.await_others()
             self.align_buffers()
-            self.buffers.keep()
 
     def _take_gradients(self) -> None:
         """Hand the gradients of the replica whose turns end to the tree; the first time in a step there is none."""

@@ -1,7 +1,12 @@
 """Buffers (batch norm's running statistics and their like) where one process runs several replicas in turn."""
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
 
 Place = tuple[dict[str, Tensor | None], str, Tensor | None]
 """Where a buffer lives: the dict and name under which a module holds it, and the tensor that was there at first."""
@@ -17,11 +22,14 @@ class ReplicaBuffers:
     like any other's, in the tensor that the task began with, which whoever shares out buffers knows.
     """
 
-    def __init__(self, task: nn.Module | None) -> None:
+    def __init__(self, task: "Task | None") -> None:
         """Without a task there is nothing to keep."""
+        self.task = task
         owners = [] if task is None else [module._buffers for module in task.modules()]
         self.places: list[Place] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
         self.start: list[Tensor | None] = []
+        self.step = -1
+        """The step that began with the buffers in `start`."""
         self.first: list[Tensor | None] = []
         self.begins = False
 
@@ -42,8 +50,8 @@ class ReplicaBuffers:
         if not self.places:
             return
         if index == 0:
-            self.start, self.first = self._copies(), []
-            self.begins = True
+            self._remember()
+            self.first, self.begins = [], True
             return
         self.begins = False
         if not self.first:
@@ -56,15 +64,20 @@ class ReplicaBuffers:
             self._set(self.first)
             self.first = []
 
-    def keep(self) -> None:
-        """The step is done: there is no way back."""
-        self.start = []
+    def await_others(self) -> None:
+        """Those of other processes are about to arrive; where none of this one's replicas ran, its step begins here."""
+        if self.task is not None and self.step != self.task.global_step:
+            self._remember()
 
     def rewind(self) -> None:
-        """Give the buffers what an unfinished step began with."""
-        if self.start:
+        """Give the buffers what the step began with, unless it is finished: it is done again."""
+        if self.task is not None and self.step == self.task.global_step:
             self._set(self.start)
-        self.start, self.first, self.begins = [], [], False
+        self.start, self.step, self.first, self.begins = [], -1, [], False
+
+    def _remember(self) -> None:
+        assert self.task is not None
+        self.start, self.step = self._copies(), self.task.global_step
 
     def _copies(self) -> list[Tensor | None]:
         present = [owner[name] for owner, name, _ in self.places]
