@@ -1,7 +1,8 @@
 """Forks processes that save checkpoints and die, or fail, at the k-th call into the file system, for every k.
 
-Run by test_checkpoint_faults.py as a program of its own: `checkpoint_driver.py MODE SCENARIO FOLDER`. Prints one JSON
-object: the calls that one undisturbed run makes, and what was found wrong after each fault.
+Run by test_checkpoint_faults.py as a program of its own, without threads that would not survive its forks. Each line
+of its input is a JSON list, MODE SCENARIO FOLDER, and answered by a JSON line: the calls that one undisturbed run makes,
+or what was found wrong after each fault; null where the answer is a traceback.
 """
 
 import errno
@@ -258,7 +259,26 @@ def record(scenario: str, folder: Path) -> list[list[str]]:
     return events
 
 
+def answer(mode: str, scenario: str, folder: str) -> None:
+    found = record(scenario, Path(folder)) if mode == "record" else inject(mode, scenario, Path(folder))
+    print(json.dumps(found), flush=True)
+
+
+def serve() -> None:
+    """Answer each line in a process of its own, which may change what it likes."""
+    while line := sys.stdin.readline():
+        child = os.fork()
+        if child == 0:
+            try:
+                answer(*json.loads(line))
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        if os.waitpid(child, 0)[1] != 0:
+            print("null", flush=True)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    mode, scenario, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    print(json.dumps(record(scenario, folder) if mode == "record" else inject(mode, scenario, folder)))
+    serve()

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +35,28 @@ SCENARIOS = {  # calls into the file system that each makes, at least
 }
 
 
-def drive(*arguments: str) -> Any:
-    """Run the driver in a process of its own, without threads that would not survive its forks."""
+@pytest.fixture(scope="module")
+def drive() -> Iterator[Callable[..., Any]]:
+    """Have the driver do something. One process is it for all tests: only its forks die."""
     alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(DRIVER), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, **alone},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    command = [sys.executable, str(DRIVER)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    driver = subprocess.Popen(command, env={**os.environ, **alone}, **pipes)
+
+    def ask(mode: str, scenario: str, folder: Path) -> Any:
+        driver.stdin.write(json.dumps([mode, scenario, str(folder)]) + "\n")
+        found = json.loads(driver.stdout.readline())
+        assert found is not None, "see the traceback in what was printed"
+        return found
+
+    yield ask
+    driver.communicate()
+    assert driver.returncode == 0
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_killed_at_every_call(scenario: str, tmp_path: Path) -> None:
-    found = drive("die", scenario, str(tmp_path))
+def test_killed_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
+    found = drive("die", scenario, tmp_path)
     assert found["wrong"] == []
     assert found["faults"] >= SCENARIOS[scenario]
 
@@ -60,25 +66,27 @@ def test_the_calls_are_more_than_two_hundred() -> None:
 
 
 @pytest.mark.parametrize("scenario", ["first", "overwrite", "next, background", "next, in parts"])
-def test_killed_in_the_middle_of_every_write(scenario: str, tmp_path: Path) -> None:
-    found = drive("torn", scenario, str(tmp_path))
+def test_killed_in_the_middle_of_every_write(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
+    found = drive("torn", scenario, tmp_path)
     assert found["wrong"] == []
     assert found["faults"] >= 8
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_disk_full_or_broken_at_every_call(scenario: str, tmp_path: Path) -> None:
-    found = drive("fail", scenario, str(tmp_path))
+def test_disk_full_or_broken_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
+    found = drive("fail", scenario, tmp_path)
     assert found["wrong"] == []
     assert found["faults"] >= SCENARIOS[scenario]
 
 
 @pytest.mark.parametrize("scenario", ["first", "next", "overwrite", "overwrite, background", "save after a death"])
-def test_everything_is_on_the_disk_before_what_builds_on_it(scenario: str, tmp_path: Path) -> None:
+def test_everything_is_on_the_disk_before_what_builds_on_it(
+    drive: Callable[..., Any], scenario: str, tmp_path: Path
+) -> None:
     """The order that a power failure asks for: a name, or the commit mark, only over what is synced."""
     unsynced: set[Path] = set()
     manifests = renames = 0
-    for call, first, second in drive("record", scenario, str(tmp_path / "checkpoints")):
+    for call, first, second in drive("record", scenario, tmp_path / "checkpoints"):
         path = Path(first)
         if call in ("create", "mkdir"):
             unsynced |= {path, path.parent} if call == "create" else {path.parent}
