@@ -1,7 +1,7 @@
 """Forks processes that save checkpoints and die, or fail, at the k-th call into the file system, for every k.
 
 Run by test_checkpoint_faults.py as a program of its own, without threads that would not survive its forks. Each line
-of its input is a JSON list, MODE SCENARIO FOLDER, and answered by a JSON line: the calls that one undisturbed run makes,
+of its input is a JSON list, MODE SCENARIO FOLDER, and answered by a JSON line: the calls that an undisturbed run makes,
 or what was found wrong after each fault; null where the answer is a traceback.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import Forked, run_module
 from safetensors.torch import load_file
 
 from legato.trainer.__main__ import COMMANDS, main
@@ -84,6 +85,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def legato(*arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "legato.trainer", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command without loading torch anew."""
+    process = Forked(run_module, "legato.trainer", *arguments)
+    said = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(arguments, process.returncode or 0, *said)
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -189,7 +197,7 @@ def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
     assert float(rows["val_loss"]) >= 0
     stored = run / "config.yaml"
     assert "seed: 3" in stored.read_text()
-    again = legato("fit", str(stored))
+    again = forked("fit", str(stored))
     assert again.returncode == 0, again.stderr
     files = [Path(f"runs/default/version_{version}/metrics.jsonl") for version in (0, 1)]
     points = [[one.get("loss") for one in json_lines(file)] for file in files]
@@ -198,19 +206,19 @@ def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
 
 
 def test_validate_and_predict_use_the_checkpoint() -> None:
-    done = legato("fit", "line.yaml")
+    done = forked("fit", "line.yaml")
     assert done.returncode == 0, done.stderr
     values = [line.split() for line in done.stdout.splitlines() if line.startswith("val_loss")]
     for name in ("last", "best", "runs/default/version_0"):
-        done = legato("validate", "line.yaml", f"checkpoint={name}")
+        done = forked("validate", "line.yaml", f"checkpoint={name}")
         assert done.returncode == 0, done.stderr
         found = [line.split() for line in done.stdout.splitlines() if line.startswith("val_loss")]
         assert values == found
         assert "fresh task" not in done.stderr
-    done = legato("validate", "line.yaml", "checkpoint=best", "run.name=other")
+    done = forked("validate", "line.yaml", "checkpoint=best", "run.name=other")
     assert done.returncode == 1
     assert "other" in done.stderr
-    done = legato("predict", "line.yaml")
+    done = forked("predict", "line.yaml")
     assert done.returncode == 0, done.stderr
     assert "these are the weights of a fresh task" in done.stderr
     path = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("Predictions"))

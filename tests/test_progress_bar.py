@@ -3,11 +3,11 @@
 import os
 import pty
 import re
-import subprocess
-import sys
+import select
 import termios
 
 import pytest
+from forked import Forked, run_source
 from tiny import Tiny, make_loader
 
 PROGRAM = """
@@ -50,12 +50,9 @@ def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, co
     arguments = (folder, seconds, fail_at, leave, refresh_rate)
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, columns))
-    process = subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", PROGRAM, *map(str, arguments)],
-        stdout=subprocess.DEVNULL,
-        stderr=slave,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = Forked(run_source, PROGRAM, *map(str, arguments), stderr=os.ttyname(slave))
+    while process.poll() is None and not select.select([master], [], [], 0.01)[0]:
+        pass  # it has not opened the terminal yet
     os.close(slave)
     drawn = bytearray()
     while True:
@@ -67,7 +64,8 @@ def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, co
             break
         drawn += piece
     os.close(master)
-    return process.wait(timeout=60), drawn.decode()
+    process.communicate(timeout=60)
+    return process.returncode, drawn.decode()
 
 
 def screen(drawn):
@@ -122,12 +120,11 @@ def test_an_exception_leaves_the_terminal_in_order(tmp_path):
 
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    command = [sys.executable, "-W", "error", "-c", PROGRAM, str(tmp_path), "0", "-1", "one", "1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "\r" not in done.stderr
-    lines = done.stderr.splitlines()
+    done = Forked(run_source, PROGRAM, str(tmp_path), "0", "-1", "one", "1")
+    _, errors = done.communicate(timeout=60)
+    assert done.returncode == 0, errors
+    assert "\r" not in errors
+    lines = errors.splitlines()
     assert [line.split(" steps/s")[0].rsplit(" ", 1)[0] for line in lines[:-1]] == [
         "epoch 0 step 1/200",
         "epoch 0 step 200/200",

@@ -1,13 +1,11 @@
 """TensorBoardLogger: real event files, read by TensorBoard's own reader; real processes that die."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from forked import Forked, run_source
 
 from legato.trainer.loggers import TensorBoardLogger
 from legato.trainer.loggers.tensorboard import sort_before_now, tags_at
@@ -26,9 +24,10 @@ def scalars(folder, tag):
 
 
 def run_python(code, *arguments):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    """Run code in a process of its own; return its exit code and what it wrote as errors."""
+    process = Forked(run_source, code, *map(str, arguments))
+    _, errors = process.communicate(timeout=120)
+    return process.returncode, errors
 
 
 RUN = """
@@ -53,8 +52,8 @@ os._exit(9)
 
 def test_a_killed_run_and_its_resumes_show_each_step_once(tmp_path):
     for begin, end, word in ((0, 100, "fresh"), (80, 120, "resume"), (120, 125, "resume"), (80, 160, "resume")):
-        done = run_python(RUN, tmp_path, begin, end, word)
-        assert done.returncode == 9, done.stderr
+        code, errors = run_python(RUN, tmp_path, begin, end, word)
+        assert code == 9, errors
     folder = tmp_path / "tensorboard"
     assert len(list(folder.iterdir())) == 4
     assert scalars(folder, "train/loss") == [(step, float(step)) for step in range(1, 161)]
@@ -247,8 +246,8 @@ trainer.fit(Task(), data, data, resume="auto")
 
 def test_a_training_that_was_killed_twice_shows_each_step_once(tmp_path):
     for die_at, code in ((100, 9), (141, 9), (-1, 0)):
-        done = run_python(TRAINING, tmp_path, die_at)
-        assert done.returncode == code, done.stderr
+        ended, errors = run_python(TRAINING, tmp_path, die_at)
+        assert ended == code, errors
     run_dir = tmp_path / "default" / "version_0"
     every, validated = list(range(1, 161)), [20, 40, 70, 90, 120, 140]
     assert scalars(run_dir / "tensorboard", "step") == [(step, float(step)) for step in every]
