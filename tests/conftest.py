@@ -13,8 +13,11 @@ from tiny import Memory, Tiny, make_loader, make_trainer
 
 import legato as lg
 from legato.trainer.errors import LegatoError
+from legato.trainer.processes import workers
 
 torch.set_num_threads(1)
+# what workers import of tests: once, in the server from which they are forked, instead of in each of them
+workers._PRELOAD += ["legato.trainer.build", "pytest", "torchmetrics", "sklearn.datasets", "tensorboard.summary.writer"]
 
 
 @pytest.fixture(autouse=True, scope="session")
