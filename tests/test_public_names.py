@@ -98,6 +98,15 @@ def test_the_trainer_loads_nothing_that_is_needed_only_sometimes():
     assert not {"tensorboard", "torchmetrics", "tqdm", "sklearn", "torchvision", "torchdata"} & found
 
 
+def test_an_evaluation_does_not_load_torchs_compiler(tmp_path):
+    """It takes a second; torch loads it with the first optimizer."""
+    arguments = f"accelerator='cpu', devices=1, enable_progress_bar=False, default_root_dir={str(tmp_path)!r}"
+    make = "import legato; task = type('T', (legato.Task,), {'validation_step': lambda self, batch: None})()"
+    found = loaded_by(f"{make}; legato.Trainer({arguments}).validate(task, [[1]])", before="import torch")
+    assert "legato" in found
+    assert "sympy" not in found
+
+
 # --- budgets ----------------------------------------------------------------------------------------------------------
 def functions_of(tree):
     return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]

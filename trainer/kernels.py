@@ -31,7 +31,7 @@ def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, thread
     )
     try:
         if deterministic:
-            torch.use_deterministic_algorithms(True, warn_only=deterministic == "warn")
+            set_deterministic(True, deterministic == "warn")
             torch.backends.cudnn.benchmark = False
             # NaN written into all new memory finds reads of it, for a fifth of the time of a step; no result needs it
             switches.fill_uninitialized_memory = False
@@ -41,11 +41,18 @@ def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, thread
             torch.set_num_threads(threads)
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        set_deterministic(*before)
         switches.fill_uninitialized_memory = filled
         torch.backends.cudnn.benchmark = benchmark
         torch.autograd.set_detect_anomaly(anomaly)
         torch.set_num_threads(threads_before)
+
+
+def set_deterministic(on: bool, warn_only: bool) -> None:
+    """Call torch.use_deterministic_algorithms, which imports torch's compiler (a second), only where that is needed."""
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (on, warn_only):
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
 def numerics(

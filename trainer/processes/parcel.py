@@ -186,9 +186,9 @@ class Settings:
 
 
 def _set_deterministic(on: bool, warn_only: bool) -> None:
-    import torch
+    from ..kernels import set_deterministic
 
-    torch.use_deterministic_algorithms(on, warn_only=warn_only)
+    set_deterministic(on, warn_only)
 
 
 def _set_cudnn(benchmark: bool, deterministic: bool) -> None:
