@@ -16,8 +16,9 @@ from legato.trainer.errors import LegatoError
 from legato.trainer.processes import workers
 
 torch.set_num_threads(1)
-# what workers import of tests: once, in the server from which they are forked, instead of in each of them
-workers._PRELOAD += ["legato.trainer.build", "pytest", "torchmetrics", "sklearn.datasets", "tensorboard.summary.writer"]
+# What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
+# only the slow part: when it is imported, it looks up which rank it is in.
+workers._PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.datasets", "tensorboard.summary.writer"]
 
 
 @pytest.fixture(autouse=True, scope="session")
