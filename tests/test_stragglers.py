@@ -70,7 +70,7 @@ def test_a_phase_that_is_not_named_has_torchs_limit():
 class Straggler(Net):
     """Rank `slow` needs `seconds` more for each forward."""
 
-    def __init__(self, slow=-1, seconds=0.02):
+    def __init__(self, slow, seconds):
         super().__init__()
         self.slow, self.seconds = slow, seconds
 
@@ -100,13 +100,13 @@ def counted(function):
             setattr(dist, name, original)
 
 
-def watch(slow, monitor=True, **options):
+def watch(slow, monitor=True, seconds=0.06, **options):
     """Train for 16 steps; return what was logged, and the hooks that are left on parameters."""
     memory = Memory()
     arguments = {**QUIET, "log_every_n_steps": 4, "max_epochs": 4, "strategy": "ddp", "devices": 2, **options}
     watcher = StragglerMonitor(threshold=0.3)
     trainer = lg.Trainer(**{**arguments, "logger": [memory], "callbacks": [watcher] if monitor else []})
-    task = Straggler(slow)
+    task = Straggler(slow, seconds)
     trainer.fit(task, loader(32))
     left = [parameter._post_accumulate_grad_hooks for parameter in task.parameters()]
     names = ("straggler/slowest_rank", "straggler/wait_seconds", "straggler/wait_share")
@@ -143,7 +143,7 @@ def test_the_slowest_rank_and_the_wait_for_it(found, name, rank):
     assert [step for step, _ in ranks][-3:] == [8, 12, 16]  # what the meeting before has told
     assert {value for _, value in ranks} == {float(rank)}
     turns = 2 if name == "second" else 1
-    assert wait > 0.015 * turns  # of the 0.02 s that it sleeps in each turn
+    assert wait > 0.02 * turns  # of the 0.06 s that it sleeps in each turn; a busy machine keeps the other one, too
     assert 0.3 < share < 1.0
     assert all(value > 0.01 for _, value in seconds)
     assert all(0.3 < value < 1.0 for _, value in shares)
@@ -162,7 +162,7 @@ def test_it_warns_with_the_ranks_name(capfd):
 
     run_workers(work, 2, threads=1)
     told = capfd.readouterr().err
-    assert told.count("Rank 1 is the slowest: it works 0.0") == 1
+    assert told.count("Rank 1 is the slowest: it works 0.") == 1
     assert "s for it on average (" in told
 
 
