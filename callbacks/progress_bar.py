@@ -4,6 +4,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +183,7 @@ class ProgressBar(Callback):
             if bar is not None:
                 bar.close()
         self._evaluation = self._training = None
+        _have_room_made(nullcontext)
 
 
 def _make_bar(**options: Any) -> "tqdm[Any]":
@@ -193,6 +195,14 @@ def _make_bar(**options: Any) -> "tqdm[Any]":
 
     # tqdm's own lock is one between processes, which costs a semaphore and, under some start methods, a process
     Bar.set_lock(threading.RLock())
+    _have_room_made(Bar.external_write_mode)
     known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     width = {"dynamic_ncols": True} if known else {"ncols": 80}
     return Bar(file=sys.stderr, mininterval=0.0, miniters=0, **width, **options)
+
+
+def _have_room_made(by: Any) -> None:
+    """Let Legato's messages have a line of their own."""
+    from ..trainer import messages
+
+    messages.making_room = by

@@ -11,7 +11,7 @@ from forked import Forked, run_source
 from tiny import Tiny, make_loader
 
 PROGRAM = """
-import sys, threading, time, torch
+import logging, sys, threading, time, torch
 import legato as lg
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,6 +22,8 @@ class Task(lg.Task):
     def training_step(self, batch):
         if self.global_step == int(sys.argv[3]):
             raise RuntimeError("as planned")
+        if self.global_step == 250:
+            logging.getLogger("legato").warning("a message")
         loss = self.net(batch[0]).square().mean()
         self.log("train/loss", loss, prog_bar=True)
         time.sleep(float(sys.argv[2]))
@@ -100,7 +102,8 @@ def test_bars_on_a_terminal(tmp_path, columns):
     assert "epoch 1: 100%" in last
     assert "200/200" in last
     assert end == "END"
-    assert len(screen(drawn)) <= 3  # one bar stays of the sanity check's, training's and validation's
+    assert len(screen(drawn)) <= 4  # one bar stays of the sanity check's, training's and validation's
+    assert "a message" in screen(drawn)
 
 
 def test_a_bar_for_each_epoch_can_stay(tmp_path):
@@ -128,6 +131,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert [line.split(" steps/s")[0].rsplit(" ", 1)[0] for line in lines[:-1]] == [
         "epoch 0 step 1/200",
         "epoch 0 step 200/200",
+        "a",
         "epoch 1 step 200/200",
     ]
     assert "eta 0:0" in lines[0]
@@ -136,7 +140,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
 
 def test_no_bar_when_refresh_rate_is_0(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0, refresh_rate=0)
-    assert (code, drawn) == (0, "END\r\n")
+    assert (code, drawn) == (0, "a message\r\nEND\r\n")
 
 
 def test_nothing_is_drawn_between_so_many_steps(tmp_path):

@@ -2,7 +2,12 @@
 
 import logging
 import sys
-from typing import TextIO
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TextIO
+
+making_room: Callable[[], AbstractContextManager[Any]] = nullcontext
+"""What a message is written in: a progress bar gives up its line, and comes again below."""
 
 
 def let_be_seen() -> None:
@@ -22,3 +27,8 @@ class _ToStderr(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
         return sys.stderr
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a message on a line of its own."""
+        with making_room():
+            super().emit(record)
