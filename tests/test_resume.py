@@ -238,3 +238,42 @@ def test_an_optimizer_of_another_class_is_refused_before_training(trainer, tmp_p
         expected = f"optimizer is {was.__name__}, the task now returns {now.__name__}"
         assert (expected if told else "betas") in str(caught.value)
         assert "configure_optimizers" in str(caught.value)
+
+
+# --- other settings ---------------------------------------------------------------------------------------------------
+class Rated(Tiny):
+    """SGD with settings, and with a scheduler where one is given."""
+
+    def __init__(self, scheduler=None, **settings):
+        super().__init__()
+        self.scheduler, self.settings = scheduler, settings
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), **self.settings)
+        return (
+            optimizer if self.scheduler is None else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+        )
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "now", "said"),
+    [
+        (None, {"lr": 0.1, "momentum": 0.9}, None),
+        (None, {"lr": 0.2, "momentum": 0.5}, "lr=0.1 and not 0.2, momentum=0.9 and not 0.5."),
+        (halving, {"lr": 0.1, "momentum": 0.9}, None),
+        (halving, {"lr": 0.2, "momentum": 0.9}, "lr=0.1 and not 0.2."),
+    ],
+)  # fmt: skip
+def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_path, caplog, scheduler, now, said):
+    first = trainer()
+    first.fit(Rated(scheduler, lr=0.1, momentum=0.9), make_loader())
+    first.save_checkpoint(tmp_path / "first")
+    caplog.clear()
+    trainer(max_epochs=2).fit(Rated(scheduler, **now), make_loader(), resume=tmp_path / "first")
+    told = [message for message in caplog.messages if "goes on as it was saved" in message]
+    assert len(told) == (said is not None)
+    assert said is None or told[0].startswith(f"SGD goes on as it was saved: with {said}")

@@ -1,5 +1,6 @@
 """What a checkpoint holds, and how a run takes it over."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
     from ..trainer import Trainer
 
+
+log = logging.getLogger("legato")
 
 WRAPPER = "ZeroRedundancyOptimizer"
 """What checkpoints of strategy zero1 once said instead of the class of the optimizer in it."""
@@ -234,6 +237,29 @@ def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Mapping[str,
         )
 
 
+def tell_kept_settings(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], scheduled: bool) -> None:
+    """Warn where an optimizer was made with other settings than those it goes on with, which are the checkpoint's.
+
+    Where there are schedulers, what they may have changed is left out, but for the learning rate they began with.
+    """
+    for optimizer, state in zip(optimizers, states, strict=True):
+        for own, was in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
+            names = {"initial_lr", "weight_decay"} if scheduled else own.keys() - {"initial_lr", *kernels.FLAGS}
+            settings = {
+                name: own[name] for name in names & was.keys() if isinstance(own.get(name), (int, float, tuple))
+            }
+            differing = [
+                f"{name.removeprefix('initial_')}={was[name]} and not {value}"
+                for name, value in sorted(settings.items())
+                if value != was[name]
+            ]
+            if differing:
+                log.warning(
+                    "%s goes on as it was saved: with %s. To change that, set it in on_train_start, or begin a new run "
+                    "from the weights (load_from_checkpoint).", type(optimizer).__name__, ", ".join(differing),
+                )  # fmt: skip
+
+
 def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     """Take over optimizers, schedulers, metrics, data position and callbacks from a checkpoint."""
     run, strategy = trainer.current_run, trainer.strategy
@@ -248,6 +274,8 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     require_same_optimizers(run.optimization.optimizers, saved)
     if run.bitwise:
         kernels.require_same_numerics(saved.get("numerics", {}), numerics_of(trainer))
+    if saved is run.checkpoint and trainer.is_global_zero:
+        tell_kept_settings(run.optimization.optimizers, saved["optimizer_states"], bool(run.optimization.schedulers))
     for optimizer, state in zip(run.optimization.optimizers, saved["optimizer_states"], strict=True):
         try:
             strategy.load_optimizer_state(optimizer, state)
