@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and f
 
 import pytest
 import torch
+from config_folder import config_folder as config_folder
 from tiny import Memory, Tiny, make_loader, make_trainer
 
 import legato as lg

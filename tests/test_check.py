@@ -3,7 +3,6 @@
 import copy
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from waiting import free_port
 
 import legato as lg
 from legato.callbacks import Checkpoint, EarlyStopping
@@ -49,12 +49,6 @@ def parts(**options: Any) -> tuple[Any, Any]:
     from checked_task import Line, Points  # type: ignore[import-not-found]
 
     return Line(**options), Points()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def in_two_terminals(*arguments: str) -> list[subprocess.CompletedProcess[str]]:

@@ -1,45 +1,17 @@
 """Config: layers, interpolation, origins, the stored text, and building."""
 
-import shutil
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_folder import write
 
 from legato.trainer.arguments import ARGUMENT_NAMES
 from legato.trainer.config import config
 from legato.trainer.errors import ConfigError
 
-BASE = """\
-task:
-  _target_: models.Tiny
-  width: 8
-trainer:
-  max_epochs: 3
-  strategy: {name: ddp, find_unused_parameters: true}
-callbacks:
-  note:
-    _target_: models.Note
-    text: hello
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: a module with tasks, and a config."""
-    shutil.copy(Path(__file__).with_name("config_models.py"), tmp_path / "models.py")
-    (tmp_path / "base.yaml").write_text(BASE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "models", raising=False)
-    return tmp_path
-
-
-def write(name: str, text: str) -> str:
-    Path(name).write_text(text)
-    return name
+pytestmark = pytest.mark.usefixtures("config_folder")
 
 
 # --- layers -------------------------------------------------------------------------------------------------------
@@ -54,8 +26,8 @@ def test_files_merge_left_to_right_and_overrides_win() -> None:
     assert found.values["callbacks"]["note"] == {"_target_": "models.Note", "text": "hello", "times": 2}
 
 
-def test_extends_is_relative_to_the_file_that_names_it(folder: Path) -> None:
-    (folder / "deep" / "er").mkdir(parents=True)
+def test_extends_is_relative_to_the_file_that_names_it(config_folder: Path) -> None:
+    (config_folder / "deep" / "er").mkdir(parents=True)
     write("deep/middle.yaml", "extends: ../base.yaml\ntask: {width: 9}\n")
     write("deep/er/top.yaml", "extends: [../middle.yaml, ../../base.yaml]\nseed: 5\n")
     found = config.load(["deep/er/top.yaml"])
@@ -188,7 +160,7 @@ def test_right_values_are_accepted(override: str) -> None:
 
 
 # --- building -------------------------------------------------------------------------------------------------------
-def test_build_makes_what_the_config_says(folder: Path) -> None:
+def test_build_makes_what_the_config_says(config_folder: Path) -> None:
     overrides = [
         "task.folder=a/b",
         "task.every='01:02:03:04'",

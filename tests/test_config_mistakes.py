@@ -2,45 +2,17 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from config_folder import write
 
 from legato.trainer.config import config
 from legato.trainer.errors import ConfigError
 
-BASE = """\
-task:
-  _target_: models.Tiny
-  width: 8
-trainer:
-  max_epochs: 3
-  strategy: {name: ddp, find_unused_parameters: true}
-callbacks:
-  note:
-    _target_: models.Note
-    text: hello
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: a module with tasks, and a config."""
-    shutil.copy(Path(__file__).with_name("config_models.py"), tmp_path / "models.py")
-    (tmp_path / "base.yaml").write_text(BASE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "models", raising=False)
-    return tmp_path
-
-
-def write(name: str, text: str) -> str:
-    Path(name).write_text(text)
-    return name
-
+pytestmark = pytest.mark.usefixtures("config_folder")
 
 # What is wrong, as overrides or as the text of a second file, and words of the message.
 MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
@@ -156,7 +128,7 @@ def test_mistakes_are_named(name: str) -> None:
         assert word in message
 
 
-def test_mistakes_are_found_without_torch(folder: Path) -> None:
+def test_mistakes_are_found_without_torch(config_folder: Path) -> None:
     """All mistakes in one process, so that the time of each can be told from that of starting Python."""
     cases = {}
     for index, (name, (mistake, _)) in enumerate(MISTAKES.items()):
@@ -164,7 +136,7 @@ def test_mistakes_are_found_without_torch(folder: Path) -> None:
         if arguments[1] == "more.yaml":
             arguments[1] = str(Path("more.yaml").rename(f"more{index}.yaml"))
         cases[name] = arguments
-    (folder / "cases.json").write_text(json.dumps(cases))
+    (config_folder / "cases.json").write_text(json.dumps(cases))
     script = """
 import json, sys
 sys.path.insert(0, "")

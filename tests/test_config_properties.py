@@ -2,13 +2,12 @@
 
 import itertools
 import math
-import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from config_folder import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -16,35 +15,7 @@ from legato.trainer.config import config, layers
 from legato.trainer.config.yaml_files import Entry, dump, parse
 from legato.trainer.errors import ConfigError
 
-BASE = """\
-task:
-  _target_: models.Tiny
-  width: 8
-trainer:
-  max_epochs: 3
-  strategy: {name: ddp, find_unused_parameters: true}
-callbacks:
-  note:
-    _target_: models.Note
-    text: hello
-"""
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder: a module with tasks, and a config."""
-    shutil.copy(Path(__file__).with_name("config_models.py"), tmp_path / "models.py")
-    (tmp_path / "base.yaml").write_text(BASE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "models", raising=False)
-    return tmp_path
-
-
-def write(name: str, text: str) -> str:
-    Path(name).write_text(text)
-    return name
-
+pytestmark = pytest.mark.usefixtures("config_folder")
 
 text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 NAMES = """

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ import psutil
 import pytest
 import torch
 from ddp_cases import TWO, Net, Spare, close, fit, in_one, trained
+from waiting import free_port
 
 import legato as lg
 from legato.trainer.checkpoints import checkpoint
@@ -42,11 +42,6 @@ def nothing_left(monkeypatch):
 
 
 # --- meeting ----------------------------------------------------------------------------------------------------------
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_processes_meet_where_init_method_says(tmp_path):

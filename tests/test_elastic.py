@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import time
 
 import psutil
@@ -12,6 +11,7 @@ import torch
 import torchmetrics
 from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import free_port
 
 import legato as lg
 from legato.trainer.checkpoints import checkpoint
@@ -58,11 +58,6 @@ def assert_same(task, trainer, undisturbed):
     found = points(trainer)
     assert found.keys() == undisturbed[2].keys()
     assert [line.get("val") for line in found.values()] == [line.get("val") for line in undisturbed[2].values()]
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 # --- any process, any moment ------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from waiting import free_port
 
 from legato.trainer.errors import ConfigError
 from legato.trainer.processes import launch
@@ -23,11 +24,6 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in list(os.environ):
         if name.startswith((*prefixes, "NODE_RANK", "LEGATO_WORKER")):
             monkeypatch.delenv(name)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
 
 
 # --- places ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from forked import Forked
+from waiting import wait_until
 
 from legato.trainer.checkpoints import checkpoint
 from legato.trainer.processes.signals import RESUME_ME, attended
@@ -53,15 +54,6 @@ class Running:
         self.output, self.errors = self.process.communicate(timeout=seconds)
         assert wait_until(lambda: not members(self.process.pid)), members(self.process.pid)
         return self.process.returncode
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def members(session: int) -> list[int]:

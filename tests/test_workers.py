@@ -18,6 +18,7 @@ import psutil
 import pytest
 import torch
 from torch import distributed
+from waiting import runs, wait_until
 
 from legato.trainer.errors import ConfigError, TaskError, WorkerError
 from legato.trainer.processes import launch, workers
@@ -58,22 +59,6 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
 
 def children() -> set[int]:
     return {child.pid for child in psutil.Process().children(recursive=True) if runs(child.pid)}
-
-
-def runs(process: int) -> bool:
-    try:
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def join() -> Place:

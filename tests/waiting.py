@@ -1,0 +1,31 @@
+"""What tests of real processes ask for: which of them run, what is yet to come about, a port nobody listens at."""
+
+import socket
+import time
+from collections.abc import Callable
+
+import psutil
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def runs(process: int) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+    """Wait until a condition holds; return whether it came to that within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
