@@ -1,14 +1,24 @@
 """What a loader's worker cannot send ends the loop with an error; torch's own loaders wait for it for ever."""
 
+import multiprocessing
+import os
+import signal
 import subprocess
 import sys
 import threading
+import time
+from multiprocessing import connection, resource_sharer
 
 import pytest
 import torch
+from forked import Forked
 from tiny import Tiny
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from legato.trainer.data.loader_workers import Shield
+from legato.trainer.data.reading import read
+from legato.trainer.errors import DataError
 
 
 class Locks:
@@ -72,3 +82,67 @@ def test_a_queue_of_the_dataset_itself_is_left_alone(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.stdout == "[0, 2, 3]\n", done.stderr
     assert "cannot pickle '_thread.lock' object" in done.stderr
+
+
+class Broken:
+    """Batches of workers, the second of which ends soon after the connection to it broke."""
+
+    _persistent_workers = True
+
+    def __init__(self, seconds, end):
+        context = multiprocessing.get_context("fork")
+        self._workers = [context.Process(target=time.sleep, args=(60,)), context.Process(target=end, args=(seconds,))]
+        for worker in self._workers:
+            worker.start()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+
+def killed(seconds):
+    time.sleep(seconds)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind", "words"),
+    [
+        (killed, DataError, r"on its way when DataLoader worker \(pid \d+\) was killed by SIGKILL; the system"),
+        (time.sleep, DataError, r"DataLoader worker \(pid \d+\) ended with exit code 0 before its work was done"),
+        (lambda _: time.sleep(60), ConnectionResetError, "Connection reset by peer"),
+    ],
+)
+def test_a_batch_that_breaks_off_is_told_by_the_worker_that_ended(end, kind, words):
+    batches = Broken(0.2, end)
+    try:
+        with pytest.raises(kind, match=words):
+            next(read(batches))
+    finally:
+        for worker in batches._workers:
+            worker.kill()
+            worker.join()
+
+
+def be_left(stranger):
+    """As a worker, share a file with a trainer that is gone before it gets it; say what else happens in that thread."""
+    Shield(None)(0)
+    address, key = resource_sharer.DupFd(0)._id
+    connection.Client(address, authkey=None).close()  # in the middle of the greetings
+    for asked in (
+        ["no number", key] if stranger else [key]
+    ):  # one after the other: when the last is answered, all is said
+        with connection.Client(address, authkey=multiprocessing.current_process().authkey) as client:
+            client.send((asked, os.getpid()))
+            client.poll(10)
+
+
+@pytest.mark.parametrize("stranger", [False, True])
+def test_a_trainer_that_has_gone_is_not_worth_a_traceback(stranger):
+    worker = Forked(be_left, stranger)
+    _, errors = worker.communicate(60)
+    assert worker.returncode == 0
+    assert ("KeyError: 'no number'" in errors) == stranger
+    assert errors.count("Traceback") == stranger

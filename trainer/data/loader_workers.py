@@ -4,10 +4,13 @@ import faulthandler
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
 from typing import IO, Any
 
 from torch._utils import ExceptionWrapper
@@ -28,6 +31,8 @@ class Shield:
     the last step with it, which is yet to be finished and saved; the trainer ends its workers when it is done. While
     the trainer does not attend to signals (or when it is gone), a worker ends by them as usual.
 
+    Nor does it say that the trainer has ended while it was being sent something.
+
     And what a worker cannot pickle ends the loop as an error. Of itself the thread that feeds the worker's queue drops
     such a batch, or such an error, with a traceback on stderr, and the trainer waits for it for ever. A loader that
     `keeps_state` (torchdata's) gets each batch with its worker's number and state.
@@ -45,6 +50,7 @@ class Shield:
             signal.signal(number, self._hear)
         if _dump is not None:  # a forked worker has the file, and this module, from the trainer
             faulthandler.register(DUMP, _dump)
+        sys.excepthook = functools.partial(_leave_out_partings, sys.excepthook)
         Queue._on_queue_feeder_error = functools.partialmethod(_send_error, self.keeps_state)  # type: ignore[attr-defined]
         if self.then is not None:
             self.then(worker_id)
@@ -55,6 +61,16 @@ class Shield:
             os.kill(os.getpid(), number)
 
 
+def _leave_out_partings(
+    say: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Say what was raised, but not that the trainer has gone while the thread that hands out memory served it."""
+    served = trace is not None and trace.tb_frame.f_code is _SERVE
+    if not (served and isinstance(error, (ConnectionError, EOFError))):
+        say(kind, error, trace)
+
+
+_SERVE = resource_sharer._ResourceSharer._serve.__code__  # type: ignore[attr-defined]
 _drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 

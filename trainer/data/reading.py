@@ -1,10 +1,17 @@
 """How the batches of a loader's iterator are read: without marks for torch's profiler, and to a clean end."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from ..errors import DataError
+from ..processes.parcel import Failure
+
+SECONDS_TO_END = 1.0
+"""Within which a process that has lost its connections is seen to have ended."""
 
 
 def read(batches: Iterator[Any]) -> Iterator[Any]:
@@ -33,8 +40,27 @@ def read(batches: Iterator[Any]) -> Iterator[Any]:
             except StopIteration:
                 return
             yield batch
-    except Exception:
+    except Exception as error:
+        loss = _loss_of_a_worker(batches, error)
         end_workers = getattr(batches, "_shutdown_workers", None)
         if end_workers is not None and not torchs._persistent_workers:
             end_workers()
+        if loss is not None:
+            raise loss from error
         raise
+
+
+def _loss_of_a_worker(batches: Any, error: Exception) -> DataError | None:
+    """Return what to raise where a worker has gone whose batch was on its way, which may break off in many an error.
+
+    Torch looks for such workers too, but does not wait until the system says that they have ended.
+    """
+    workers = getattr(batches, "_workers", ())
+    deadline = time.monotonic() + SECONDS_TO_END
+    while workers and isinstance(error, (OSError, EOFError)) and time.monotonic() < deadline:
+        for worker in workers:
+            if not worker.is_alive():
+                how = Failure.of_exit(worker.exitcode).what
+                return DataError(f"A batch was on its way when DataLoader worker (pid {worker.pid}) {how}.")
+        time.sleep(0.01)
+    return None
