@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from multiprocessing.util import Finalize
+from multiprocessing.util import Finalize, get_temp_dir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
 
@@ -31,6 +31,7 @@ def temporary_files(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
+        get_temp_dir()  # multiprocessing keeps the first one that it makes
         yield
 
 

@@ -44,11 +44,11 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     """Run in a clean environment; after the test no process, file in the temporary folder or shared memory is left."""
     for name in ("RANK", "WORLD_SIZE", "LEGATO_WORKER", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
         monkeypatch.delenv(name, raising=False)
+    launch.warm_up()  # before the environment is this test's: the server keeps that which it began with
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr("tempfile.tempdir", None)
-    launch.warm_up()
     assert wait_until(lambda: len(children()) >= 2)  # the server and multiprocessing's resource tracker stay
     before, shared = children(), set(os.listdir("/dev/shm"))
     yield
