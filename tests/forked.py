@@ -24,7 +24,6 @@ class Forked:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        cwd: Path | None = None,
         env: Mapping[str, str] = os.environ,
         stderr: str | None = None,
     ) -> None:
@@ -32,7 +31,7 @@ class Forked:
         launch.warm_up()
         self.folder = Path(tempfile.mkdtemp())
         streams = [str(self.folder / "stdout"), stderr or str(self.folder / "stderr")]
-        given = function, arguments, streams, str(cwd or Path.cwd()), dict(env)
+        given = function, arguments, streams, os.getcwd(), dict(env)
         self.process = multiprocessing.get_context("forkserver").Process(target=_enter, args=given)
         self.process.start()
         self.pid: int = self.process.pid
@@ -73,9 +72,7 @@ def _enter(
     function: Callable[..., Any], arguments: tuple[Any, ...], streams: list[str], cwd: str, env: dict[str, str]
 ) -> None:
     os.setsid()
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # what a script begins with; the server's children have its own
+    multiprocessing.set_start_method("fork", force=True)  # as a script has it; else loaders took the server's method
     for number, path in enumerate(streams, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY)
         os.dup2(descriptor, number)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -45,6 +46,7 @@ def drive() -> Iterator[Callable[..., Any]]:
 
     def ask(mode: str, scenario: str, folder: Path) -> Any:
         driver.stdin.write(json.dumps([mode, scenario, str(folder)]) + "\n")
+        assert select.select([driver.stdout], [], [], 300)[0], "the driver does not answer"
         found = json.loads(driver.stdout.readline())
         assert found is not None, "see the traceback in what was printed"
         return found

@@ -92,6 +92,7 @@ class Broken:
     def __init__(self, seconds, end):
         context = multiprocessing.get_context("fork")
         self._workers = [context.Process(target=time.sleep, args=(60,)), context.Process(target=end, args=(seconds,))]
+        self._workers_status = [True, True]
         for worker in self._workers:
             worker.start()
 
@@ -124,6 +125,21 @@ def test_a_batch_that_breaks_off_is_told_by_the_worker_that_ended(end, kind, wor
         for worker in batches._workers:
             worker.kill()
             worker.join()
+
+
+class EndsInTurn(IterableDataset):
+    """The first worker's stream is over at once; the second one finds a file missing later."""
+
+    def __iter__(self):
+        if torch.utils.data.get_worker_info().id == 1:
+            yield torch.zeros(3), torch.zeros(1)
+            time.sleep(0.5)
+            raise FileNotFoundError("no such sample")
+
+
+def test_a_worker_that_is_done_is_not_blamed_for_another_ones_error(trainer):
+    with pytest.raises(FileNotFoundError, match="no such sample"):
+        trainer().fit(Tiny(), DataLoader(EndsInTurn(), 1, num_workers=2, collate_fn=lambda samples: samples[0]))
 
 
 def be_left(stranger):

@@ -52,7 +52,7 @@ class Running:
     def end(self, seconds: float = 60) -> int:
         """Wait for its end, and return its exit code; nothing of it may live on."""
         self.output, self.errors = self.process.communicate(timeout=seconds)
-        assert wait_until(lambda: not members(self.process.pid)), members(self.process.pid)
+        assert wait_until(lambda: not members(self.process.pid), 10), members(self.process.pid)
         return self.process.returncode
 
 

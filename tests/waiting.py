@@ -21,7 +21,7 @@ def runs(process: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
     """Wait until a condition holds; return whether it came to that within so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

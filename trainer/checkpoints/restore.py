@@ -256,7 +256,7 @@ def tell_kept_settings(optimizers: Sequence[Optimizer], states: Sequence[Mapping
             if differing:
                 log.warning(
                     "%s goes on as it was saved: with %s. To change that, set it in on_train_start, or begin a new run "
-                    "from the weights (load_from_checkpoint).", type(optimizer).__name__, ", ".join(differing),
+                    "from the weights (load_from_checkpoint).", kernels.class_of(optimizer), ", ".join(differing),
                 )  # fmt: skip
 
 

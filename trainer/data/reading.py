@@ -58,8 +58,8 @@ def _loss_of_a_worker(batches: Any, error: Exception) -> DataError | None:
     workers = getattr(batches, "_workers", ())
     deadline = time.monotonic() + SECONDS_TO_END
     while workers and isinstance(error, (OSError, EOFError)) and time.monotonic() < deadline:
-        for worker in workers:
-            if not worker.is_alive():
+        for worker, is_needed in zip(workers, batches._workers_status, strict=True):
+            if is_needed and not worker.is_alive():  # one whose stream has ended may go
                 how = Failure.of_exit(worker.exitcode).what
                 return DataError(f"A batch was on its way when DataLoader worker (pid {worker.pid}) {how}.")
         time.sleep(0.01)
