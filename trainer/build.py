@@ -12,7 +12,7 @@ from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import kernels
-from .checkpoints import checkpoint, restore, run_directory
+from .checkpoints import checkpoint, contents, restore, run_directory
 from .data.combined_loader import combined, one_after_another
 from .data.dealing import EvaluationData, training_data
 from .data.loaders import length_of, require_iterable
@@ -186,7 +186,7 @@ def build(run: Run) -> None:
     strategy.setup(task, run.optimization.optimizers, run.local_replicas)
     run.gradient_scale = strategy.gradient_scale
     if run.bitwise and stage == "fit":
-        kernels.require_same_ranks(strategy.gather_objects(restore.numerics_of(trainer)))
+        kernels.require_same_ranks(strategy.gather_objects(contents.numerics_of(trainer)))
     strategy.compile(task, trainer.compile)
     if run.checkpoint is not None and stage == "fit":
         restore.load_rest(trainer, run.checkpoint)
@@ -370,7 +370,7 @@ def open_loggers(run: Run) -> None:
         name: value
         for source in (run.datamodule, run.task)
         if source is not None and source.__dict__.get("_log_hyperparams", True)
-        for name, value in restore.hyperparameters_of(source)["hyper_parameters"].items()
+        for name, value in contents.hyperparameters_of(source)["hyper_parameters"].items()
     }
     for logger in trainer.loggers:
         logger.open(trainer.run_dir, step if going_on else None)

@@ -24,7 +24,7 @@ from ..tasks.task import Task
 from . import build
 from .arguments import ARGUMENT_NAMES, TrainerArguments
 from .check_report import Report, judge_gradients, judge_monitors, judge_space
-from .checkpoints import checkpoint, manifest, restore
+from .checkpoints import checkpoint, contents, manifest
 from .errors import ConfigError, LegatoError, TaskError
 from .hooks import CALLBACK_HOOKS, TASK_METHODS, check_names, overrides
 from .processes import launch, parcel
@@ -85,7 +85,7 @@ def find_refusals(trainer: Trainer, task: Task, data: DataModule | None) -> list
     found: list[str] = []
     attempts: list[Callable[[], Any]] = [
         partial(build.check_task, task, Request.of("fit", task, None)),
-        partial(restore.callback_states, trainer),
+        partial(contents.callback_states, trainer),
         *(partial(check_names, callback, Callback, CALLBACK_HOOKS) for callback in trainer.callbacks),
     ]
     if data is not None:

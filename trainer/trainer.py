@@ -15,7 +15,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import build
 from .assembly import check_arguments, make_callbacks, make_loggers, make_strategy
-from .checkpoints import checkpoint, restore
+from .checkpoints import checkpoint, saver
 from .data.sampling import mix
 from .data.steps import StepInput
 from .errors import CheckpointError
@@ -320,7 +320,7 @@ class Trainer(TrainerView):
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Write a checkpoint of this moment; every rank calls it."""
-        restore.save(self, Path(path), weights_only, asynchronous)
+        saver.save(self, Path(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""

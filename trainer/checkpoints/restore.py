@@ -1,8 +1,7 @@
-"""What a checkpoint holds, and how a run takes it over."""
+"""How a run takes over what a checkpoint holds."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,13 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .. import kernels
-from ..errors import CheckpointError, ConfigError, TaskError, did_you_mean
-from ..finite import require_finite
+from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..state import State
-from . import checkpoint, run_directory
+from .contents import numerics_of
 
 if TYPE_CHECKING:
-    from ...tasks.hyperparameters import Hyperparameters
     from ..trainer import Trainer
 
 
@@ -24,128 +21,6 @@ log = logging.getLogger("legato")
 
 WRAPPER = "ZeroRedundancyOptimizer"
 """What checkpoints of strategy zero1 once said instead of the class of the optimizer in it."""
-
-
-def save(trainer: "Trainer", path: Path, weights_only: bool, asynchronous: bool) -> None:
-    """Write a checkpoint of this moment; every rank calls it. A point that is due is logged before, lest it be lost."""
-    with trainer.strategy.timeouts.during("checkpoint"):
-        _save(trainer, path, weights_only, asynchronous)
-
-
-def _save(trainer: "Trainer", path: Path, weights_only: bool, asynchronous: bool) -> None:
-    if trainer.strategy.task is None:
-        checkpoint.write(path, left_by_workers(trainer, weights_only))
-        return
-    step = trainer.global_step
-    if trainer.training and step and step % trainer.log_every_n_steps == 0:
-        trainer.log_step()
-    require_finite(trainer.current_run)
-    found = contents(trainer, weights_only)
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.save()  # what a resume counts as logged must be on disk before the checkpoint that says so
-    writers = trainer.strategy.writers
-    if writers is not None or trainer.is_global_zero:
-        write = trainer.writer.save if asynchronous else checkpoint.write
-        write(path, found, ranks=checkpoint.ALONE if writers is None else writers)
-    trainer.strategy.barrier()
-
-
-def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return what a checkpoint of this moment holds; every rank calls it."""
-    run, strategy = trainer.current_run, trainer.strategy
-    found: dict[str, Any] = {
-        "state_dict": run.task.state_dict() if strategy.task is None else strategy.model_state(),
-        "epoch": trainer.current_epoch,
-        "global_step": trainer.global_step,
-        **hyperparameters_of(run.task),
-        "versions": {"torch": str(torch.__version__)},
-        "config": trainer.config_text,
-    }
-    if run.datamodule is not None:
-        found |= hyperparameters_of(run.datamodule, "datamodule_")
-    if not weights_only:
-        require_step_done(trainer)
-        trainer.state.elapsed = trainer.elapsed
-        found |= {
-            "state": trainer.state.to_dict(),
-            "numerics": numerics_of(trainer),
-            "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in run.optimization.optimizers],
-            "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
-            "precision": strategy.precision.state_dict(),
-            "metrics": run.metrics.state_dict(),
-            "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "data": run.data.state_dict() if run.data is not None else {},
-            "callbacks": callback_states(trainer),
-            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
-        }
-    run.hooks.call("on_save_checkpoint", found)
-    return found
-
-
-def left_by_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds of a run that was in workers, which took its optimizers with them.
-
-    Raises TaskError where the run's own newest checkpoint is needed for those and is not of its end.
-    """
-    if weights_only:
-        return contents(trainer, weights_only)
-    newest = run_directory.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
-    saved = checkpoint.read(newest) if newest is not None else {}
-    if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
-        raise TaskError(
-            "The run's optimizers ended with its processes, and it kept no whole checkpoint of its last step "
-            f"{trainer.global_step} to copy. Let a Checkpoint callback save when training ends, or save with "
-            "weights_only=True."
-        )
-    return saved
-
-
-def require_step_done(trainer: "Trainer") -> None:
-    """Refuse to save in the middle of a step, whose batches are read and logged although it does not count yet."""
-    if trainer.training and trainer.metrics.step == trainer.global_step:
-        raise TaskError(
-            f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run could go "
-            f"on. Call it where trainer.global_step has advanced (in on_train_batch_end after a step's last batch), or "
-            f"with weights_only=True."
-        )
-
-
-def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
-    """Return what a checkpoint says of an object's hyperparameters, under Lightning's keys.
-
-    It also says under which argument they were handed over together, if they were.
-    """
-    found = {"hyper_parameters": _plain(owner.hparams), "hparams_name": owner.__dict__.get("_hparams_name")}
-    return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
-
-
-def _plain(value: Any) -> Any:
-    """Return mappings and sequences of other kinds, such as OmegaConf's, as dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(map(_plain, value)) if isinstance(value, tuple) else [_plain(item) for item in value]
-    return value
-
-
-def numerics_of(trainer: "Trainer") -> dict[str, Any]:
-    """Return what the bits of this run depend on besides config, data and seed."""
-    strategy = trainer.strategy
-    found = kernels.numerics(trainer.optimizers, strategy.precision.name, strategy.device, bool(trainer.compile))
-    return {**found, "micro_batches": strategy.micro_batches}
-
-
-def callback_states(trainer: "Trainer") -> dict[str, Any]:
-    """Return the state of every callback that has one, by its key."""
-    states = {}
-    for callback in trainer.callbacks:
-        state = callback.state_dict()
-        if state:
-            if callback.state_key in states:
-                raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}; give one of them its own.")
-            states[callback.state_key] = state
-    return states
 
 
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:

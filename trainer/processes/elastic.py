@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from ..checkpoints import restore
+from ..checkpoints import contents
 from ..errors import ConfigError, WorkerError
 from ..kernels import require_same_numerics
 from ..run import Run
@@ -104,7 +104,7 @@ class ElasticMembership(Membership):
     def _enter(self) -> None:
         """Begin to take part: the first members have a group; who joins waits for a roster that names it."""
         run, trainer = self.run, self.run.trainer
-        self.entered, numerics = True, restore.numerics_of(trainer)
+        self.entered, numerics = True, contents.numerics_of(trainer)
         self.keeper.start()
         if self.joins:
             if run.bitwise:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import build
-from ..checkpoints import restore
+from ..checkpoints import contents, restore
 from ..checkpoints.tree import flatten, unflatten
 from ..data.sampling import Layout
 from ..errors import WorkerError
@@ -83,7 +83,7 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
         metrics.forget_epoch()
     behind = [one.progress != newest.progress or not one.whole for one in standings]
     if any(behind) and not behind[place.rank]:
-        saved = restore.contents(trainer, weights_only=False)
+        saved = contents.contents(trainer, weights_only=False)
     else:
         saved = {"metrics": metrics.state_dict()}  # its collectives are those of `contents`
     if any(behind):

@@ -1,0 +1,111 @@
+"""What a checkpoint holds of a run."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .. import kernels
+from ..errors import ConfigError, TaskError
+from . import checkpoint, run_directory
+
+if TYPE_CHECKING:
+    from ...tasks.hyperparameters import Hyperparameters
+    from ..trainer import Trainer
+
+
+def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
+    """Return what a checkpoint of this moment holds; every rank calls it."""
+    run, strategy = trainer.current_run, trainer.strategy
+    found: dict[str, Any] = {
+        "state_dict": run.task.state_dict() if strategy.task is None else strategy.model_state(),
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        **hyperparameters_of(run.task),
+        "versions": {"torch": str(torch.__version__)},
+        "config": trainer.config_text,
+    }
+    if run.datamodule is not None:
+        found |= hyperparameters_of(run.datamodule, "datamodule_")
+    if not weights_only:
+        require_step_done(trainer)
+        trainer.state.elapsed = trainer.elapsed
+        found |= {
+            "state": trainer.state.to_dict(),
+            "numerics": numerics_of(trainer),
+            "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in run.optimization.optimizers],
+            "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
+            "precision": strategy.precision.state_dict(),
+            "metrics": run.metrics.state_dict(),
+            "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "data": run.data.state_dict() if run.data is not None else {},
+            "callbacks": callback_states(trainer),
+            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+        }
+    run.hooks.call("on_save_checkpoint", found)
+    return found
+
+
+def left_by_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
+    """Return what a checkpoint holds of a run that was in workers, which took its optimizers with them.
+
+    Raises TaskError where the run's own newest checkpoint is needed for those and is not of its end.
+    """
+    if weights_only:
+        return contents(trainer, weights_only)
+    newest = run_directory.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
+    saved = checkpoint.read(newest) if newest is not None else {}
+    if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
+        raise TaskError(
+            "The run's optimizers ended with its processes, and it kept no whole checkpoint of its last step "
+            f"{trainer.global_step} to copy. Let a Checkpoint callback save when training ends, or save with "
+            "weights_only=True."
+        )
+    return saved
+
+
+def require_step_done(trainer: "Trainer") -> None:
+    """Refuse to save in the middle of a step, whose batches are read and logged although it does not count yet."""
+    if trainer.training and trainer.metrics.step == trainer.global_step:
+        raise TaskError(
+            f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run could go "
+            f"on. Call it where trainer.global_step has advanced (in on_train_batch_end after a step's last batch), or "
+            f"with weights_only=True."
+        )
+
+
+def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
+    """Return what a checkpoint says of an object's hyperparameters, under Lightning's keys.
+
+    It also says under which argument they were handed over together, if they were.
+    """
+    found = {"hyper_parameters": _plain(owner.hparams), "hparams_name": owner.__dict__.get("_hparams_name")}
+    return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
+
+
+def _plain(value: Any) -> Any:
+    """Return mappings and sequences of other kinds, such as OmegaConf's, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(map(_plain, value)) if isinstance(value, tuple) else [_plain(item) for item in value]
+    return value
+
+
+def numerics_of(trainer: "Trainer") -> dict[str, Any]:
+    """Return what the bits of this run depend on besides config, data and seed."""
+    strategy = trainer.strategy
+    found = kernels.numerics(trainer.optimizers, strategy.precision.name, strategy.device, bool(trainer.compile))
+    return {**found, "micro_batches": strategy.micro_batches}
+
+
+def callback_states(trainer: "Trainer") -> dict[str, Any]:
+    """Return the state of every callback that has one, by its key."""
+    states = {}
+    for callback in trainer.callbacks:
+        state = callback.state_dict()
+        if state:
+            if callback.state_key in states:
+                raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}; give one of them its own.")
+            states[callback.state_key] = state
+    return states
