@@ -17,6 +17,7 @@ from ..processes.board import Terms, split_address
 from ..processes.launch import Place
 from ..processes.timeouts import Phase
 from .group import GroupStrategy
+from .replicas.averaging import FlatAverage, TreeAverage
 from .replicas.batch_norm import synchronize
 from .replicas.buffers import ReplicaBuffers
 from .strategy import trainable
@@ -81,6 +82,8 @@ class DDPStrategy(GroupStrategy):
         """The names of the parameters that DDP reduces, in its order."""
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
+        self.averaging: FlatAverage | TreeAverage | None = None
+        """What averages gradients under manual optimization."""
         self.nothing: Tensor | None = None
         """In the place of the loss of a batch that training_step left out."""
 
@@ -151,8 +154,13 @@ class DDPStrategy(GroupStrategy):
 
     def prepare(self, task: "Task") -> None:
         """Wrap the task so that DDP sees its steps; the task itself stays as it is."""
-        self.module = None
+        self.module = self.averaging = None
         super().prepare(task)
+        if self.place.world_size > 1 and not task.automatic_optimization:
+            one_order = task.trainer.reproducible == "bitwise"
+            self.averaging = (
+                TreeAverage(self.layout, self.data_rank) if one_order else FlatAverage(task, self.data_size)
+            )
         if self.place.world_size == 1 or not any(True for _ in trainable(task)):
             return
         if self.tree is not None or not task.automatic_optimization:
@@ -187,7 +195,7 @@ class DDPStrategy(GroupStrategy):
 
     def teardown(self) -> None:
         """Drop the wrapper, and with it the reducer's hooks on the parameters."""
-        self.module = self.nothing = None
+        self.module = self.nothing = self.averaging = None
         super().teardown()
 
     def release(self) -> None:
@@ -260,17 +268,8 @@ class DDPStrategy(GroupStrategy):
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of `optimizer`'s parameters over ranks; a rank without one counts as zero."""
-        if self.place.world_size == 1:
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
-        self.all_reduce(used, "max")
-        for parameter, is_used in zip(parameters, used.tolist(), strict=True):
-            if is_used:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= self.place.world_size
+        if self.averaging is not None:
+            self.averaging.average([parameter for group in optimizer.param_groups for parameter in group["params"]])
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Give the other ranks' reduction a gradient of zero, since it waits for every parameter of every rank."""
