@@ -214,13 +214,11 @@ def test_validate_and_predict_use_the_checkpoint() -> None:
         assert done.returncode == 0, done.stderr
         found = [line.split() for line in done.stdout.splitlines() if line.startswith("val_loss")]
         assert values == found
-        assert "fresh task" not in done.stderr
     done = forked("validate", "line.yaml", "checkpoint=best", "run.name=other")
     assert done.returncode == 1
     assert "other" in done.stderr
     done = forked("predict", "line.yaml")
     assert done.returncode == 0, done.stderr
-    assert "these are the weights of a fresh task" in done.stderr
     path = next(line.split()[1] for line in done.stdout.splitlines() if line.startswith("Predictions"))
     assert load_file(path)["predictions"].shape == (12, 1)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError, ConfigError, LegatoError, did_you_mean
+from .errors import ConfigError, LegatoError, did_you_mean
 
 if TYPE_CHECKING:
     from .config.config import Config, Run
@@ -34,7 +34,7 @@ def fit(arguments: Sequence[str]) -> None:
     config = _load(arguments, "fit")
     with attended(leave_at_once):  # but while fit itself attends to signals
         run = _build(config)
-        run.trainer.fit(run.task, datamodule=run.data, resume=run.resume)
+        run.trainer.fit(run.task, datamodule=run.data, resume=_resume(run))
         if run.trainer.is_global_zero:
             print(summary(run.trainer))
 
@@ -200,8 +200,26 @@ def _load(arguments: Sequence[str], command: str) -> "Config":
 
         launcher = make_launcher(config)
         assert launcher is not None
+        if config.directory is not None:
+            _tie_to_run(config, command)
         sys.exit(launcher.launch(command, config))
     return config
+
+
+def _tie_to_run(config: "Config", command: str) -> None:
+    """Let a run's own config mean that run also where a launcher takes the values elsewhere, and not the file."""
+    from .checkpoints.run_directory import newest_checkpoint
+
+    values, run = config.values, _build(config)
+    if command == "fit" and values["resume"] == "auto":
+        newest = newest_checkpoint(Path(run.trainer.default_root_dir), run.trainer.run_name)
+        if newest is not None and not newest[0].samefile(config.directory or ""):
+            raise ConfigError(
+                f"resume=auto with a launcher goes on with the newest run of {run.trainer.run_name!r}, {newest[0]}, "
+                f"and not with {config.directory}, whose config this is. Give resume=PATH, or leave the launcher out."
+            )
+    elif command != "fit" and values["checkpoint"] in (None, "best", "last"):
+        values["checkpoint"] = os.path.abspath(_weights(run).weights(run.trainer.checkpoint_callbacks))
 
 
 def _build(config: "Config") -> "Run":
@@ -216,38 +234,16 @@ def _evaluate(arguments: Sequence[str], stage: str) -> None:
     method(run.task, datamodule=run.data, ckpt_path=_weights(run))
 
 
-def _weights(run: "Run") -> str | None:
-    """The checkpoint to evaluate; "last" and "best" are those of the newest run of this name that has a whole one."""
-    if run.checkpoint is None:
-        print(
-            "checkpoint is null: these are the weights of a fresh task. Set checkpoint=best or last.", file=sys.stderr
-        )
-    if run.checkpoint not in ("best", "last"):
-        return run.checkpoint
-    from .checkpoints.checkpoint import read
-    from .checkpoints.run_directory import newest_checkpoint
+def _resume(run: "Run") -> Any:
+    """Where fit goes on from: "auto" with a run's own config means that run, else the newest of the name."""
+    return run.stored("auto") if run.resume == "auto" and run.directory is not None else run.resume
 
-    trainer, callback = run.trainer, run.trainer.checkpoint_callback
-    found = newest_checkpoint(Path(trainer.default_root_dir), trainer.run_name)
-    if found is None:
-        place = Path(trainer.default_root_dir) / trainer.run_name
-        raise CheckpointError(f"There is no whole checkpoint in {place}. Train first, or set checkpoint to a path.")
-    if run.checkpoint == "last":
-        return str(found[1])
-    # The newest checkpoint knows which of its run are the best; some may have been deleted since.
-    state = read(found[1]).get("callbacks", {}).get(callback.state_key) if callback is not None else None
-    if callback is None or state is None:
-        raise CheckpointError(
-            f"{found[1]} does not say which checkpoint is the best. Set checkpoint=last or to a path."
-        )
-    callback.load_state_dict(state)
-    callback.dirpath = found[1].parent
-    callback.scores = {name: score for name, score in callback.scores.items() if (callback.dirpath / name).is_dir()}
-    if not callback.best_model_path:
-        raise CheckpointError(
-            f"No checkpoint in {callback.dirpath} has a value of {callback.monitor!r}. Set checkpoint=last or a path."
-        )
-    return str(callback.best_model_path)
+
+def _weights(run: "Run") -> Any:
+    """The checkpoint to evaluate: without one, the best of the run that is meant; of a fresh task only where asked."""
+    if run.checkpoint == "none":
+        return None
+    return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint
 
 
 def _report(error: LegatoError, code: int) -> int:

@@ -8,18 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.callback import Callback
+from ..callbacks.checkpoint import Checkpoint
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import kernels
 from .checkpoints import checkpoint, contents, restore, run_directory
+from .checkpoints.stored_run import FRESH, StoredRun
 from .data.combined_loader import combined, one_after_another
 from .data.dealing import EvaluationData, training_data
 from .data.loaders import length_of, require_iterable
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
 from .data.transfer import aligned, to_device
-from .errors import CheckpointError, ConfigError, DataError, TaskError
+from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .finite import make_guard
 from .hooks import CALLBACK_HOOKS, STEPS, TASK_HOOKS, TASK_METHODS, Hooks, check_names, overrides
 from .metrics import Metrics
@@ -116,6 +118,7 @@ def find_directory(run: Run, request: Request) -> None:
     problem, trainer.run_dir, source = run.strategy.broadcast(decided)
     if problem is not None:
         raise problem
+    run.source = source
     if source is not None:
         run.checkpoint = checkpoint.read_any(source, run.task.state_dict().keys(), run.strategy.reads_in_parts)
         if trainer.is_global_zero:
@@ -125,16 +128,29 @@ def find_directory(run: Run, request: Request) -> None:
 def decide_directory(trainer: "Trainer", request: Request) -> tuple[Path | None, Path | None]:
     """Return the run directory, made if need be, and the checkpoint to start from."""
     root = Path(trainer.default_root_dir)
-    found, source = run_directory.find(root, trainer.run_name, named_checkpoint(trainer, request.resume))
+    if isinstance(request.resume, StoredRun):
+        found, source = request.resume.to_resume()
+    else:
+        found, source = run_directory.find(root, trainer.run_name, named_checkpoint(trainer, request.resume))
+    if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
+        source = find_weights(trainer, request)
     directory = trainer.run_dir or found
     if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
         directory = run_directory.create(root, trainer.run_name)
-    weights = named_checkpoint(trainer, request.weights)
-    if weights is not None:
-        if not Path(weights).exists():
-            raise CheckpointError(f"There is no checkpoint at {weights}. Expected a path, 'last', 'best' or nothing.")
-        source = Path(weights) if Path(weights).is_file() else checkpoint.resolve(Path(weights))
     return directory, source
+
+
+def find_weights(trainer: "Trainer", request: Request) -> Path:
+    """Return the checkpoint that an evaluation takes its weights from."""
+    if isinstance(request.weights, StoredRun):
+        request.task.trainer = trainer  # which configure_callbacks may ask
+        callbacks = with_callbacks_of(request.task, trainer.callbacks)
+        return request.weights.weights([one for one in callbacks if isinstance(one, Checkpoint)])
+    path = Path(named_checkpoint(trainer, request.weights) or "")
+    if not path.exists():
+        hint = did_you_mean(str(path), ("last", "best", "none")) or " Expected a path, 'last' or 'best'."
+        raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
+    return path if path.is_file() else checkpoint.resolve(path)
 
 
 def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path | None:
@@ -363,7 +379,8 @@ def open_loggers(run: Run) -> None:
     if not trainer.is_global_zero or trainer.run_dir is None:
         return
     if trainer.config_text is not None:
-        (trainer.run_dir / "config.yaml").write_text(trainer.config_text, encoding="utf-8")
+        weights = run.source if run.stage != "fit" else None
+        run_directory.write_config(trainer.run_dir, trainer.config_text, weights)
     # also where processes were started again before there was a checkpoint: what they had logged is void
     going_on = run.stage == "fit" and (run.checkpoint is not None or step > 0 or restart_count() > 0)
     hyperparameters = {

@@ -45,10 +45,10 @@ class Request:
     datamodule: DataModule | None = None
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders that were handed over, by "train", "validation", "test", "predict"."""
-    resume: str | Path | None = None
-    """Where the whole run goes on from: "auto", a checkpoint or a folder with some."""
-    weights: str | Path | None = None
-    """The checkpoint that an evaluation takes its weights from."""
+    resume: Any = None
+    """Where the whole run goes on from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
+    weights: Any = None
+    """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
     keep_outputs: bool = False
     """Whether predictions are returned."""
     verbose: bool = False
@@ -114,6 +114,8 @@ class Run:
         self.given = request.loaders
         self.undo = ExitStack()
         self.checkpoint: dict[str, Any] | None = None
+        self.source: Path | None = None
+        """Where `checkpoint` was read from."""
         self.hooks = Hooks(trainer, self.task, [])
         self.layout = Layout(1, 1)
         self.metrics = Metrics(self.strategy, 1, 1, self.task)

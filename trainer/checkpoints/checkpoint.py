@@ -36,6 +36,7 @@ __all__ = [
     "newest_whole",
     "read",
     "read_any",
+    "read_callback",
     "read_foreign",
     "remove",
     "resolve",
@@ -88,6 +89,19 @@ def read(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
         found = unflatten(tree, tensors, PartFiles(directory), names)
         return {key: value if key in in_parts else made_whole(value) for key, value in found.items()}
     except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def read_callback(directory: Path, state_key: str) -> Any:
+    """Return what a callback saved in a checkpoint that was verified, without reading its tensors; None: nothing.
+
+    Raises CheckpointError where the state holds a tensor, or cannot be read.
+    """
+    try:
+        tree = manifest.parse_json((directory / manifest.STATE_FILE).read_bytes(), manifest.STATE_FILE)
+        found = tree.get("callbacks", {}).get(state_key)
+        return unflatten({"state": found}, {})["state"]
+    except (CheckpointError, OSError, AttributeError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
 
 

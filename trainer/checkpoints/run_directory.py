@@ -1,5 +1,6 @@
 """The run directory: default_root_dir/run_name/version_N. A run writes to its own and touches no other."""
 
+import json
 import logging
 import os
 import re
@@ -7,10 +8,10 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint
+from .run_names import CHECKPOINTS as CHECKPOINTS
+from .run_names import CONFIG, VERSION, fault_of_name
 
 log = logging.getLogger("legato")
-VERSION = re.compile(r"version_(\d+)")
-CHECKPOINTS = "checkpoints"
 
 
 def versions(root: Path, name: str) -> list[Path]:
@@ -24,8 +25,9 @@ def versions(root: Path, name: str) -> list[Path]:
 
 def create(root: Path, name: str) -> Path:
     """Make a new run directory and return it. Raises ConfigError where nothing can be written there."""
-    if not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise ConfigError(f"run.name={name!r} must be a plain name: it becomes a folder below {root}.")
+    fault = fault_of_name(name)
+    if fault is not None:
+        raise ConfigError(f"run.name {fault}")
     number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
     while True:
         path = root / name / f"version_{number}"
@@ -45,6 +47,14 @@ def create(root: Path, name: str) -> Path:
         if not os.access(path, os.W_OK):
             raise ConfigError(f"The run directory {path} cannot be written to. Set run.root elsewhere.")
         return path
+
+
+def write_config(directory: Path, text: str, weights: Path | None) -> None:
+    """Store the config of a run; that of an evaluation names the weights it took, so that it can be done again."""
+    if weights is not None:
+        line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
+        text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
+    (directory / CONFIG).write_text(text, encoding="utf-8")
 
 
 def newest_in(directory: Path) -> Path | None:

@@ -6,7 +6,8 @@ Config --(build: `_target_` classes, typed arguments)--> Run
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -20,6 +21,7 @@ from .yaml_files import Entry, dump
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
     from ...tasks.task import Task
+    from ..checkpoints.stored_run import StoredRun
     from ..trainer import Trainer
 
 _SHOWN = 5  # mistakes in one message
@@ -31,6 +33,8 @@ class Config:
 
     values: dict[str, Any]
     origins: Mapping[Key, str]
+    directory: Path | None = None
+    """The run directory whose own config this is, overrides aside."""
 
     def origin(self, key: Key) -> str:
         """Where a value came from: "file:line", "override", or "default"."""
@@ -50,6 +54,14 @@ class Run:
     data: "DataModule | None"
     resume: str | None
     checkpoint: str | None
+    directory: Path | None = None
+    """The run directory whose own config this was made from."""
+
+    def stored(self, word: str) -> "StoredRun":
+        """Return the run on disk that the command line means."""
+        from ..checkpoints.stored_run import StoredRun
+
+        return StoredRun(Path(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
 
 
 @dataclass(frozen=True)
@@ -68,7 +80,8 @@ def load(arguments: Sequence[str]) -> Config:
     Raises:
         ConfigError: something is wrong; the message names every mistake, up to five.
     """
-    return check(layers.read(arguments))
+    entry = layers.read(arguments)
+    return replace(check(entry), directory=layers.own_directory(arguments, entry))
 
 
 def check(entry: Entry) -> Config:
@@ -128,7 +141,7 @@ def build(config: Config) -> Run:
         default_root_dir=values["run"]["root"],
     )
     trainer.config_text = config.text()
-    return Run(trainer, task, data, values["resume"], values["checkpoint"])
+    return Run(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
 
 
 def trainer_arguments() -> list[Argument]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.run_names import CONFIG, is_run_directory
 from ..errors import ConfigError, did_you_mean
 from .schema import TARGET, Key, dotted
 from .yaml_files import Entry, parse
@@ -26,7 +27,7 @@ def read(arguments: Sequence[str]) -> Entry:
     Raises:
         ConfigError: a file or an override cannot be read; the message says where.
     """
-    overrides = [one for one in arguments if _OVERRIDE.match(one) and not os.path.exists(one)]
+    overrides = _overrides_among(arguments)
     files = [one for one in arguments if one not in overrides]
     if not files:
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
@@ -39,6 +40,25 @@ def read(arguments: Sequence[str]) -> Entry:
     if overrides:
         merged = merge(merged, _overrides(merged, overrides))
     return _resolve(merged)
+
+
+def own_directory(arguments: Sequence[str], merged: Entry) -> Path | None:
+    """Return the run directory whose own config, as Legato stored it there, is among the arguments; None: none is.
+
+    It must be what names the run: another file or an override with another `run.name` means another run.
+    """
+    run = merged.value["run"].value if "run" in merged.value else None
+    name = run.get("name") if isinstance(run, dict) else None
+    if name is None or not isinstance(name.value, str):
+        return None
+    overrides = _overrides_among(arguments)
+    for one in arguments:
+        if one in overrides or not name.origin.startswith(f"{_shown(_find(Path(one), ()))}:"):
+            continue
+        for path in (Path(os.path.abspath(one)), Path(one).resolve()):
+            if path.name == CONFIG and is_run_directory(path.parent, name.value):
+                return path.parent
+    return None
 
 
 def merge(base: Entry, over: Entry, key: Key = ()) -> Entry:
@@ -134,6 +154,10 @@ def _instead(argument: str) -> str:
     if argument in stems:
         return f" Did you mean {stems[argument]!r}?"
     return did_you_mean(argument, known) or f" Write {argument}=value."
+
+
+def _overrides_among(arguments: Sequence[str]) -> list[str]:
+    return [one for one in arguments if _OVERRIDE.match(one) and not os.path.exists(one)]
 
 
 def _overrides(base: Entry, overrides: Sequence[str]) -> Entry:

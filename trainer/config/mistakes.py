@@ -27,7 +27,7 @@ SECTIONS = {
     "seed": "With config and data it makes the run: every random number follows from it.",
     "run": "name and root: the run directory is root/name/version_N.",
     "resume": '"auto": go on from the newest whole checkpoint of this run; a path: from that one; null: begin anew.',
-    "checkpoint": 'What validate, test and predict load: "last", "best", a path, or null for a fresh task.',
+    "checkpoint": 'What validate, test and predict load: "best", "last", a path or "none". Null: best, else last.',
     "task": "What is trained: `_target_`, a subclass of Task, and its arguments.",
     "data": "Its data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task has its own loaders.",
     "trainer": "The arguments of Trainer, as listed below.",
@@ -48,7 +48,7 @@ SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
 """Arguments of Trainer that are whole sections of a config."""
 KIND_ROOMS = {"strategy": "strategies", "launcher": "launchers"}
 """What is chosen by a name, and the room of `trainer` that holds its classes."""
-_WORDS = {"resume": ("auto",), "checkpoint": ("last", "best")}
+_WORDS = {"resume": ("auto",), "checkpoint": ("best", "last", "none")}
 NO_DEFAULT: Any = object()
 """Stands for a default that plain data cannot hold."""
 _SEED_LIMIT = 2**32

@@ -1,0 +1,32 @@
+"""Names of run directories, and how one is told from another folder; without torch, so that a config can ask."""
+
+import re
+from pathlib import Path
+
+VERSION = re.compile(r"version_(\d+)")
+CHECKPOINTS = "checkpoints"
+CONFIG = "config.yaml"
+"""Where a run directory keeps the config that it was made from."""
+LONGEST = 255
+"""Bytes of a file's name, on all usual file systems."""
+
+
+def fault_of_name(name: str) -> str | None:
+    """Say what keeps a run's name from being a folder below the root; None where nothing does."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+        return f"must be a plain name, since it becomes a folder below run.root, not {name[:60]!r}."
+    size, part = max((len(part.encode(errors="surrogatepass")), part) for part in parts)
+    if size > LONGEST:
+        return f"is too long: {part[:40]!r}... takes {size} bytes, and the name of a folder has {LONGEST} at most."
+    return None
+
+
+def is_run_directory(folder: Path, name: str) -> bool:
+    """Return whether a run of this name writes, or wrote, to a folder.
+
+    It is NAME/version_N, or holds checkpoints: a run directory may have been copied to elsewhere.
+    """
+    parts = Path(name).parts
+    named = bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
+    return named or any((folder / CHECKPOINTS).glob("step-*"))
