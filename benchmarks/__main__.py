@@ -20,7 +20,7 @@ QUICK = {
     "step_overhead": ["--modes", "bare,usual", "--steps", "1000", "--rounds", "2"],
 }
 """What makes a benchmark shorter."""
-LONG = {"one_run_picture", "soak"}
+LONG = {"one_run_picture", "same_results", "soak"}
 """Benchmarks that have no quick form."""
 
 
