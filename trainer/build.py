@@ -29,6 +29,7 @@ from .optimization import Optimization
 from .optimizers import read_optimizers
 from .processes.agreement import Agreement
 from .processes.launch import Place, find_place, restart_count
+from .processes.own_group import located
 from .processes.roll import call_the_roll, check_place
 from .randomness import seed_generators
 from .run import Request, Run
@@ -63,7 +64,7 @@ def join(run: Run, request: Request) -> None:
         from .processes.elastic import membership_of
 
         run.membership = membership_of(run)
-    place = run.membership.connect(find_place(trainer.cluster) or Place())
+    place = run.membership.connect(located(find_place(trainer.cluster) or Place()))
     check_place(trainer, place)
     strategy.join(place, trainer.device_list, trainer.precision)
     call_the_roll(strategy)

@@ -265,7 +265,7 @@ def membership_of(run: Run) -> Membership:
     if seat is None:
         raise ConfigError(
             "elastic: true needs processes that Legato has started and watches: start the script itself (or `legato "
-            "fit`) instead of torchrun, srun or mpirun."
+            "fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
         )
     return ElasticMembership(run, seat, terms.timeout)
 

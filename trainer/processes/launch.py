@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import ConfigError
-from . import supervisor, workers
+from . import own_group, supervisor, workers
 from .board import Seat, Terms, split_address
 from .rendezvous import Meeting, host_store, is_loopback, meet
 from .settling import settling
@@ -41,11 +41,12 @@ class Place:
     local_world_size: int = 1
     nodes: int = 1
     origin: str = "alone"
-    """Who started the group: "alone", "legato", "torchrun", "slurm", "mpi", or "environment" (RANK set by hand)."""
+    """Who started the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
+    "script" (by init_process_group; a local rank of -1 is not known yet)."""
 
 
 def find_place(cluster: str = "auto") -> Place | None:
-    """Return this process's place in the group that a launcher started, or None where nobody did.
+    """Return this process's place in the group that a launcher started, or the script made; None where nobody did.
 
     With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables do not fit.
     """
@@ -54,12 +55,33 @@ def find_place(cluster: str = "auto") -> Place | None:
         return _from_environment("legato")
     if cluster == "off":
         return None
+    group = own_group.find_group()
+    if group is not None:
+        return _in_group(*group)
+    return _from_launcher(worker)
+
+
+def _from_launcher(worker: str | None) -> Place | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _from_environment("torchrun")
     # A process that a worker of Legato has started inherits RANK, and is no member of the group.
     if worker is None and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         return _from_environment("environment")
     return _from_slurm() or _from_mpi()
+
+
+def _in_group(rank: int, world_size: int) -> Place:
+    """Return the place in a process group that the script has made: the launcher's, where that says the same."""
+    try:
+        launched = _from_launcher(os.environ.get("LEGATO_WORKER"))
+    except ConfigError:  # variables that the script has set for itself, such as WORLD_SIZE alone
+        launched = None
+    if launched is not None and (
+        (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
+    ):
+        return launched
+    local_rank = _number("LOCAL_RANK")
+    return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
 
 
 def find_seat() -> Seat | None:
@@ -191,6 +213,7 @@ def connect(place: Place, backend: str, timeout: timedelta, init_method: str | N
     from torch import distributed
 
     if distributed.is_initialized():
+        settling.install()
         have = (distributed.get_rank(), distributed.get_world_size())
         if have != (place.rank, place.world_size):
             raise ConfigError(
@@ -203,9 +226,11 @@ def connect(place: Place, backend: str, timeout: timedelta, init_method: str | N
             raise ConfigError(f"This build of torch has no process group backend {name.split(':')[-1]!r}; take gloo.")
     if backend == "mpi":  # MPI knows its own ranks
         distributed.init_process_group("mpi", timeout=timeout)
+        own_group.note_made_here()
         return "MPI's own place"
     where, store = find_store(place, timeout, init_method)
     distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    own_group.note_made_here()
     settling.install()
     atexit.register(disconnect)
     return where

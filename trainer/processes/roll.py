@@ -27,6 +27,15 @@ def check_place(trainer: "Trainer", place: Place) -> None:
         return
     automatic, devices = trainer.devices in ("auto", -1, "-1"), trainer.device_list
     local = len(devices) if automatic else trainer.strategy.local_processes(devices)
+    if place.origin == "script":
+        nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes  # 1, the default, asks for nothing
+        if not automatic and place.world_size != local * nodes:
+            raise ConfigError(
+                f"The process group that the script has made has {place.world_size} processes, but trainer.devices="
+                f"{trainer.devices} on {nodes} nodes asks for {local * nodes}. Make them agree, or set "
+                f"trainer.cluster=off to leave that group alone."
+            )
+        return
     if local == 1 and place.nodes == 1:
         return
     started = f"{place.origin} started {place.world_size} processes on {place.nodes} nodes"

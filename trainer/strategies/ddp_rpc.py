@@ -88,6 +88,11 @@ class DDPRPCStrategy(DDPStrategy):
 
     def serves(self, place: Place) -> bool:
         """Tell whether the process at this place is a server."""
+        if place.origin == "script":
+            raise ConfigError(
+                "strategy ddp_rpc makes process groups of its own, for trainers and servers; call it without a process "
+                "group, or set trainer.cluster=off."
+            )
         return place.rank >= self._trainers(place)
 
     def _trainers(self, place: Place) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..precision import Precision
+from ..processes import own_group
 from ..processes.launch import Place, connect
 from ..processes.timeouts import DEFAULT, Timeout, Timeouts
 from .strategy import Strategy
@@ -35,6 +36,8 @@ class GroupStrategy(Strategy):
         super().__init__()
         self.process_group_backend, self.init_method = process_group_backend, init_method
         self.timeouts = Timeouts(timeout)
+        self.host_group: dist.ProcessGroup | None = None
+        """The group for values on the host, where the default group does not serve them."""
 
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """One process a device."""
@@ -54,6 +57,9 @@ class GroupStrategy(Strategy):
         self.precision = Precision(precision, self.device.type)
         if place.world_size > 1:
             self.meeting = connect(place, self.backend(), self.timeouts["startup"], self.init_method)
+            if own_group.find_group() is not None:
+                own_group.require_backend(self.device, self.process_group_backend)
+            self.host_group = own_group.host_group()
             self.timeouts.enter("startup")
 
     def backend(self) -> str:
@@ -72,21 +78,21 @@ class GroupStrategy(Strategy):
         if self.place.world_size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"), group=self.host_group)
         return values[0]
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every rank's `tensor`, stacked: (world size, *shape)."""
-        return all_gather(tensor, self.place.world_size)
+        return all_gather(tensor, self.place.world_size, self.host_group if tensor.is_cpu else None)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Return every rank's `value`, by rank."""
-        return gather_objects(value, self.place.world_size)
+        return gather_objects(value, self.place.world_size, self.host_group)
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Reduce `tensor` over ranks in place and return it."""
         if self.place.world_size > 1:
-            dist.all_reduce(tensor, OPERATIONS[operation])
+            dist.all_reduce(tensor, OPERATIONS[operation], group=self.host_group if tensor.is_cpu else None)
         return tensor
 
     def align_buffers(self) -> None:
@@ -102,7 +108,7 @@ class GroupStrategy(Strategy):
         for group in groups.values():
             parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in group]
             flat = torch.cat(parts)
-            dist.broadcast(flat, src=0)
+            dist.broadcast(flat, src=0, group=self.host_group if flat.is_cpu else None)
             for tensor, part in zip(group, flat.split([part.numel() for part in parts]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 

@@ -113,6 +113,11 @@ class MeshStrategy(GroupStrategy):
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
+        if self.host_group is not None:
+            raise ConfigError(
+                f"strategy {self.name!r} also moves tensors on the host, which the process group that exists already "
+                f"does not serve: make it by init_process_group() without a backend."
+            )
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all stages of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
             self.among = data_ranks(self.sizes, place.rank)

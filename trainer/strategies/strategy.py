@@ -121,7 +121,8 @@ class Strategy:
         """Take this process's place among the processes of the run; raises ConfigError where it cannot."""
         if place.world_size > 1:
             raise ConfigError(
-                f"strategy {self.name!r} runs in one process, but this is one of {place.world_size}; use strategy ddp."
+                f"strategy {self.name!r} runs in one process, but this is one of {place.world_size}; use strategy ddp, "
+                f"or set trainer.cluster=off so that each process runs by itself."
             )
         self.place, self.devices, self.device = place, list(devices), devices[0]
         self.precision = Precision(precision, self.device.type)

@@ -1,0 +1,110 @@
+"""A process group that the script itself has made before it made a Trainer: this process's place in it.
+
+Legato joins such a group as it joins the processes of a launcher: it starts no others, and leaves the group alive.
+"""
+
+import socket
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .launch import Place
+
+_made_here: Any = None
+"""The default group where Legato made it."""
+
+
+def note_made_here() -> None:
+    """Remember that Legato has made the default group, which then tells nothing that its launcher does not."""
+    global _made_here
+    from torch import distributed
+
+    _made_here = distributed.group.WORLD
+
+
+def find_group() -> tuple[int, int] | None:
+    """Return rank and world size of the script's own process group; None where it has none."""
+    distributed = sys.modules.get("torch.distributed")  # a script that has a group has loaded it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    if distributed.group.WORLD is _made_here:
+        return None
+    return distributed.get_rank(), distributed.get_world_size()
+
+
+def located(place: "Place") -> "Place":
+    """Return a place in the script's own group with its node and local rank, by the hosts' names; every rank calls it.
+
+    A local rank of 0 or more stays: it is what LOCAL_RANK said. Any other place stays as it is.
+    """
+    from torch import distributed
+
+    if place.origin != "script":
+        return place
+    if place.world_size == 1:
+        return replace(place, local_rank=max(place.local_rank, 0))
+    hosts: list[Any] = [None] * place.world_size
+    distributed.all_gather_object(hosts, socket.gethostname(), group=host_group())
+    own, names = hosts[place.rank], list(dict.fromkeys(hosts))
+    local_rank = hosts[: place.rank].count(own) if place.local_rank < 0 else place.local_rank
+    return replace(
+        place,
+        local_rank=local_rank,
+        node_rank=names.index(own),
+        local_world_size=hosts.count(own),
+        nodes=len(names),
+    )
+
+
+_host_groups: dict[Any, Any] = {}
+"""For a default group that serves no tensors on the host one that does."""
+
+
+def host_group() -> Any:
+    """Return the process group for values on the host: None for the default group, where that serves them.
+
+    One made by `init_process_group("nccl")` does not, and gets a gloo group beside it; every rank calls it.
+    """
+    from torch import distributed
+
+    world = distributed.group.WORLD
+    if "cpu" in devices_of_group() or distributed.get_backend() == "mpi":
+        return None
+    if world not in _host_groups:
+        _host_groups.clear()
+        _host_groups[world] = distributed.new_group(backend="gloo")
+    return _host_groups[world]
+
+
+def devices_of_group() -> dict[str, str]:
+    """Return the backend of the default group for each kind of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    from torch import distributed
+
+    config = distributed.get_backend_config()
+    return dict(pair.split(":", 1) for pair in config.split(",") if ":" in pair)
+
+
+def require_backend(device: "torch.device", wanted: str | None) -> None:
+    """Raise ConfigError where the default group has no backend for a device, or another one than was `wanted`."""
+    from torch import distributed
+
+    backends = devices_of_group()
+    if distributed.get_backend() == "mpi":
+        return
+    have = backends.get(device.type)
+    described = ", ".join(f"{backend} for {kind}" for kind, backend in backends.items())
+    if have is None:
+        raise ConfigError(
+            f"The process group that exists already has {described}, but this run is on {device.type}. Make it by "
+            f"init_process_group() without a backend, or set trainer.accelerator."
+        )
+    if wanted is not None and wanted != have:
+        raise ConfigError(
+            f"strategy.process_group_backend={wanted!r}, but the process group that exists already has {described}. "
+            f"Leave process_group_backend out, or make the group with it."
+        )
