@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench matrix clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -20,6 +20,11 @@ lint: $(STAMP)  ## format, imports, layers, types
 
 bench: $(STAMP)  ## run the benchmarks in their quick form
 	$(BIN)/python -m benchmarks
+
+TORCH ?= 2.10 2.12 2.13 2.15
+TESTS ?= tests
+matrix:  ## run the tests on each torch version: make matrix, make matrix TORCH=2.15 TESTS=tests/test_mesh.py
+	PYTHON=$(PYTHON) .ci/matrix $(TORCH) -- $(TESTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -28,12 +28,13 @@ from .metrics import Metrics
 from .optimization import Optimization
 from .optimizers import read_optimizers
 from .processes.agreement import Agreement
-from .processes.launch import Place, find_place, restart_count
+from .processes.launch import Place, find_place, restart_count, wants_public_torch
 from .processes.own_group import located
 from .processes.roll import call_the_roll, check_place
 from .randomness import seed_generators
 from .run import Request, Run
 from .signature import count_arguments
+from .torch_private import take_public_ways
 from .torchmetrics_states import MetricStates
 from .watchdog import Watchdog
 
@@ -58,6 +59,8 @@ LIMITS = {
 def join(run: Run, request: Request) -> None:
     """Check what can be checked, join the other processes, find the checkpoint and the run directory."""
     trainer, strategy, state = run.trainer, run.strategy, run.state
+    if wants_public_torch():
+        take_public_ways()
     if run.stage == "fit":
         run.undo.enter_context(run.preemption.attend())
     if strategy.elastic is not None:

@@ -21,7 +21,7 @@ import torch
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import build
+from . import build, torch_private
 from .arguments import ARGUMENT_NAMES, TrainerArguments
 from .check_report import Report, judge_gradients, judge_monitors, judge_space
 from .checkpoints import checkpoint, contents, manifest
@@ -72,6 +72,9 @@ def check(arguments: TrainerArguments, task: Task, data: DataModule | None = Non
     report = Report(find_refusals(original, task, data))
     if report.problems:  # a run would not even begin
         return report
+    if launch.wants_public_torch():
+        torch_private.take_public_ways()
+    report.remarks.extend(torch_private.remarks())
     with work_room(original, report) as room:
         Trials(original, task, data, room, report).run()
     judge_gradients(original, task, report)

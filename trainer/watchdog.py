@@ -22,6 +22,7 @@ from .data.loader_workers import dump_stacks_to
 from .errors import HangError
 from .processes.ending import end_process
 from .processes.stacks import describe, stack_of, users_frame, worker_stacks
+from .torch_private import default_store
 
 if TYPE_CHECKING:
     from .run import Run
@@ -87,8 +88,9 @@ class Watchdog:
         if group is not self.store_of:
             self.store, self.store_of = None, group
             if group is not None:
-                store = distributed.distributed_c10d._get_default_store()
-                self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                store = default_store()
+                if store is not None:
+                    self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
 
     # --- the end ----------------------------------------------------------------------------------------------------
     def _end(self, stalled: float) -> None:

@@ -62,9 +62,8 @@ def part_of(tensor: Tensor) -> Part | None:
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
+    shape, offset = chunk.sizes, tuple(chunk.offsets)
     local = tensor.detach().to_local()
     if not math.prod(shape):  # more processes than rows: this one has none
         offset = (0,) * len(tensor.shape)

@@ -21,6 +21,7 @@ from ..errors import ConfigError, WorkerError
 from ..kernels import require_same_numerics
 from ..run import Run
 from ..strategies.strategy import Strategy
+from ..torch_private import reset_group_names, set_group_timeout
 from . import launch, takeover
 from .board import Board, Roster, Seat, connect
 from .keeper import Keeper
@@ -229,11 +230,10 @@ class ElasticMembership(Membership):
         self.roster, self.place = roster, Place(rank, slot, node, world, here, len(nodes), "legato")
         if world > 1:
             store = PrefixStore(f"group/{roster.version}", self.board.store)
-            # torch counts the groups of a process to name them, also those that did not come about
-            dist.distributed_c10d._world.group_count = 0
+            reset_group_names()  # torch counts the groups of a process, also those that did not come about
             patience = timedelta(seconds=seconds)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout))
+            set_group_timeout(timedelta(seconds=self.timeout))
 
     def _leave(self) -> None:
         """Save the run and end it, since too few are left."""

@@ -29,11 +29,11 @@ def take_down(error: BaseException, named: frozenset[str]) -> Failure:
     When a loader's worker has died torch says so by a signal, whose handler raises at any moment, also in here; until
     then the death may look like a broken connection.
     """
-    from torch._C import _error_if_any_worker_fails
+    from ..torch_private import raise_for_dead_loader_workers
 
     try:
         if isinstance(error, (OSError, EOFError)):
-            _error_if_any_worker_fails()
+            raise_for_dead_loader_workers()
         return Failure.of_exception(error, named)
     except RuntimeError as cause:
         return Failure.of_exception(cause, named)

@@ -98,6 +98,11 @@ def restart_count() -> int:
     return _number("TORCHELASTIC_RESTART_COUNT") or _number("SLURM_RESTART_COUNT") or 0
 
 
+def wants_public_torch() -> bool:
+    """Return whether private names of torch are not to be used (LEGATO_PUBLIC_TORCH=1; see torch_private)."""
+    return os.environ.get("LEGATO_PUBLIC_TORCH", "") not in ("", "0")
+
+
 def slurm_job() -> str | None:
     """Return the id of the SLURM job that this process is part of; None outside of one."""
     return os.environ.get("SLURM_JOB_ID") or None

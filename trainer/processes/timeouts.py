@@ -46,11 +46,11 @@ class Timeouts:
         """Let the limit of `phase` hold, for every process group, from the next collective on."""
         from torch import distributed
 
+        from ..torch_private import set_group_timeouts
+
         changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
         if changes and distributed.is_initialized():
-            for group in list(distributed.distributed_c10d._world.pg_map):
-                if distributed.get_backend(group) != "mpi":  # which knows no limits
-                    distributed.distributed_c10d._set_pg_timeout(self.limits[phase], group)
+            set_group_timeouts(self.limits[phase])
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:

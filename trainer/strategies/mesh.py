@@ -16,10 +16,11 @@ from ..data.sampling import Layout
 from ..errors import ConfigError, TaskError
 from ..processes.launch import Place
 from ..processes.timeouts import Phase
+from ..torch_private import drop_sharded_gradients
 from .group import GroupStrategy, SomeRanks
 from .meshes import handing_out, limits, norms, whole
 from .meshes.axes import data_ranks, make_mesh
-from .meshes.sharding import Sharding, abandon, as_sharded, sharded
+from .meshes.sharding import Sharding, as_sharded, sharded
 from .meshes.sizes import Size, Sizes, fit_sizes, read_sizes
 from .meshes.tensor_plan import apply_plan
 from .meshes.wrapping import Wrapping
@@ -300,8 +301,12 @@ class MeshStrategy(GroupStrategy):
         """Drop the gradients of the turns of a step that ends before its last one."""
         self.between_steps = True
         root = as_sharded(self.steps)
-        if root is not None:
-            abandon(root)
+        run = None if self.task is None else self.task.trainer.current_run
+        if root is None or run is None or run.step is None or drop_sharded_gradients(root):
+            return
+        masked.train(run, [*run.step.turns, *run.step.masked][:1], last=True)
+        for parameter in run.task.parameters():
+            parameter.grad = None
 
     def repeat_step(self, arguments: Sequence[Any]) -> Any:
         """Call training_step once more, with the parameters gathered; every rank calls it."""

@@ -18,6 +18,7 @@ from ...blocks import modules_named
 from ...data.transfer import map_tensors
 from ...errors import ConfigError
 from ...precision import Precision
+from ...torch_private import may_be_view
 from .whole import places_of
 
 Blocks = Sequence[str] | int
@@ -74,24 +75,12 @@ def owned(module: nn.Module, inputs: Any, output: Any) -> Any:
     The hooks by which backward gathers a block's parameters hang on its output; an operation in place on a view of it
     would lose them.
     """
-    return map_tensors(output, lambda one: one.clone() if one.requires_grad and one._base is not None else one)
+    return map_tensors(output, lambda one: one.clone() if one.requires_grad and may_be_view(one) else one)
 
 
 def sharded(root: nn.Module) -> Iterator[FSDPModule]:
     """Yield the modules that are blocks, the root among them."""
     return (module for module in root.modules() if isinstance(module, FSDPModule))
-
-
-def abandon(root: FSDPModule) -> None:
-    """Drop the gradients that turns have left behind, which are whole until the last turn of a step deals them out."""
-    root.reset_iter_state()
-    assert isinstance(root, nn.Module)
-    for module in sharded(root):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):
-                    parameter._unsharded_param.grad = None
 
 
 def find_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
@@ -16,7 +15,10 @@ Change = Callable[[Tensor], Any]
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part that this rank holds, sharing memory; of a plain tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # or autograd would take note of it
+        return tensor.to_local()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -48,8 +50,8 @@ def read_whole(value: Any) -> Any:
 
 def part_of(value: Tensor | Readable, like: DTensor) -> DTensor:
     """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    place = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    (chunk,) = like.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
+    place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
     own = value[place].to(local_of(like).device, copy=True)  # a copy, or the whole would live as long as the part
     return DTensor.from_local(
         own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()

@@ -6,21 +6,8 @@ They give a module another class, hooks, and entries in its `__dict__`; all thre
 from typing import Any
 
 from torch import nn
-from torch.distributed import _composable_state
 
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
+from ...torch_private import forget_wrapping
 
 
 class Wrapping:
@@ -31,19 +18,19 @@ class Wrapping:
         self.before: list[tuple[nn.Module, type, set[str]]] = []
         for module in task.modules():
             self.before.append((module, type(module), set(module.__dict__)))
-        self.hooks: list[dict[str, set[int]]] = [
-            {name: set(module.__dict__[name]) for name in HOOKS if name in module.__dict__}
+        self.keys: list[dict[str, set[Any]]] = [
+            {name: set(value) for name, value in module.__dict__.items() if isinstance(value, dict)}
             for module, *_ in self.before
-        ]
+        ]  # of every dict that a module has; torch keeps hooks in such, by number
         self.added: list[tuple[dict[str, Any], list[Any]]] = []
 
     def done(self) -> None:
         """Remember what was added since, which is what `undo` takes away."""
-        for (module, _, names), hooks in zip(self.before, self.hooks, strict=True):
+        for (module, _, names), dicts in zip(self.before, self.keys, strict=True):
             own = module.__dict__
             self.added.append((own, [name for name in own if name not in names]))
-            for name, keys in hooks.items():
-                self.added.append((own[name], [key for key in own[name] if key not in keys]))
+            for name, keys in dicts.items():
+                self.added.append((own[name], [key for key in own[name] if isinstance(key, int) and key not in keys]))
 
     def undo(self) -> None:
         """Take the wrappers away; parameters stay as they are."""
@@ -52,5 +39,5 @@ class Wrapping:
                 owner.pop(key, None)
         for module, kind, _ in self.before:
             module.__class__ = kind
-            _composable_state._module_state_mapping.pop(module, None)
+            forget_wrapping(module)
         self.before, self.added = [], []
