@@ -247,7 +247,8 @@ def _weights(run: "Run") -> Any:
 
 
 def _report(error: LegatoError, code: int) -> int:
-    print(f"legato: {error}", file=sys.stderr)
+    notes: list[str] = getattr(error, "__notes__", [])
+    print("\n".join([f"legato: {error}", *notes]), file=sys.stderr)
     return code
 
 

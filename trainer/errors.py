@@ -61,3 +61,13 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean X?' for the known word nearest to `word`, or '' where none is at least `cutoff` alike."""
     near = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what is shown of an error; where Python has no notes (3.10), to its text."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif isinstance(error, OSError) and error.strerror is not None:
+        error.strerror += f"\n{note}"
+    elif not isinstance(error, SystemExit):  # whose only argument is the exit code
+        error.args = (f"{error.args[0]}\n{note}" if error.args else note, *error.args[1:])

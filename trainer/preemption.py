@@ -67,6 +67,13 @@ class Preemption:
         """From now on a signal waits until all ranks have heard of it."""
         self.started, self.first_step = True, self.run.state.global_step
 
+    def expect_end(self, failed: bool) -> None:
+        """From now on the run is being closed: a signal is noted, and where nothing failed it ends the run after that.
+
+        One that raised here would skip what is yet to be undone.
+        """
+        self.started, self.leaving = True, self.leaving or failed
+
     def stop_if_agreed(self) -> None:
         """Raise Preempted where the ranks have agreed to end the run."""
         if self.run.agreement.signal:

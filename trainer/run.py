@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from .processes.agreement import Agreement
 from .processes.membership import Membership
 from .series import Reduced, by_loader
 from .signature import count_arguments, fitted
+from .undo import Undo
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -105,14 +105,14 @@ class Request:
 
 
 class Run:
-    """The parts of a run. Before `build.build` they stand for nothing; `close` undoes what it did."""
+    """Everything that one fit, validate, test or predict call owns; made by `build`, torn down by `lifecycle.close`."""
 
     def __init__(self, trainer: "Trainer", request: Request) -> None:
         self.stage, self.task, self.datamodule = request.stage, request.task, request.datamodule
         self.trainer, self.state, self.strategy = trainer, trainer.state, trainer.strategy
         self.open, self.doing = True, WORDS[request.stage]
         self.given = request.loaders
-        self.undo = ExitStack()
+        self.undo = Undo()
         self.checkpoint: dict[str, Any] | None = None
         self.source: Path | None = None
         """Where `checkpoint` was read from."""
@@ -343,6 +343,7 @@ class Run:
         """Give each module of the task the mode that it had before `evaluation_mode`."""
         for module, mode in self.training_modes:
             module.training = mode
+        self.training_modes = []
 
     def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
@@ -369,30 +370,3 @@ class Run:
             rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
             self.trainer.print("\n".join(rows), flush=True)
         return by_loader(metrics, len(self.evaluations[self.doing].loaders))
-
-    # --- the end ----------------------------------------------------------------------------------------------------
-    def close(self, error: BaseException | None) -> None:
-        """Tell everyone that it is over, also when it ended badly, and undo what holds for the whole process."""
-        trainer = self.trainer
-        try:
-            if error is None:
-                self.strategy.finish()
-            else:
-                self.strategy.timeouts.explain(error)
-                self.hooks.call("on_exception", error)
-                if self.datamodule is not None:
-                    self.datamodule.on_exception(error)
-            for hook in self.hooks.of_callbacks["teardown"]:
-                hook(self.stage)
-            if self.datamodule is not None:
-                self.datamodule.teardown(self.stage)
-            for hook in self.hooks.of_task["teardown"]:
-                hook(self.stage)
-        finally:
-            self.open = False
-            self.state.elapsed = self.agreement.elapsed
-            if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    logger.finalize("success" if error is None else "failed")
-            self.data, self.evaluations, self.step = None, {}, None
-            self.undo.close()

@@ -1,11 +1,9 @@
 """Trainer: how training works, top to bottom.
 
 `fit` is the loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders. What they need is made
-before the loop by `run.Run`; what may be read of them from outside is in `view.TrainerView`.
+before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +11,16 @@ from torch import Tensor
 
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import build
+from . import build, lifecycle
 from .assembly import check_arguments, make_callbacks, make_loggers, make_strategy
 from .checkpoints import checkpoint, saver
 from .data.sampling import mix
 from .data.steps import StepInput
-from .errors import CheckpointError
 from .masked import counted
 from .outputs import as_outputs, losses_of
 from .processes import delegate
 from .randomness import seed_generators
-from .run import Request, Run
+from .run import Request
 from .series import Reduced
 from .state import State
 from .view import TrainerView
@@ -75,7 +72,7 @@ class Trainer(TrainerView):
             delegate.run(self, request)
             return
         self.state, self.run_dir, self.should_stop = State(), self.given_dir, False
-        with self.begin(request) as run, run.preemption:
+        with lifecycle.begin(self, request) as run, run.preemption:
             state = self.state
             run.hooks.call("on_fit_start")
             self.sanity_check()
@@ -275,7 +272,7 @@ class Trainer(TrainerView):
         if delegate.is_needed(self, request):
             found: list[Any] = delegate.run(self, request)
             return found
-        with self.begin(request) as run:
+        with lifecycle.begin(self, request) as run:
             outputs = self.evaluate(run.doing, keep_outputs=request.keep_outputs)
             if request.stage == "predict":
                 return run.in_order(outputs) if request.keep_outputs else []
@@ -327,24 +324,3 @@ class Trainer(TrainerView):
         if self.is_global_zero:
             self.writer.wait()
             checkpoint.remove(Path(path))
-
-    # --- the frame of a run -----------------------------------------------------------------------------------------
-    @contextmanager
-    def begin(self, request: Request) -> Iterator[Run]:
-        """Build the run that was asked for, and close it whatever happens."""
-        build.check_task(request.task, request)
-        run = self.run = Run(self, request)
-        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
-        error: BaseException | None = None
-        try:
-            build.join(run, request)
-            build.build(run)
-            yield run
-            self.writer.wait()
-        except BaseException as caught:
-            error = caught
-            with suppress(CheckpointError):
-                self.writer.wait()  # before the process is ended: the last whole state may be on its way to the disk
-            raise
-        finally:
-            run.close(error)

@@ -1,0 +1,68 @@
+"""Begin and close of a run: every undo runs whatever fails, and the first error is the one that the caller sees."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from . import build
+from .run import Request, Run
+from .undo import Errors
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@contextmanager
+def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
+    """Build the run that was asked for, and close it whatever happens. Raises the first error, with notes of others."""
+    build.check_task(request.task, request)
+    run = trainer.run = Run(trainer, request)
+    trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+    errors = Errors()
+    try:
+        build.join(run, request)
+        build.build(run)
+        yield run
+    except BaseException as error:
+        errors.first = error
+        close(run, errors)
+        raise
+    close(run, errors)
+    if errors.first is not None:
+        raise errors.first
+
+
+def close(run: Run, errors: Errors) -> None:
+    """Tell everyone that the run is over, also when it ended badly, and undo what holds for the whole process."""
+    trainer, attempt = run.trainer, errors.attempt
+    run.preemption.expect_end(failed=errors.first is not None)
+    attempt(trainer.writer.wait)  # the last whole state may be on its way to the disk
+    if errors.first is None:
+        attempt(run.strategy.finish)
+    if errors.first is not None:
+        tell_of_error(run, errors)
+    for hook in run.hooks.of_callbacks["teardown"]:
+        attempt(hook, run.stage)
+    if run.datamodule is not None:
+        attempt(run.datamodule.teardown, run.stage)
+    for hook in run.hooks.of_task["teardown"]:
+        attempt(hook, run.stage)
+    run.open = False
+    run.state.elapsed = run.agreement.elapsed
+    if trainer.is_global_zero:
+        for logger in trainer.loggers:
+            attempt(logger.finalize, "success" if errors.first is None else "failed")
+    run.data, run.evaluations, run.step = None, {}, None
+    run.undo.close(errors)
+
+
+def tell_of_error(run: Run, errors: Errors) -> None:
+    """Call everyone's on_exception; an evaluation that the error left gives the modules their training mode back."""
+    error = errors.first
+    assert error is not None
+    errors.attempt(run.strategy.timeouts.explain, error)
+    for hook in run.hooks["on_exception"]:
+        errors.attempt(hook, error)
+    if run.datamodule is not None:
+        errors.attempt(run.datamodule.on_exception, error)
+    errors.attempt(run.restore_training_mode)
