@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..trainer.errors import ConfigError
 from .callback import Callback
 from .monitor import Monitor
 
@@ -48,6 +49,8 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: bool | None = None,
     ) -> None:
         self.monitor, self.mode = monitor, mode
+        if patience < 0:
+            raise ConfigError(f"EarlyStopping: patience must be a count of looks, 0 or more, got {patience}.")
         self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
         self.strict, self.check_finite = strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold

@@ -91,6 +91,28 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "broken interpolation": (["task.width='${'"], ["task.width", "is no interpolation"]),
     "interpolated wrong type": (["task.width='${task.label}'", "task.label=x"], ["task.width must be int"]),
     "override without =": (["trainer.max_epochs"], ["'trainer.max_epochs' is neither a YAML file nor key=value"]),
+    "count below its least": ("trainer:\n  max_epochs: -5", ["more.yaml:2: trainer.max_epochs", "least -1, not", "-5"]),
+    "fraction above one": (["trainer.limit_train_batches=1.5"], ["a fraction from 0.0 to 1.0 (float), not the number"]),
+    "not a number": (["trainer.gradient_clip_val=.nan"], ["must be a positive number", "not the number nan"]),
+    "no device": (["trainer.devices=0"], ["must be a positive count, a list of different indices, -1 or 'auto'"]),
+    "one device twice": (["trainer.devices=[0, 0]"], ["a list of different indices"]),
+    "unknown accelerator": (["trainer.accelerator=cude"], ["must be one of auto, cpu", "Did you mean 'cuda'?"]),
+    "name that leaves the root": ("\nrun: {name: ../x}", ["more.yaml:2: run.name must be a plain name", "'../x'"]),
+    "name of Lightning's place": (["trainer.run_name=/x"], ["override: trainer.run_name must be a plain name"]),
+    "name of several lines": (['run.name="a\\nb"'], ["run.name must be a plain name"]),
+    "name that is too long": ([f"run.name={'é' * 128}"], ["run.name is too long", "takes 256 bytes", "255 at most"]),
+    "root that is too long": ([f"run.root=a/{'x' * 256}/b"], ["run.root is too long", "takes 256 bytes"]),
+    "root with a null byte": (['run.root="a\\0b"'], ["run.root has a null byte"]),
+    "file name that is too long": ([f"{'x' * 300}.yaml"], ["is not there"]),
+    "misspelt option": (["--trainer.max_epocs=3"], ["Write trainer.max_epochs=3 instead"]),
+    "option of two words": (["--trainer.max_epochs", "3"], ["Write trainer.max_epochs=3 instead"]),
+    "option without its section": (["--max-epochs=3"], ["Write trainer.max_epochs=3 instead"]),
+    "option that is a section": (["--run-name=x"], ["Write run.name=x instead"]),
+    "Hydra's removal": (["~callbacks.note"], ["Write callbacks.note=null to remove it."]),
+    "Hydra's addition": (["+trainer.max_steps=3"], ["Write trainer.max_steps=3 instead."]),
+    "spaces around =": (["trainer.max_epochs = 3"], ["Write trainer.max_epochs=3 instead."]),
+    "colon for =": (["trainer.max_epochs: 3"], ["Write trainer.max_epochs=3 instead."]),
+    "merge key": ("task: &t {width: 3}\ntrainer:\n  <<: *t\n", ["more.yaml:3: trainer.<<", "no merge keys", "extends"]),
     "override with dashes": (["--trainer.max_epochs=3"], ["Write trainer.max_epochs=3 instead"]),
     "override without a key": (["=3"], ["'=3'"]),
     "override with an empty key": (["trainer..max_epochs=3"], ["'trainer..max_epochs' is no key"]),
@@ -183,6 +205,14 @@ def test_a_missing_file_names_those_that_are_there() -> None:
     Path("folder.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.yaml"):
         config.load(["folder.yaml"])
+    with pytest.raises(ConfigError, match=r"'folder\.yaml' is a folder, not a YAML file\."):
+        config.load(["folder.yaml"])
+    Path("folder.yaml/config.yaml").touch()
+    with pytest.raises(ConfigError, match=r"is a folder, not a YAML file\. Did you mean 'folder\.yaml/config\.yaml'"):
+        config.load(["folder.yaml"])
+    Path("link.yaml").symlink_to("gone.yaml")
+    with pytest.raises(ConfigError, match=r"'link\.yaml' is a link to 'gone\.yaml', and that is no file"):
+        config.load(["link.yaml"])
     Path("latin.yaml").write_bytes(b"run: {name: caf\xe9}")
     with pytest.raises(ConfigError, match=r"latin\.yaml is not a text file in UTF-8 \(byte 15\)"):
         config.load(["latin.yaml"])
@@ -241,6 +271,24 @@ globals()["Other"] = make(object)
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match=r"'hidden\.Other' is not a subclass of legato\.tasks\.task\.Task"):
         config.build(config.load(["base.yaml", "task={_target_: hidden.Other, width: 3}"]))
+
+
+def test_what_a_constructor_refuses_is_said_with_its_place() -> None:
+    write("more.yaml", "callbacks:\n  c: {_target_: legato.callbacks.Checkpoint, save_top_k: -5}\n")
+    with pytest.raises(ConfigError, match=r"^more\.yaml:2: callbacks\.c: Checkpoint: save_top_k must be"):
+        config.build(config.load(["base.yaml", "more.yaml"]))
+    write("more.yaml", "callbacks:\n  c: {_target_: legato.callbacks.EarlyStopping, monitor: x, patience: -1}\n")
+    with pytest.raises(ConfigError, match=r"^more\.yaml:2: callbacks\.c: EarlyStopping: patience must be"):
+        config.build(config.load(["base.yaml", "more.yaml"]))
+    for text, words in {
+        "max_time: 1h": "more.yaml:1: trainer.max_time: A duration must be",
+        "max_time: {hours: -1}": "more.yaml:1: trainer.max_time: A duration cannot be negative",
+        "strategy: {name: ddp, timeout: -1}": "more.yaml:1: trainer.strategy: timeout=-1: expected",
+    }.items():
+        write("more.yaml", f"trainer: {{{text}}}\n")
+        with pytest.raises(ConfigError) as caught:
+            config.build(config.load(["base.yaml", "more.yaml"]))
+        assert str(caught.value).startswith(words)
 
 
 def test_a_nested_class_must_descend_from_the_annotation() -> None:

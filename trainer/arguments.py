@@ -149,6 +149,74 @@ class TrainerArguments:
 
 ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
 
+LEAST = {
+    "accumulate_grad_batches": 1,
+    "num_nodes": 1,
+    "log_every_n_steps": 1,
+    "max_epochs": -1,
+    "max_steps": -1,
+    "min_epochs": 0,
+    "min_steps": 0,
+    "fast_dev_run": 0,
+    "num_sanity_val_steps": -1,
+    "check_val_every_n_epoch": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+    "replicas": 1,
+    "threads": 1,
+    "max_restarts": 0,
+    "nan_skips": 0,
+}
+"""Counts, and the least that each may be."""
+MAY_BE_NONE = (
+    *("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads"),
+    *("gradient_clip_val", "hang_timeout"),
+)
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+CHOICES = {
+    "reproducible": ("off", "order", "bitwise"),
+    "gradient_clip_algorithm": ("norm", "value"),
+    "nan": ("raise", "skip", "ignore"),
+    "cluster": ("auto", "off"),
+}
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+
+
+def wanted(name: str, value: Any) -> str | None:
+    """Say what an argument of the Trainer must be, where `value` is none of it; None where the value will do."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if value is None and name in MAY_BE_NONE:
+        return None
+    if name in LEAST:
+        whole = isinstance(value, int) and (number or name == "fast_dev_run")
+        return None if whole and value >= LEAST[name] else f"an integer of at least {LEAST[name]}"
+    if name in LIMITS:
+        fits = number and value >= 0 and (isinstance(value, int) or value <= 1)
+        return None if fits else "a count (int) or a fraction from 0.0 to 1.0 (float)"
+    if name in CHOICES and value not in CHOICES[name]:
+        return f"one of {CHOICES[name]}"
+    if name == "gradient_clip_val" and not (number and value >= 0):
+        return "a positive number, or 0 for no clipping"
+    if name == "hang_timeout" and not (number and value > 0):
+        return "a positive number of seconds"
+    if name == "val_check_interval":
+        fits = number and value > 0 and (isinstance(value, int) or value <= 1)
+        return None if fits else "a count (int) or a fraction up to 1.0 (float)"
+    if name == "accelerator" and value not in ACCELERATORS:
+        return f"one of {', '.join(ACCELERATORS)}"
+    if name == "devices" and not _counts_devices(value):
+        return "a positive count, a list of different indices, -1 or 'auto'"
+    return None
+
+
+def _counts_devices(value: Any) -> bool:
+    if isinstance(value, list):
+        indices = [one for one in value if isinstance(one, int) and not isinstance(one, bool) and one >= 0]
+        return bool(value) and len(set(indices)) == len(value)
+    if isinstance(value, str):
+        return value in ("auto", "-1") or (value.isdecimal() and int(value) > 0)
+    return isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0)
+
+
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "gpus": 'Say accelerator="gpu", devices=...',

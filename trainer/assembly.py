@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.callback import Callback
-from .arguments import TrainerArguments
+from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
+from .checkpoints.run_names import fault_of_name
 from .errors import ConfigError, did_you_mean
 from .loggers.logger import Logger
 from .messages import let_be_seen
@@ -16,38 +17,12 @@ from .strategies.strategy import Strategy
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-LEAST = {
-    "accumulate_grad_batches": 1,
-    "num_nodes": 1,
-    "log_every_n_steps": 1,
-    "max_epochs": -1,
-    "max_steps": -1,
-    "min_epochs": 0,
-    "min_steps": 0,
-    "fast_dev_run": 0,
-    "num_sanity_val_steps": -1,
-    "check_val_every_n_epoch": 1,
-    "reload_dataloaders_every_n_epochs": 0,
-    "replicas": 1,
-    "threads": 1,
-    "max_restarts": 0,
-    "nan_skips": 0,
-}
-"""Counts, and the least that each may be."""
-MAY_BE_NONE = ("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads")
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 NONE_FOR_DEFAULT = (
     *LIMITS[:4],
     *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_algorithm", "precision"),
     *("default_root_dir", "deterministic", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
 )
 """Where None is Lightning's default, and so may be given without a wish."""
-CHOICES = {
-    "reproducible": ("off", "order", "bitwise"),
-    "gradient_clip_algorithm": ("norm", "value"),
-    "nan": ("raise", "skip", "ignore"),
-    "cluster": ("auto", "off"),
-}
 
 
 def check_arguments(trainer: "Trainer") -> None:
@@ -56,45 +31,16 @@ def check_arguments(trainer: "Trainer") -> None:
     for name in NONE_FOR_DEFAULT:
         if getattr(trainer, name) is None:
             setattr(trainer, name, TrainerArguments.__dataclass_fields__[name].default)
-    for name, least in LEAST.items():
+    for name in ARGUMENT_NAMES:
         value = getattr(trainer, name)
-        if value is None and name in MAY_BE_NONE:
-            continue
-        if not isinstance(value, int) or (isinstance(value, bool) and name != "fast_dev_run") or value < least:
-            raise ConfigError(f"trainer.{name}={value!r}: expected an integer of at least {least}.")
-    for name in LIMITS:
-        value = getattr(trainer, name)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or not value >= 0
-            or (isinstance(value, float) and value > 1)
-        ):
-            raise ConfigError(
-                f"trainer.{name}={value!r}: expected a count (int) or a fraction from 0.0 to 1.0 (float)."
-            )
-    for name, choices in CHOICES.items():
-        value = getattr(trainer, name)
-        if value not in choices:
-            raise ConfigError(
-                f"trainer.{name}={value!r}: expected one of {choices}.{did_you_mean(str(value), choices)}"
-            )
-    clip, interval = trainer.gradient_clip_val, trainer.val_check_interval
-    if clip is not None and (not isinstance(clip, (int, float)) or isinstance(clip, bool) or not clip >= 0):
-        raise ConfigError(f"trainer.gradient_clip_val={clip!r}: expected a positive number; None or 0 for none.")
-    trainer.gradient_clip_val = clip or None
-    hang = trainer.hang_timeout
-    if hang is not None and (not isinstance(hang, (int, float)) or isinstance(hang, bool) or not hang > 0):
-        raise ConfigError(f"trainer.hang_timeout={hang!r}: expected a positive number of seconds, or None.")
-    if (
-        not isinstance(interval, (int, float))
-        or isinstance(interval, bool)
-        or not interval > 0
-        or (isinstance(interval, float) and interval > 1)
-    ):
-        raise ConfigError(
-            f"trainer.val_check_interval={interval!r}: expected a count (int) or a fraction up to 1.0 (float)."
-        )
+        expected = wanted(name, value)
+        if expected is not None:
+            hint = did_you_mean(str(value), (*CHOICES.get(name, ()), *(ACCELERATORS if name == "accelerator" else ())))
+            raise ConfigError(f"trainer.{name}={value!r}: expected {expected}.{hint}")
+    fault = fault_of_name(trainer.run_name)
+    if fault is not None:
+        raise ConfigError(f"trainer.run_name {fault}")
+    trainer.gradient_clip_val = trainer.gradient_clip_val or None
     Precision(trainer.precision, trainer.device_list[0].type)
     if trainer.fast_dev_run:
         _shorten(trainer, int(trainer.fast_dev_run))
@@ -131,6 +77,8 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         found: Strategy = kind(**options)
     except TypeError as error:
         raise ConfigError(f"trainer.strategy.{name}: {error}.") from error
+    except ConfigError as error:
+        raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
     return found
 
 
@@ -177,7 +125,10 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
     ]
     for wish, name, options in wishes:
         if wish and (name == "Timer" or not any(isinstance(callback, getattr(known, name)) for callback in found)):
-            found.append(getattr(known, name)(**options))
+            try:
+                found.append(getattr(known, name)(**options))
+            except ConfigError as error:
+                raise ConfigError(f"trainer.max_time: {error}") from error
     savers = [
         callback for callback in found if not trainer.enable_checkpointing and isinstance(callback, known.Checkpoint)
     ]

@@ -2,9 +2,8 @@
 
 import torch
 
+from .arguments import ACCELERATORS
 from .errors import ConfigError, did_you_mean
-
-ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 
 
 def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch.device]:

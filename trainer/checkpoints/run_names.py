@@ -1,5 +1,6 @@
 """Names of run directories, and how one is told from another folder; without torch, so that a config can ask."""
 
+import os
 import re
 from pathlib import Path
 
@@ -14,9 +15,16 @@ LONGEST = 255
 def fault_of_name(name: str) -> str | None:
     """Say what keeps a run's name from being a folder below the root; None where nothing does."""
     parts = Path(name).parts
-    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name:
+    if not parts or Path(name).is_absolute() or ".." in parts or not name.isprintable():
         return f"must be a plain name, since it becomes a folder below run.root, not {name[:60]!r}."
-    size, part = max((len(part.encode(errors="surrogatepass")), part) for part in parts)
+    return fault_of_path(name)
+
+
+def fault_of_path(path: str) -> str | None:
+    """Say why no file system takes a path; None where one may."""
+    if "\0" in path:
+        return f"has a null byte, which no path can have: {path[:60]!r}."
+    size, part = max(((len(os.fsencode(part)), part) for part in Path(path).parts), default=(0, ""))
     if size > LONGEST:
         return f"is too long: {part[:40]!r}... takes {size} bytes, and the name of a folder has {LONGEST} at most."
     return None

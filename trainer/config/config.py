@@ -5,6 +5,7 @@ Config --(build: `_target_` classes, typed arguments)--> Run
 """
 
 import ast
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -132,14 +133,19 @@ def build(config: Config) -> Run:
     }
     signature = builder.checker.trainer_signature()
     arguments = builder.arguments(values["trainer"], ("trainer",), signature)
-    trainer = Trainer(
-        **arguments,
-        callbacks=parts.get("callbacks"),
-        logger=parts["loggers"] or False if "loggers" in parts else True,
-        seed=values["seed"],
-        run_name=values["run"]["name"],
-        default_root_dir=values["run"]["root"],
-    )
+    try:
+        trainer = Trainer(
+            **arguments,
+            callbacks=parts.get("callbacks"),
+            logger=parts["loggers"] or False if "loggers" in parts else True,
+            seed=values["seed"],
+            run_name=values["run"]["name"],
+            default_root_dir=values["run"]["root"],
+        )
+    except ConfigError as error:
+        named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument, and perhaps one of its options
+        place = config.origin(("trainer", *filter(None, named.groups()))) if named else ""
+        raise ConfigError(f"{place}: {error}" if named else str(error)) from error
     trainer.config_text = config.text()
     return Run(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
 
@@ -179,7 +185,12 @@ class _Builder:
         if base is object or base not in cls.__mro__:
             raise ConfigError(f"{place}: {value[TARGET]!r} is not a subclass of {expected}, which this place needs.")
         signature = self.checker.signature(value[TARGET]) or Signature(open=True)
-        return cls(**self.arguments({name: one for name, one in value.items() if name != TARGET}, key, signature))
+        try:
+            return cls(**self.arguments({name: one for name, one in value.items() if name != TARGET}, key, signature))
+        except ConfigError as error:
+            if str(error).startswith(place.partition(":")[0]):  # of an argument that is itself built
+                raise
+            raise ConfigError(f"{self.config.origin(key)}: {dotted(key)}: {error}") from error
 
     def arguments(self, value: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
         """Turn plain arguments into those of the types that the signature names."""

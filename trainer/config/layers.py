@@ -1,5 +1,6 @@
 """Config files, what they extend, overrides and interpolations, laid over each other in that order."""
 
+import difflib
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ def read(arguments: Sequence[str]) -> Entry:
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
     for one in files:
         if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
-            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_instead(one)}")
+            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_instead(one, arguments)}")
     merged = _read_file(Path(files[0]), ())
     for one in files[1:]:
         merged = merge(merged, _read_file(Path(one), ()))
@@ -124,6 +125,12 @@ def _find(path: Path, above: tuple[Path, ...]) -> Path:
     except (OSError, ValueError):  # a name that no file can have
         siblings = []
     place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
+    if os.path.islink(path):
+        raise ConfigError(f"{place} a link to {os.readlink(path)!r}, and that is no file.")
+    if os.path.isdir(path):
+        own = [path / CONFIG] if (path / CONFIG).is_file() else sorted(path.glob("*.y*ml"))
+        hint = f" Did you mean {str(own[0])!r}?" if own else ""
+        raise ConfigError(f"{place} a folder, not a YAML file.{hint}")
     ready = ", ".join(ready_configs()) or "none"
     hint = did_you_mean(path.name, [*siblings, *ready_configs()])
     raise ConfigError(f"{place} not there, nor among the ready ones ({ready}).{hint}")
@@ -142,18 +149,50 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
-def _instead(argument: str) -> str:
+def _instead(argument: str, arguments: Sequence[str]) -> str:
+    """Return what was probably meant by an argument that is neither a file nor an override, as a sentence."""
     if argument.startswith("="):
         return f" Name a key before the {argument!r}."
-    if re.match(r"(--|[+~]+)[^=]+=", argument):
-        return f" Write {argument.lstrip('-+~')} instead."
+    removal = re.fullmatch(r"~([A-Za-z_][\w.]*)(=.*)?", argument)
+    if removal:
+        return f" Write {removal[1]}=null to remove it."
+    option = re.fullmatch(r"(?:--?|[+]+)([A-Za-z_][\w.-]*)(?:=(.*))?", argument, re.DOTALL)
+    key = _known_key(option[1].replace("-", "_")) if option else None
+    if option and option[2] is not None:
+        return f" Write {key or option[1]}={option[2]} instead."
+    if option and key is not None:
+        following = [*arguments, ""][arguments.index(argument) + 1]
+        return f" Write {key}={'value' if not following or following.startswith('-') else following} instead."
     if argument.startswith("-"):
         return " Options stand right after `legato`, as in `legato fit --help`; all else is set by key=value."
+    pair = re.fullmatch(r"([A-Za-z_][\w.]*)\s*(?:=|:|\N{FULLWIDTH EQUALS SIGN})\s*(\S.*)", argument)
+    if pair:
+        return f" Write {pair[1]}={pair[2]} instead."
     known = [*ready_configs(), *(one.name for one in Path().glob("*.y*ml"))]
     stems = {name.rpartition(".")[0]: name for name in known}
     if argument in stems:
         return f" Did you mean {stems[argument]!r}?"
     return did_you_mean(argument, known) or f" Write {argument}=value."
+
+
+def _known_key(key: str) -> str | None:
+    """Return the key of a config that was probably meant: misspelt, or without its section; None: there is none."""
+    from ..arguments import ARGUMENT_NAMES
+    from .mistakes import MOVED, SECTION_OF, SECTIONS
+
+    section, _, rest = key.partition(".")
+    if not rest:
+        moved = {name: dotted(place) for name, place in MOVED.items()}
+        known = {**{name: f"trainer.{name}" for name in ARGUMENT_NAMES}, **SECTION_OF, **moved}
+        known |= {name: name for name in SECTIONS}
+        near = difflib.get_close_matches(section, known, n=1, cutoff=0.75)
+        return known[near[0]] if near else None
+    near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
+    if not near:
+        return None
+    if near[0] == "trainer" and "." not in rest:
+        rest = next(iter(difflib.get_close_matches(rest, ARGUMENT_NAMES, n=1)), rest)
+    return f"{near[0]}.{rest}"
 
 
 def _overrides_among(arguments: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
+from ..checkpoints.run_names import fault_of_name, fault_of_path
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
@@ -130,7 +131,8 @@ class Checker:
             parameter = known.get(name)
             if parameter is not None:
                 if not same(item, default_of(parameter)):
-                    yield from mismatches(type_of(parameter, self.sources), item, (*key, name), self.target)
+                    found = mismatches(type_of(parameter, self.sources), item, (*key, name), self.target)
+                    yield from found or _out_of_range(key, name, item)
             elif signature.open and isinstance(name, str):
                 yield from mismatches(Type("any"), item, (*key, name), self.target)
             else:
@@ -208,6 +210,8 @@ class Checker:
                     )
                 elif not isinstance(item, str):
                     yield Problem(("run", name), f"must be str, not {describe(item)}. Put it in quotes.")
+                elif (fault := (fault_of_name if name == "name" else fault_of_path)(item)) is not None:
+                    yield Problem(("run", name), fault)
         for name, words in _WORDS.items():
             value = self.values.get(name)
             if value is not None and not isinstance(value, str):
@@ -229,6 +233,8 @@ class Checker:
         return ""
 
     def _section_meant(self, name: Any) -> str:
+        if name == "<<":
+            return _instead((), name)
         if isinstance(name, str) and name in self.trainer_signature().parameters:
             return f" Did you mean 'trainer.{name}'?"
         for section in ("task", "data"):
@@ -240,8 +246,24 @@ class Checker:
         return f" {LIGHTNING_KEYS[name]}" if name in LIGHTNING_KEYS else known
 
 
+def _out_of_range(key: Key, name: Any, value: Any) -> Iterator[Problem]:
+    """A value of the right type that an argument of the trainer cannot be."""
+    if key == ("trainer",):
+        from ..arguments import ACCELERATORS, wanted
+
+        expected = wanted(name, value)
+        fault = fault_of_name(value) if name == "run_name" else None
+        if fault is not None:
+            yield Problem((*key, name), fault)
+        elif expected is not None:
+            hint = did_you_mean(value, ACCELERATORS) if name == "accelerator" else ""
+            yield Problem((*key, name), f"must be {expected}, not {describe(value)}.{hint}")
+
+
 def _instead(key: Key, name: Any) -> str:
     """Return what to write for an argument of the trainer that stands elsewhere, or that Lightning's has."""
+    if name == "<<":
+        return " YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}."
     if key != ("trainer",):
         return ""
     from ..arguments import INSTEAD
