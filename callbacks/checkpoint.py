@@ -2,14 +2,15 @@
 
 import logging
 import math
+import os
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.errors import ConfigError
+from ..trainer.errors import CheckpointError, ConfigError
 from .monitor import Monitor
-from .retention import Retention
+from .retention import Retention, is_name
 
 if TYPE_CHECKING:
     from ..tasks.task import Task
@@ -64,7 +65,9 @@ class Checkpoint(Retention):
         if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
             every_n_epochs = 1
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
-        self.dirpath, self._has_own_folder = None if dirpath is None else Path(dirpath), dirpath is not None
+        self._given = None if dirpath is None else str(dirpath)
+        # wherever the process goes later
+        self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.seconds_between = 60 * train_time_interval if train_time_interval else math.inf
         self.save_on_train_epoch_end, self.asynchronous = save_on_train_epoch_end, asynchronous
@@ -82,7 +85,7 @@ class Checkpoint(Retention):
     @property
     def state_key(self) -> str:
         """One for the run directory, and one for each other folder."""
-        return f"Checkpoint[{self.dirpath}]" if self._has_own_folder else "Checkpoint"
+        return "Checkpoint" if self._given is None else f"Checkpoint[{self._given}]"
 
     def state_dict(self) -> dict[str, Any]:
         """Names and values of the checkpoints, and where they stand now; a resume finds the folder anew."""
@@ -91,42 +94,66 @@ class Checkpoint(Retention):
         return {**saved, "wanted_step": self._wanted_step, "metric": metric, "dirpath": str(self.dirpath or "")}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with the checkpoints of the run that is resumed."""
-        self.scores = dict(state_dict["scores"])
+        """Go on with the checkpoints of the run that is resumed, as far as names are such as Legato gives.
+
+        The state may come from anywhere: `dirpath` in it says where the checkpoints were, and is not gone to. Raises
+        CheckpointError where a value is of another kind.
+        """
+        scores = state_dict["scores"]
+        numbers = {name: state_dict[name] for name in ("newest_step", "saved_at", "wanted_step")}
+        if isinstance(scores, Mapping):
+            numbers |= {f"scores[{name!r}]": score for name, score in scores.items() if score is not None}
+        else:
+            numbers["scores"] = scores
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise CheckpointError(f"{self.state_key}: {name} must be a number in the state, got {value!r:.80}.")
+        self.scores = {name: score for name, score in scores.items() if is_name(name)}
         self._newest_step, self._saved_at = state_dict["newest_step"], state_dict["saved_at"]
         self._wanted_step = state_dict["wanted_step"]
         if self._metric is not None and state_dict["metric"]:
             self._metric.load_state_dict(state_dict["metric"])
-        if not self._has_own_folder and state_dict["dirpath"]:
-            self.dirpath = Path(state_dict["dirpath"])
 
     # --- when to save -----------------------------------------------------------------------------------------------
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Begin anew; a resume puts its state in here later. Raises ConfigError where two write to one folder."""
         if stage != "fit":
             return
-        if [c.state_key for c in trainer.callbacks if isinstance(c, Checkpoint)].count(self.state_key) > 1:
+        for callback in trainer.checkpoint_callbacks:
+            callback.find_folder(trainer)
+        folders = [os.path.realpath(c.dirpath) for c in trainer.checkpoint_callbacks if c.dirpath is not None]
+        if self.dirpath is not None and folders.count(os.path.realpath(self.dirpath)) > 1:
             reason = "where each would delete what the other keeps. Give one of them a dirpath of its own."
-            raise ConfigError(f"Two Checkpoint callbacks write to the same folder, {reason}")
+            raise ConfigError(f"Two Checkpoint callbacks write to the same folder, {self.dirpath}, {reason}")
         self.scores, self._newest_step, self._saved_at = {}, -1, 0.0
         if self._metric is not None:
             self._metric.reset()
 
+    def find_folder(self, trainer: "Trainer") -> None:
+        """Find the folder of the trainer's run directory, unless it was given one."""
+        if self._given is None:
+            self.dirpath = None if trainer.run_dir is None else Path(trainer.run_dir) / "checkpoints"
+
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Find the folder, and forget checkpoints that are not in it: they are another run's, from which this began.
+        """Find the folder, and forget checkpoints of which this run has none there: this began from another run's.
 
         Raises ConfigError where a run that begins anew would write over another one's.
         """
-        if not self._has_own_folder:
-            self.dirpath = None if trainer.run_dir is None else Path(trainer.run_dir) / "checkpoints"
-        elif trainer.global_step == 0 and not trainer.fast_dev_run:
+        self.find_folder(trainer)
+        if self._given is not None and trainer.global_step == 0 and not trainer.fast_dev_run:
             self._refuse_anothers(trainer)
-        present = trainer.broadcast([name for name in self.scores if Path(self.path(name)).is_dir()])
-        self.scores = {name: self.scores[name] for name in present}
+        self.scores = trainer.broadcast(self._present(trainer))
         # where nothing is trained, nothing is saved
-        self._newest_step = max(self._newest_step, trainer.global_step)
+        self._newest_step = trainer.global_step
         self._seen_step, self._wanted_step = trainer.global_step, -1
         self._due_step, self._is_cut_off = -1, False
+
+    def _present(self, trainer: "Trainer") -> dict[str, float | None]:
+        """Return the names with values that this run wrote and that are there; for rank 0, which alone writes."""
+        if not trainer.is_global_zero or self.dirpath is None:
+            return {}
+        own = trainer.saver.own_in(self.dirpath)
+        return {name: score for name, score in self.scores.items() if name in own}
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save after every n-th step, or when the time has come."""
@@ -135,7 +162,7 @@ class Checkpoint(Retention):
             return
         self._seen_step = step
         if self.asynchronous:
-            trainer.writer.check()
+            trainer.saver.check()
         due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
         if trainer.elapsed - self._saved_at >= self.seconds_between:
             self._saved_at, due = trainer.elapsed, True
@@ -183,8 +210,8 @@ class Checkpoint(Retention):
         """Go by what rank 0 finds, which may be another process now, and do a save again that the break has spoilt."""
         if self.dirpath is None:
             return
-        trainer.writer.wait()
-        present = {name: score for name, score in self.scores.items() if Path(self.path(name)).is_dir()}
+        trainer.saver.wait()
+        present = self._present(trainer)
         spoilt = self._wanted_step == trainer.global_step and f"step-{trainer.global_step:08d}" not in present
         newest = min(self._newest_step, trainer.global_step - 1) if spoilt else self._newest_step
         found = trainer.broadcast((present, newest, self._saved_at, spoilt))
@@ -253,7 +280,7 @@ class Checkpoint(Retention):
 
     def _prune(self, trainer: "Trainer") -> None:
         for name in self.surplus():
-            trainer.remove_checkpoint(self.path(name))
+            trainer.saver.discard(Path(self.path(name)))
             del self.scores[name]
 
     def _score(self, trainer: "Trainer") -> float | None:

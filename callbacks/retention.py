@@ -1,5 +1,6 @@
 """Retention: which checkpoints a run has, which are the best, and which may go."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -8,6 +9,14 @@ from .callback import Callback
 
 if TYPE_CHECKING:
     import torch
+
+
+NAME = re.compile(r"step-[0-9]{8,}")
+
+
+def is_name(name: object) -> bool:
+    """Tell whether this is a name as checkpoints have it, which leads nowhere else."""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None
 
 
 class Retention(Callback):

@@ -394,8 +394,8 @@ def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next_step(tmp_p
 
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
             self.steps = trainer.global_step
-            if trainer.writer._thread is not None:
-                trainer.writer._thread.join()
+            if trainer.saver.writer._thread is not None:
+                trainer.saver.writer._thread.join()
 
     def full(*arguments, **options):
         raise OSError("the disk came loose")

@@ -103,12 +103,14 @@ def good_manifest() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=2), "newer than this Legato reads"),
-        (lambda body: body.update(format=True), "format must be 1"),
-        (lambda body: body.update(format=0), "format must be 1"),
+        (lambda body: body.update(format=3), "newer than this Legato reads"),
+        (lambda body: body.update(format=True), "format must be 2 or 1"),
+        (lambda body: body.update(format=0), "format must be 2 or 1"),
         (lambda body: body.pop("torch"), "torch is missing"),
         (lambda body: body.update(pickle="yes"), "unknown field pickle"),
         (lambda body: body.update(torch=3), "must be texts"),
+        (lambda body: body.update(run=3), "must be texts"),
+        (lambda body: body.update(run="another"), "does not match its own sha256"),
         (lambda body: body.update(files=[]), "files must be an object"),
         (lambda body: body["files"].pop("state.json"), "files lacks state.json"),
         (lambda body: body["files"].update({"../../etc/passwd": {}}), "no plain file name"),

@@ -1,6 +1,8 @@
 """The Trainer's arguments, checked, and what they stand for: a strategy, callbacks, loggers."""
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..callbacks.callback import Callback
@@ -31,6 +33,8 @@ def check_arguments(trainer: "Trainer") -> None:
     for name in NONE_FOR_DEFAULT:
         if getattr(trainer, name) is None:
             setattr(trainer, name, TrainerArguments.__dataclass_fields__[name].default)
+    root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
+    trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
     for name in ARGUMENT_NAMES:
         value = getattr(trainer, name)
         expected = wanted(name, value)

@@ -14,6 +14,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import kernels
 from .checkpoints import checkpoint, contents, restore, run_directory
+from .checkpoints.saver import new_identity
 from .checkpoints.stored_run import FRESH, StoredRun
 from .data.combined_loader import combined, one_after_another
 from .data.dealing import EvaluationData, training_data
@@ -113,16 +114,18 @@ def check_task(task: Any, request: Request) -> None:
 def find_directory(run: Run, request: Request) -> None:
     """Find out which checkpoint the run goes on from and where it writes; rank 0 decides for all."""
     trainer = run.trainer
-    decided: tuple[Exception | None, Path | None, Path | None] = (None, None, None)
+    decided: tuple[Exception | None, Path | None, Path | None, str] = (None, None, None, new_identity())
     if run.strategy.place.rank == 0:
         try:
-            decided = (None, *decide_directory(trainer, request))
+            decided = (None, *decide_directory(trainer, request), decided[3])
         except (ConfigError, CheckpointError) as error:
-            decided = (error, None, None)
-    problem, trainer.run_dir, source = run.strategy.broadcast(decided)
+            decided = (error, None, None, "")
+    problem, trainer.run_dir, source, identity = run.strategy.broadcast(decided)
     if problem is not None:
         raise problem
     run.source = source
+    if request.stage == "fit":
+        trainer.saver.run_id = identity  # unless the checkpoint to go on from has one
     if source is not None:
         run.checkpoint = checkpoint.read_any(source, run.task.state_dict().keys(), run.strategy.reads_in_parts)
         if trainer.is_global_zero:

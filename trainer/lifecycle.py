@@ -36,7 +36,7 @@ def close(run: Run, errors: Errors) -> None:
     """Tell everyone that the run is over, also when it ended badly, and undo what holds for the whole process."""
     trainer, attempt = run.trainer, errors.attempt
     run.preemption.expect_end(failed=errors.first is not None)
-    attempt(trainer.writer.wait)  # the last whole state may be on its way to the disk
+    attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
     if errors.first is None:
         attempt(run.strategy.finish)
     if errors.first is not None:

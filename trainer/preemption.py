@@ -137,7 +137,7 @@ class Preemption:
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath == folder and not callback.save_weights_only:
                 callback.save(trainer, always=True)
-                trainer.writer.wait()
+                trainer.saver.wait()
                 saved = trainer.broadcast(path.is_dir())  # waits for rank 0: who ends first is taken for the end of all
                 break
         if not saved:

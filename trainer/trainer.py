@@ -13,7 +13,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import build, lifecycle
 from .assembly import check_arguments, make_callbacks, make_loggers, make_strategy
-from .checkpoints import checkpoint, saver
+from .checkpoints.saver import Saver
 from .data.sampling import mix
 from .data.steps import StepInput
 from .masked import counted
@@ -50,7 +50,7 @@ class Trainer(TrainerView):
         self.loggers = make_loggers(self.logger)
         self.logger = self.loggers[0] if self.loggers else None
         self.callbacks = make_callbacks(self, self.callbacks)
-        self.writer = checkpoint.Writer()
+        self.saver = Saver(self)
 
     def fit(
         self,
@@ -317,10 +317,8 @@ class Trainer(TrainerView):
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:
         """Write a checkpoint of this moment; every rank calls it."""
-        saver.save(self, Path(path), weights_only, asynchronous)
+        self.saver.save(Path(path), weights_only, asynchronous)
 
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
-        if self.is_global_zero:
-            self.writer.wait()
-            checkpoint.remove(Path(path))
+        self.saver.remove(Path(path))

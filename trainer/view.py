@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from ..callbacks.callback import Callback
     from ..tasks.data_module import DataModule
     from ..tasks.task import Task
+    from .checkpoints.saver import Saver
     from .loggers.logger import Logger
     from .metrics import Metrics
     from .run import Run
@@ -28,6 +29,7 @@ class TrainerView(TrainerArguments):
     state: State
     run_dir: Path | None
     strategy: "Strategy"
+    saver: "Saver"
     callbacks: "list[Callback]"
     logger: "Logger | None"
     loggers: "list[Logger]"

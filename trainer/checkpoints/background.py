@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .commit import ExtraFiles, commit
+from .commit import NOBODY, ExtraFiles, Owner, commit
 from .parts import ALONE, Ranks
 from .tree import Flat, flatten
 
@@ -39,6 +39,7 @@ class Writer:
         *,
         extra_files: ExtraFiles | None = None,
         ranks: Ranks = ALONE,
+        owner: Owner = NOBODY,
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
 
@@ -49,8 +50,15 @@ class Writer:
         flat.share_out(ranks)
         self._snapshot(flat)
         self._directory = Path(os.path.abspath(directory))
-        self._thread = threading.Thread(target=self._write, args=(flat, extra_files, ranks), name="legato-checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(flat, extra_files, ranks, owner))
+        self._thread.name = "legato-checkpoint"
         self._thread.start()
+
+    def join(self) -> None:
+        """Wait until nothing is being written, whether that went well or not."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def check(self) -> None:
         """Raise CheckpointError, once, if a save has failed."""
@@ -60,9 +68,7 @@ class Writer:
 
     def wait(self) -> None:
         """Wait until nothing is being written; raises what `check` raises."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        self.join()
         self.check()
 
     def close(self) -> None:
@@ -72,9 +78,9 @@ class Writer:
         finally:
             self._memory = None
 
-    def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Ranks) -> None:
+    def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Ranks, owner: Owner) -> None:
         try:
-            commit(self._directory, flat, extra_files, ranks)
+            commit(self._directory, flat, extra_files, ranks, owner)
         except BaseException as error:  # it is raised where the run can end by it
             self._error = error
 

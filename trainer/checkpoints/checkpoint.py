@@ -21,7 +21,7 @@ from typing import Any
 from ..errors import CheckpointError
 from . import commit, manifest
 from .background import Writer
-from .commit import STEP_NAME, free_space_check, remove, sweep
+from .commit import NOBODY, STEP_NAME, Owner, free_space_check, remove, sweep
 from .foreign import read_contents, read_foreign
 from .parts import ALONE, PART_FILE, PartFiles, Ranks, made_whole
 from .tensor_files import Sum, file_sum, read_tensors
@@ -29,6 +29,7 @@ from .tree import MODEL, OTHERS, flatten, unflatten
 
 __all__ = [
     "ALONE",
+    "Owner",
     "Writer",
     "all_in",
     "directory_name",
@@ -57,7 +58,12 @@ def directory_name(step: int) -> str:
 
 
 def write(
-    directory: Path, contents: Mapping[str, Any], *, extra_files: commit.ExtraFiles | None = None, ranks: Ranks = ALONE
+    directory: Path,
+    contents: Mapping[str, Any],
+    *,
+    extra_files: commit.ExtraFiles | None = None,
+    ranks: Ranks = ALONE,
+    owner: Owner = NOBODY,
 ) -> None:
     """Write a checkpoint, from one process; a whole one that has this name is replaced at once or kept.
 
@@ -68,7 +74,7 @@ def write(
     """
     flat = flatten(contents)
     flat.share_out(ranks)
-    commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks)
+    commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks, owner)
 
 
 def read(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,26 @@ def beside(directory: Path, kind: str) -> Path:
     return directory.with_name(f".{directory.name}.{kind}")
 
 
-def commit(directory: Path, flat: Flat, extra_files: ExtraFiles | None = None, ranks: Ranks = ALONE) -> None:
+@dataclass(frozen=True)
+class Owner:
+    """On whose behalf a checkpoint is written."""
+
+    run: str = ""
+    """The identity of the run, for the manifest; "": no run's."""
+    sweeps: bool = True
+    """Whether nobody else writes to the folder, so that what interrupted saves left in it may be cleared up."""
+
+
+NOBODY = Owner()
+
+
+def commit(
+    directory: Path,
+    flat: Flat,
+    extra_files: ExtraFiles | None = None,
+    ranks: Ranks = ALONE,
+    owner: Owner = NOBODY,
+) -> None:
     """Write a checkpoint to its place, replacing one that is there.
 
     With several `ranks` each of them calls this, and writes its own files. Raises CheckpointError, on every rank, where
@@ -51,7 +71,7 @@ def commit(directory: Path, flat: Flat, extra_files: ExtraFiles | None = None, r
         if first:
             _check_place(directory, extra_files)
             begun = True
-            _open_stage(directory, stage, needed)
+            _open_stage(directory, stage, needed, owner.sweeps)
 
     def write() -> dict[str, Sum]:
         return {**(_write_whole(stage, flat, extra_files) if first else {}), **_write_parts(stage, flat, ranks.rank)}
@@ -59,7 +79,7 @@ def commit(directory: Path, flat: Flat, extra_files: ExtraFiles | None = None, r
     def finish(sums: list[dict[str, Sum]]) -> None:
         if first:
             files = {name: found for written in sums for name, found in written.items()}
-            write_bytes(stage / manifest.MANIFEST, manifest.dump(files))
+            write_bytes(stage / manifest.MANIFEST, manifest.dump(files, owner.run))
             sync_folder(stage)
             _swap_in(stage, directory)
 
@@ -101,10 +121,10 @@ def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
     return [answer for answer, _ in answers]
 
 
-def _open_stage(directory: Path, stage: Path, needed: int) -> None:
+def _open_stage(directory: Path, stage: Path, needed: int, sweeps: bool) -> None:
     make_folder(directory.parent)
     settle(directory)
-    if STEP_NAME.fullmatch(directory.name):
+    if sweeps and STEP_NAME.fullmatch(directory.name):
         sweep(directory.parent)
     free_space_check(directory.parent, needed)
     os.mkdir(stage)
@@ -185,12 +205,12 @@ def sweep(root: Path) -> None:
                 settle(root / name)
 
 
-def remove(directory: Path) -> None:
-    """Delete a checkpoint; raises CheckpointError for anything that does not look like one."""
-    if directory.is_symlink() or not (directory / manifest.MANIFEST).is_file():
-        raise CheckpointError(
-            f"{directory} is not removed: it does not look like a checkpoint (no {manifest.MANIFEST})."
-        )
+def remove(directory: Path, run: str | None = None) -> None:
+    """Delete a checkpoint, of `run` if one is given; raises CheckpointError for anything else.
+
+    What verifies is deleted: a directory, no link, with a manifest that is whole, and with no file that is not in it.
+    """
+    _check_removable(directory, run)
     gone = beside(directory, REMOVED)
     with _naming(directory):
         _delete(beside(directory, REPLACED))  # first, or settling would later bring back what was replaced before
@@ -198,6 +218,21 @@ def remove(directory: Path) -> None:
         os.rename(directory, gone)
         sync_folder(directory.parent)
         _delete(gone)
+
+
+def _check_removable(directory: Path, run: str | None) -> None:
+    if directory.is_symlink() or not directory.is_dir():
+        kind = "a link" if directory.is_symlink() else "not there" if not directory.exists() else "no directory"
+        raise CheckpointError(f"{directory} is not removed: it is {kind}.")
+    try:
+        files, wrote = manifest.load(directory), manifest.run_of(directory)
+        foreign = sorted({entry.name for entry in os.scandir(directory)} - {*files, manifest.MANIFEST})
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{directory} is not removed: it does not look like a checkpoint. {error}") from error
+    if run is not None and run != wrote:
+        raise CheckpointError(f"{directory} is not removed: it is no checkpoint of this run; another one wrote it.")
+    if foreign:
+        raise CheckpointError(f"{directory} is not removed: it holds {foreign[0]}, which Legato did not write.")
 
 
 @contextmanager

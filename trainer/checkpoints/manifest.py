@@ -16,7 +16,8 @@ from .tensor_files import Sum
 
 MANIFEST = "manifest.json"
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
-FORMAT = 1
+FORMAT = 2
+"""1 did not say which run wrote the checkpoint; it is still read."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
@@ -27,12 +28,13 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.fullmatch(name) is not None and name != MANIFEST
 
 
-def dump(files: Mapping[str, Sum]) -> bytes:
-    """Return the text of a manifest for these files."""
+def dump(files: Mapping[str, Sum], run: str = "") -> bytes:
+    """Return the text of a manifest for these files, which `run` has written; "" for no run."""
     body: dict[str, Any] = {
         "format": FORMAT,
         "legato": __version__,
         "torch": str(torch.__version__),
+        "run": run,
         "files": {name: {"size": found.size, "sha256": found.sha256} for name, found in files.items()},
     }
     return json.dumps({**body, "sha256": _own_sum(body)}, indent=1).encode("ascii")
@@ -40,6 +42,11 @@ def dump(files: Mapping[str, Sum]) -> bytes:
 
 def parse(data: bytes) -> dict[str, Sum]:
     """Return the files that a manifest names; raises CheckpointError that says which field is wrong."""
+    return _parse(data)[0]
+
+
+def _parse(data: bytes) -> tuple[dict[str, Sum], str]:
+    """Return the files and the run of a manifest."""
     body = parse_json(data, MANIFEST)
     if not isinstance(body, dict):
         raise CheckpointError(f"{MANIFEST} must hold an object.")
@@ -48,11 +55,12 @@ def parse(data: bytes) -> dict[str, Sum]:
         raise CheckpointError(
             f"{MANIFEST}: format {written} is newer than this Legato reads ({FORMAT}); update Legato."
         )
-    _same_fields(body, {"format", "legato", "torch", "files", "sha256"}, "")
-    if type(written) is not int or written != FORMAT:
-        raise CheckpointError(f"{MANIFEST}: format must be {FORMAT}, got {str(written)[:40]}.")
-    if not all(isinstance(body[name], str) for name in ("legato", "torch", "sha256")):
-        raise CheckpointError(f"{MANIFEST}: legato, torch and sha256 must be texts.")
+    if type(written) is not int or written not in (1, FORMAT):
+        raise CheckpointError(f"{MANIFEST}: format must be {FORMAT} or 1, got {str(written)[:40]}.")
+    texts = ["legato", "torch", "sha256", *(["run"] if written > 1 else [])]
+    _same_fields(body, {"format", "files", *texts}, "")
+    if not all(isinstance(body[name], str) for name in texts):
+        raise CheckpointError(f"{MANIFEST}: {', '.join(texts)} must be texts.")
     if not isinstance(body["files"], dict):
         raise CheckpointError(f"{MANIFEST}: files must be an object.")
     files = {name: _entry(name, entry) for name, entry in body["files"].items()}
@@ -61,7 +69,7 @@ def parse(data: bytes) -> dict[str, Sum]:
     own = body.pop("sha256")
     if own != _own_sum(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
-    return files
+    return files, body.get("run", "")
 
 
 def _entry(name: str, entry: Any) -> Sum:
@@ -111,10 +119,19 @@ def _no_constant(name: str) -> Any:
 
 
 def load(directory: Path) -> dict[str, Sum]:
-    """Read the manifest of a checkpoint; raises CheckpointError that names the directory and what is wrong."""
+    """Return the files of a checkpoint; raises CheckpointError that names the directory and what is wrong."""
+    return _load(directory)[0]
+
+
+def run_of(directory: Path) -> str:
+    """Return the identity of the run that wrote a checkpoint, "" where none is known; raises what `load` raises."""
+    return _load(directory)[1]
+
+
+def _load(directory: Path) -> tuple[dict[str, Sum], str]:
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
-        return parse((directory / MANIFEST).read_bytes())
+        return _parse((directory / MANIFEST).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{directory}: {MANIFEST} cannot be read: {error.strerror}.") from error
     except CheckpointError as error:

@@ -43,6 +43,8 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
             )
         for name, value in restored.to_dict().items():
             setattr(state, name, value)
+        run_id = saved.get("run_id")
+        trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
     elif state.global_step == 0:
         state.replicas = asked if asked is not None else trainer.strategy.default_replicas()
         state.seed = trainer.seed

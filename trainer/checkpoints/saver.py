@@ -1,36 +1,122 @@
-"""Saves the run: the one place from which checkpoints are written."""
+"""Saver: the one owner of a trainer's saves. Nothing else writes, clears up or removes checkpoints of a run."""
 
+import logging
+import os
+import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from ..errors import CheckpointError
 from ..finite import require_finite
-from . import checkpoint
+from . import checkpoint, manifest
+from .background import Writer
+from .commit import Owner, remove
 from .contents import contents, left_by_workers
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
-
-def save(trainer: "Trainer", path: Path, weights_only: bool, asynchronous: bool) -> None:
-    """Write a checkpoint of this moment; every rank calls it. A point that is due is logged before, lest it be lost."""
-    with trainer.strategy.timeouts.during("checkpoint"):
-        _save(trainer, path, weights_only, asynchronous)
+log = logging.getLogger("legato")
 
 
-def _save(trainer: "Trainer", path: Path, weights_only: bool, asynchronous: bool) -> None:
-    if trainer.strategy.task is None:
-        checkpoint.write(path, left_by_workers(trainer, weights_only))
-        return
-    step = trainer.global_step
-    if trainer.training and step and step % trainer.log_every_n_steps == 0:
-        trainer.log_step()
-    require_finite(trainer.current_run)
-    found = contents(trainer, weights_only)
-    if trainer.is_global_zero:
-        for logger in trainer.loggers:
-            logger.save()  # what a resume counts as logged must be on disk before the checkpoint that says so
-    writers = trainer.strategy.writers
-    if writers is not None or trainer.is_global_zero:
-        write = trainer.writer.save if asynchronous else checkpoint.write
-        write(path, found, ranks=checkpoint.ALONE if writers is None else writers)
-    trainer.strategy.barrier()
+class Saver:
+    """Saves, clears up and removes the checkpoints of a trainer's runs, one after another in the order asked for.
+
+    A save in the background is finished before anything else is begun: two that wrote at once would clear up each
+    other's files, and where every rank has a part of the state, meet in one process group on two threads.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.writer = Writer()
+        self.run_id = ""
+        """The identity of the run, in the manifest of each of its checkpoints. A resume keeps it."""
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+    def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
+        """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
+
+        Raises CheckpointError where that fails, and where a save in the background before it has failed: a plain save
+        writes its own first.
+        """
+        trainer = self.trainer
+        with trainer.strategy.timeouts.during("checkpoint"):
+            if trainer.strategy.task is None:
+                self._write(path, left_by_workers(trainer, weights_only), False)
+                return
+            step = trainer.global_step
+            if trainer.training and step and step % trainer.log_every_n_steps == 0:
+                trainer.log_step()
+            require_finite(trainer.current_run)
+            found = contents(trainer, weights_only)
+            if trainer.is_global_zero:
+                for logger in trainer.loggers:
+                    logger.save()  # what a resume counts as logged must be on disk before the checkpoint that says so
+            if trainer.strategy.writers is not None or trainer.is_global_zero:
+                self._write(path, found, asynchronous)
+            trainer.strategy.barrier()
+
+    def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
+        writers, owner = self.trainer.strategy.writers, Owner(self.run_id, self._owns(path.parent))
+        ranks = checkpoint.ALONE if writers is None else writers
+        if asynchronous:
+            self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the one before, and raises its error
+            return
+        self.writer.join()
+        try:
+            checkpoint.write(path, found, ranks=ranks, owner=owner)
+        except CheckpointError as error:
+            try:
+                self.writer.check()
+            except CheckpointError as earlier:
+                raise CheckpointError(f"{error} The save before it had failed too. {earlier}") from error
+            raise
+        self.writer.check()
+
+    def _owns(self, folder: Path) -> bool:
+        """Return whether this run alone writes to a folder: to its own, and to those of Checkpoint callbacks."""
+        known = [callback.dirpath for callback in self.trainer.checkpoint_callbacks]
+        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / checkpoint.FOLDER)
+        return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
+
+    def check(self) -> None:
+        """Raise CheckpointError, once, if a save in the background has failed."""
+        self.writer.check()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written; raises what `check` raises."""
+        self.writer.wait()
+
+    def own_in(self, folder: Path) -> set[str]:
+        """Return the names of the checkpoints in a folder that this run wrote."""
+        return {path.name for path in checkpoint.all_in(folder) if self._wrote(path)}
+
+    def _wrote(self, path: Path) -> bool:
+        try:
+            return manifest.run_of(path) == self.run_id
+        except CheckpointError:
+            return False
+
+    # --- removing ---------------------------------------------------------------------------------------------------
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it.
+
+        Raises CheckpointError where a save before it failed, and where there is no checkpoint of this run.
+        """
+        if self.trainer.is_global_zero:
+            self.wait()
+            remove(path, self.run_id)
+
+    def discard(self, path: Path) -> None:
+        """Delete a checkpoint that need not be kept; warns where somebody else has deleted, moved or changed it."""
+        if self.trainer.is_global_zero:
+            self.wait()
+            try:
+                remove(path, self.run_id)
+            except CheckpointError as error:
+                log.warning("%s The run goes on, and leaves it as it is.", error)
+
+
+def new_identity() -> str:
+    """Return an identity that no other run has."""
+    return uuid.uuid4().hex

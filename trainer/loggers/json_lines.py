@@ -28,7 +28,7 @@ class JSONLinesLogger(Logger):
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else Path(os.path.abspath(path))
         """The file; in the run directory unless one was given."""
         self._own_path = path is not None
         self._file: BinaryIO | None = None

@@ -26,7 +26,7 @@ class TensorBoardLogger(Logger):
         self, save_dir: str | Path | None = None, name: str | None = None, version: int | str | None = None
     ) -> None:
         super().__init__()
-        self._own = None if save_dir is None else (Path(save_dir), name, version)
+        self._own = None if save_dir is None else (Path(os.path.abspath(save_dir)), name, version)
         self._events: Path | None = None
         self._writer: Any = None
         self._params: dict[str, Any] = {}

@@ -32,6 +32,7 @@ class Outcome:
     """The task's parameters, buffers and modules, where the run has built some that the caller's task lacks."""
     state: State
     run_dir: Path | None
+    run_id: str
     callback_metrics: dict[str, Tensor]
     logged_metrics: dict[str, float]
     callbacks: list[tuple[str, dict[str, Any]]]
@@ -91,8 +92,11 @@ def run(trainer: "Trainer", request: Request) -> Any:
     trainer.run = Run(trainer, request)
     trainer.run.open = False
     trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
+    trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics = outcome.logged_metrics
     trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
+    for callback in trainer.checkpoint_callbacks:
+        callback.find_folder(trainer)
     for callback in trainer.callbacks:
         found = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
         if found is not None:
@@ -127,6 +131,7 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
         None if emptied or weights.keys() == known else (task._parameters, task._buffers, task._modules),
         trainer.state,
         trainer.run_dir,
+        trainer.saver.run_id,
         trainer.callback_metrics,
         trainer.logged_metrics,
         [(callback.state_key, state) for callback in trainer.callbacks if (state := callback.state_dict())],
