@@ -128,7 +128,7 @@ def test_without_a_predict_step_forward_is_called(trainer):
     task, inputs = Tiny(), make_data(18).tensors[0]
     found = trainer().predict(task, DataLoader(inputs, batch_size=4))
     with torch.no_grad():
-        assert torch.equal(torch.cat(found), task(inputs))
+        assert all(map(torch.equal, found, map(task, inputs.split(4))))  # other sizes may have other last bits
 
 
 def test_predictions_may_be_left_out(trainer):
@@ -314,3 +314,36 @@ def test_the_task_may_bring_its_loaders(trainer):
 
     assert len(trainer().validate(Brings())) == 2
     assert len(trainer().predict(Brings())) == 2
+
+
+def test_each_loader_has_the_names_that_it_logged(trainer):
+    class Names(Validated):
+        def test_step(self, batch, batch_idx, dataloader_idx):
+            self.log(f"own{dataloader_idx}", 1.0 + dataloader_idx, add_dataloader_idx=False)
+            if dataloader_idx:
+                self.log("late", 2.0, add_dataloader_idx=False, on_step=True, on_epoch=True)
+            self.log("shared", 3.0, add_dataloader_idx=False)
+
+        def on_test_epoch_end(self):
+            self.log("end", 5.0)
+
+    found = trainer().test(Names(), [make_loader(18), make_loader(7)])
+    both = {"shared": 3.0, "end": 5.0}
+    assert found == [{"own0": 1.0, **both}, {"own1": 2.0, "late": 2.0, "late_epoch": 2.0, **both}]
+
+
+def test_predictions_are_returned_unless_they_are_not_wanted(trainer):
+    assert len(trainer().predict(Predicts(), make_loader(), return_predictions=None)) == 5
+    assert trainer().predict(Predicts(), make_loader(), return_predictions=False) == []
+
+
+@pytest.mark.parametrize(("loaders", "given"), [(1, 2), (2, 3)])
+def test_a_step_of_any_arguments_is_given_the_index_of_the_loader_where_there_are_several(trainer, loaders, given):
+    seen = set()
+
+    class Takes(Tiny):
+        def predict_step(self, *arguments):
+            seen.add(len(arguments))
+
+    trainer().predict(Takes(), [make_loader()] * loaders)
+    assert seen == {given}

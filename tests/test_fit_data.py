@@ -276,3 +276,30 @@ def test_the_random_numbers_of_a_sample_belong_to_its_place(trainer):
     first = run()
     assert_same_bits(first, run(num_workers=1))
     assert not torch.equal(torch.cat(first.seen), torch.cat(run(seed=1).seen))
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "ddp", "devices": 2}])
+def test_the_lengths_are_known_after_the_run(trainer, options):
+    made = trainer(limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=0, **options)
+    replicas = []
+
+    class Asks(Validated):
+        def configure_optimizers(self):
+            replicas.append(self.trainer.replicas)
+            return super().configure_optimizers()
+
+    made.fit(Asks(), DataLoader(Stream(9), batch_size=None), make_loader())
+    assert made.num_training_batches == 3
+    assert made.num_val_batches == [2]
+    assert options or replicas == [1]
+    assert made.replicas is None
+
+
+def test_the_replicas_are_known_when_optimizers_are_made(trainer):
+    class Asks(Tiny):
+        def configure_optimizers(self):
+            assert self.trainer.replicas == len(self.trainer.strategy.gather_objects(0))
+            return super().configure_optimizers()
+
+    trainer().fit(Asks(), make_loader())
+    trainer(strategy="ddp", devices=2).fit(Asks(), make_loader())

@@ -238,3 +238,51 @@ def test_turns_that_a_resume_began_end_with_the_epoch(tmp_path):
     states.load({"mean": saved["mean"]})
     assert not states.taking_turns
     assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
+
+
+# --- states reduced by "mean" -----------------------------------------------------------------------------------------
+class Running(torchmetrics.Metric):
+    """The mean of all updates, in a state that ranks merge by "mean", and one that stands for no number at first."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.tensor(float("inf")), dist_reduce_fx="mean")
+        self.add_state("stacked", torch.tensor(float("nan")), dist_reduce_fx=None)
+
+    def update(self, value):
+        before = self.mean if self._update_count > 1 else torch.tensor(0.0)
+        self.mean = before + (value - before) / self._update_count
+        self.stacked = value * 1.0
+
+    def compute(self):
+        return self.mean + 0 * self.stacked.sum()
+
+
+class Averaging(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.running = Running()
+
+    def validation_step(self, batch, batch_idx):
+        self.running.update(batch[0].sum())
+        self.log("mean", self.running)
+
+
+def measure_means(batches, **options):
+    made = make_trainer("unused", **options)
+    loaders = [
+        torch.utils.data.DataLoader([(torch.tensor([float(3 * i)]), 0) for i in range(1, n + 1)], 1) for n in batches
+    ]
+    return [made.validate(Averaging(), loader, verbose=False)[0]["mean"] for loader in loaders]
+
+
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
+    """One batch leaves a rank without any; three are two and one."""
+    options = {"reproducible": reproducible, "replicas": 2}
+    expected = measure_means((1, 2, 3, 5), **options)
+    assert expected == pytest.approx([3.0, 4.5, 6.0, 9.0])
+    found = run_workers(lambda: measure_means((1, 2, 3, 5), strategy="ddp", devices=2, **options), 2)
+    assert found == pytest.approx(expected)

@@ -79,6 +79,8 @@ def join(run: Run, request: Request) -> None:
     find_directory(run, request)
     run.membership.introduce()
     restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
+    run.undo.callback(setattr, trainer, "replicas", trainer.replicas)
+    trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     run.layout = Layout(state.replicas, strategy.data_size)
     run.local_replicas = len(run.layout.owned(strategy.data_rank))
     run.metrics = Metrics(strategy.data_ranks, strategy.data_size, state.replicas, run.task)
@@ -270,6 +272,7 @@ def make_training_data(run: Run) -> None:
     ranks = run.strategy if brings_own_shares(run) else None
     run.loaders["train"] = given
     run.data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    run.lengths["train"] = run.data.rounds
     run.keys_forward = run.keyed and not run.data.forward_is_keyed
     if run.data.rounds == 0:
         raise DataError(
@@ -291,6 +294,7 @@ def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool
     run.loaders[word] = found
     if loaders:
         run.evaluations[word] = EvaluationData(loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit)
+        run.lengths[word] = run.evaluations[word].counts()
 
 
 def find_loader(run: Run, word: str) -> Any:

@@ -46,11 +46,14 @@ class Metrics:
         self.first_replica = self.replica = 0
         self.samples = 1
         self.step = -2  # none has begun; -1 is the step of a series without values
-        self.suffix = ""
+        self.suffix, self.loader = "", 0
+        """What is added to a name that a loader of several logs, and the index of that loader."""
         self.turns: dict[str, int] = {}
         self.loaders = 0
         """How many loaders the evaluation has, where it must be known which gave this process a batch."""
         self.loaders_seen: set[int] = set()
+        self.loaders_of: dict[str, set[int]] = {}
+        """Which of the evaluation's loaders logged a name without their index."""
         self.turns_of_step = 0
         self.pending: list[tuple[Series, Any, float, int, int]] = []
         self.dropped = -1
@@ -71,7 +74,7 @@ class Metrics:
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
-        self.loaders, self.loaders_seen = loaders if loaders > 1 else 0, set()
+        self.loaders, self.loaders_seen, self.loaders_of = loaders if loaders > 1 else 0, set(), {}
         if fresh or stage not in self.stages:
             self.stages[stage], self.turns[stage] = {}, 0
         self.series = self.stages[stage]
@@ -91,7 +94,7 @@ class Metrics:
     def open_loader(self, index: int) -> None:
         """Name what is logged from now on after an evaluation's loader, where it has several."""
         if self.loaders:
-            self.suffix = f"{LOADER_MARK}{index}"
+            self.suffix, self.loader = f"{LOADER_MARK}{index}", index
             self.loaders_seen.add(index)
 
     def leave_out_turn(self) -> None:
@@ -110,6 +113,8 @@ class Metrics:
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
             return
+        if self.suffix and not options[5]:
+            self.loaders_of.setdefault(name, set()).add(self.loader)
         series = self.series.get(name + self.suffix if options[5] else name)
         if series is None:
             series = self._open_series(name, value, options)

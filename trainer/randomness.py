@@ -10,8 +10,6 @@ import logging
 import operator
 import random
 import secrets
-from itertools import repeat
-from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ from torch.utils.data import Dataset
 
 from .data.sampling import FIRST, GAMMA, KeyedIndices
 from .data.sampling import mix as mix
-from .errors import ConfigError
+from .errors import ConfigError, DataError
 
 SEED_LIMIT = 1 << 32  # NumPy's legacy seed has 32 bits
 
@@ -79,13 +77,18 @@ def seed_generators(key: int) -> None:
 class KeyedDataset(Dataset[Any]):
     """A map-style dataset whose every batch is fetched under generators keyed by seed, epoch and position.
 
+    A StopIteration out of it is an error that names the sample: a loader would take it for the end of the data.
+
     In whichever process a DataLoader fetches a batch, its augmentation draws the same numbers; so does the collate
     function, which runs right after in the same process. Every other attribute is the wrapped dataset's, to read and to
     set (a `worker_init_fn` that opens a file on its dataset reaches the real one).
     """
 
-    def __init__(self, dataset: Any, seed: int, tells_epoch: bool = False) -> None:
-        """`tells_epoch`: call the dataset's `set_epoch`, if it has one, wherever a batch is of another epoch."""
+    def __init__(self, dataset: Any, seed: int | None, tells_epoch: bool = False) -> None:
+        """`seed`: None leaves the generators alone.
+
+        `tells_epoch`: call the dataset's `set_epoch`, if it has one, wherever a batch is of another epoch.
+        """
         tells_epoch &= callable(getattr(dataset, "set_epoch", None))
         self.__dict__.update(_wrapped_dataset=dataset, _generator_seed=seed, _told=-1 if tells_epoch else None)
 
@@ -94,10 +97,22 @@ class KeyedDataset(Dataset[Any]):
         if self._told is not None and self._told != indices.epoch:
             self.__dict__["_told"] = indices.epoch
             self._wrapped_dataset.set_epoch(indices.epoch)
-        seed_generators(mix(self._generator_seed, indices.epoch, indices.position))
-        dataset = self._wrapped_dataset
+        if self._generator_seed is not None:
+            seed_generators(mix(self._generator_seed, indices.epoch, indices.position))
+        dataset, samples = self._wrapped_dataset, list[Any]()
         fetch = getattr(dataset, "__getitems__", None)
-        return fetch(indices) if fetch else list(map(getitem, repeat(dataset), indices))
+        try:
+            if fetch:
+                return fetch(indices)  # type: ignore[no-any-return]
+            for index in indices:  # not `map`, which would end with a StopIteration of the dataset's
+                samples.append(dataset[index])
+        except StopIteration as error:
+            where = f"__getitems__({list(indices)!r:.60})" if fetch else f"__getitem__({indices[len(samples)]!r})"
+            raise DataError(
+                f"{type(dataset).__name__}.{where} raised StopIteration, which would pass for the end of the data: an "
+                f"iterator that it reads from is used up. Begin it anew, or raise IndexError."
+            ) from error
+        return samples
 
     def __getitem__(self, index: Any) -> Any:
         return self._wrapped_dataset[index]

@@ -69,10 +69,11 @@ class Request:
         task: Task | None,
         loader: Any,
         datamodule: DataModule | None,
-        keep_outputs: bool = False,
+        keep_outputs: bool | None = False,
         **options: Any,
     ) -> "Request":
         """Make a request; without a task for that of the trainer's last run, with its best weights, as in Lightning."""
+        keep_outputs = keep_outputs is not False  # None is Lightning's default of return_predictions, and keeps them
         if task is not None:
             return cls.of(stage, task, datamodule, loader, keep_outputs=keep_outputs, **options)
         if trainer.run is None:
@@ -130,6 +131,8 @@ class Run:
         self.data: TrainingData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
         self.loaders: dict[str, Any] = {}
+        self.lengths: dict[str, Any] = {}
+        """By "train", "validation" and so on what the trainer says of the loaders' lengths when the run is over."""
         self.transfer: Callable[[Any, int], Any] | None = None
         self.validation_rounds: int | None = None
         self.epoch_skipped = False
@@ -352,7 +355,8 @@ class Run:
 
     def arity_of(self, step: str) -> int:
         """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""
-        return count_arguments(self.task, step)
+        data = self.evaluations.get(step.removesuffix("_step"))
+        return count_arguments(self.task, step, several_loaders=data is not None and len(data.loaders) > 1)
 
     def in_order(self, outputs: Iterable[tuple[int, int, int, Any]]) -> list[Any]:
         """Return every rank's outputs in the order of the data; with several loaders a list for each."""
@@ -369,4 +373,8 @@ class Run:
             width = max(map(len, metrics))
             rows = (f"{name:<{width}}  {float(value):.6g}" for name, value in sorted(metrics.items()))
             self.trainer.print("\n".join(rows), flush=True)
-        return by_loader(metrics, len(self.evaluations[self.doing].loaders))
+        owners: dict[str, set[int]] = {}
+        for rank in self.strategy.data_ranks.gather_objects(self.metrics.loaders_of):
+            for name, loaders in rank.items():
+                owners.setdefault(name, set()).update(loaders)
+        return by_loader(metrics, len(self.evaluations[self.doing].loaders), owners)

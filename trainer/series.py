@@ -125,14 +125,18 @@ def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
     return reduced
 
 
-def by_loader(metrics: Mapping[str, Any], loaders: int) -> list[dict[str, float]]:
-    """Return an evaluation's metrics, one dict for each loader; those of no loader in all of them."""
+def by_loader(
+    metrics: Mapping[str, Any], loaders: int, owners: Mapping[str, set[int]] | None = None
+) -> list[dict[str, float]]:
+    """Return an evaluation's metrics, one dict for each loader; those of no loader in all of them.
+
+    owners: the loaders that logged a name without their index.
+    """
     marks = [f"{LOADER_MARK}{index}" for index in range(loaders)]
-    return [
-        {
-            name: float(value)
-            for name, value in metrics.items()
-            if name.endswith(mark) or not any(name.endswith(other) for other in marks)
-        }
-        for mark in marks
-    ]
+    found: list[dict[str, float]] = [{} for _ in marks]
+    for name, value in metrics.items():
+        marked = [index for index, mark in enumerate(marks) if name.endswith(mark)]
+        base = name if owners is None or name in owners else name.removesuffix("_epoch")
+        for index in marked or (owners or {}).get(base) or range(loaders):
+            found[index][name] = float(value)
+    return found

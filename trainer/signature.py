@@ -10,14 +10,16 @@ MOST = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step"
 NAMES = ("batch", "batch_idx", "dataloader_idx")
 
 
-def count_arguments(task: Any, step: str) -> int:
+def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     """Return how many of (batch, batch_idx, dataloader_idx) the step takes.
+
+    One with `*args` is given the last with `several_loaders` only, as in Lightning.
 
     Raises TaskError where it takes none of them, or needs others.
     """
     parameters = list(inspect.signature(getattr(task, step)).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return MOST[step]
+        return MOST[step] if several_loaders else min(2, MOST[step])
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     wrong = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     wrong += [p.name for p in positional[MOST[step] :] if p.default is p.empty]

@@ -7,6 +7,7 @@ whether one of these names is behind a problem with a torch that nobody has trie
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -268,3 +269,26 @@ def raise_for_dead_loader_workers() -> None:
         from torch import _C
 
         _C._error_if_any_worker_fails()
+
+
+def _fetching() -> set[Any]:
+    """Return the code of what fetches samples in this process, and of what raises a loader worker's error again."""
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    return {_MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__}
+
+
+FETCHING = Shortcut(
+    "torch.utils.data's _MapDatasetFetcher.fetch, torch's ExceptionWrapper.reraise",
+    "a StopIteration in the dataset of a DataLoader subclass passes for the end of its data",
+    lambda: len(_fetching()) == 2,
+)
+
+
+def came_from_samples(end: StopIteration) -> bool:
+    """Return whether a map-style dataset raised this, in this process or in a loader's worker; the end does not."""
+    if not FETCHING.usable:
+        return False
+    codes = _fetching()
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(end.__traceback__))

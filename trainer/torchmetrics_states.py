@@ -3,6 +3,10 @@
 Where not one bit may depend on the number of processes, every replica has states of its own, which take turns in the
 metric objects and are merged in the order of the replicas. So it is, for the rest of an epoch, where a run goes on with
 several states that no single one can stand for (dist_reduce_fx=None): only a metric's `compute` can merge those.
+
+States reduced by "mean" are weighted by how often each was updated, as torchmetrics' own `forward` merges a batch into
+an epoch: that is the value of one process where each update counts as much as another. Where updates weigh by their
+samples it cannot be; torchmetrics' own metrics keep a sum and a count for that. Who had no update has no part in it.
 """
 
 import sys
@@ -213,20 +217,29 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
     parts = [by_replica[replica] for replica in sorted(by_replica)]
     if len(parts) == 1:
         return copied(parts[0])  # as it is: to stack it would give it a form from which no update can go on
-    found: States = {name: merged_state(metric, name, [part[name] for part in parts]) for name in metric._reductions}
-    found[COUNT] = sum(part[COUNT] for part in parts)
+    counts = [part[COUNT] for part in parts]
+    found: States = {
+        name: merged_state(metric, name, [part[name] for part in parts], counts) for name in metric._reductions
+    }
+    found[COUNT] = sum(counts)
     return found
 
 
-def merged_state(metric: Any, name: str, values: list[Any]) -> Any:
-    """Return one state that stands for all of `values`, added up from the first to the last."""
+def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -> Any:
+    """Return one state that stands for all of `values`, added up from the first to the last.
+
+    counts: how often each was updated. Those that never were stay out of all but sums: they may stand for no number.
+    """
     reduction = metric._reductions[name]
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]
-    if reduction is None:
-        return torch.stack(values)
-    if OPERATIONS.get(getattr(reduction, "__name__", "")) != "sum":
-        return reduction(torch.stack(values))
+    operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
+    if operation == "mean" and any(counts):
+        weighted = [value.double() * count for value, count in zip(values, counts, strict=True) if count]
+        return (sum(weighted[1:], weighted[0]) / sum(counts)).to(values[0].dtype)
+    if operation != "sum":
+        updated = [value for value, count in zip(values, counts, strict=True) if count] or values
+        return torch.stack(updated) if reduction is None else reduction(torch.stack(updated))
     total = values[0].clone()
     for value in values[1:]:
         total += value
@@ -249,10 +262,10 @@ def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, kee
             if operation is None or not isinstance(state, Tensor):
                 loose.append((metric, name))
             else:
-                wide = torch.float64 if state.is_floating_point() else torch.int64
+                wide = torch.float64 if state.is_floating_point() or operation == "mean" else torch.int64
                 fixed.setdefault((operation, wide), []).append((metric, name))
     for (operation, wide), states in fixed.items():
-        _reduce_together(states, operation, wide, world, collectives)
+        _reduce_together(states, operation, wide, collectives)
     if loose:
         _gather_together(loose, collectives)
     values = [_compute(metric) for metric in metrics]
@@ -262,21 +275,33 @@ def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, kee
 
 
 def _reduce_together(
-    states: list[tuple[Any, str]], operation: str, wide: torch.dtype, world: int, collectives: "Collectives"
+    states: list[tuple[Any, str]], operation: str, wide: torch.dtype, collectives: "Collectives"
 ) -> None:
     tensors = [getattr(metric, name) for metric, name in states]
-    flat = torch.cat([tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors])
-    collectives.all_reduce(flat, "sum" if operation == "mean" else operation)
+    parts = [tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors]
     if operation == "mean":
-        flat = flat / world
-    for (metric, name), tensor, part in zip(states, tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        counts = [metric._update_count for metric, _ in states]
+        # not a product: a state without an update may be infinite
+        parts = [part * count if count else torch.zeros_like(part) for part, count in zip(parts, counts, strict=True)]
+        parts.append(torch.tensor(counts, dtype=wide))
+    flat = torch.cat(parts)
+    collectives.all_reduce(flat, "sum" if operation == "mean" else operation)
+    reduced = list(flat.split([part.numel() for part in parts]))
+    if operation == "mean":
+        updates = reduced.pop().tolist()
+        reduced = [
+            part / count if count else tensor.detach().reshape(-1).cpu()
+            for part, tensor, count in zip(reduced, tensors, updates, strict=True)
+        ]
+    for (metric, name), tensor, part in zip(states, tensors, reduced, strict=True):
         setattr(metric, name, part.reshape(tensor.shape).to(tensor.device, tensor.dtype))
 
 
 def _gather_together(states: list[tuple[Any, str]], collectives: "Collectives") -> None:
-    ranks = collectives.gather_objects([_on_host(getattr(metric, name)) for metric, name in states])
+    own = [(_on_host(getattr(metric, name)), metric._update_count) for metric, name in states]
+    ranks = collectives.gather_objects(own)
     for index, (metric, name) in enumerate(states):
-        whole = merged_state(metric, name, [rank[index] for rank in ranks])
+        whole = merged_state(metric, name, [rank[index][0] for rank in ranks], [rank[index][1] for rank in ranks])
         moved = [tensor.to(metric.device) for tensor in whole] if isinstance(whole, list) else whole.to(metric.device)
         setattr(metric, name, moved)
 

@@ -120,7 +120,7 @@ class Trainer(TrainerView):
         dataloaders: Any = None,
         datamodule: DataModule | None = None,
         ckpt_path: Source = None,
-        return_predictions: bool = True,
+        return_predictions: bool | None = None,
     ) -> list[Any]:
         """Return what predict_step returned for each batch, in the data's order; with several loaders a list each."""
         return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, weights=ckpt_path)

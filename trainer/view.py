@@ -197,8 +197,8 @@ class TrainerView(TrainerArguments):
     @property
     def num_training_batches(self) -> int | float:
         """Batches that each replica has in an epoch; infinity where the loader does not say."""
-        data = self.current_run.data
-        rounds = None if data is None else data.rounds
+        run = self.current_run
+        rounds = run.lengths.get("train") if run.data is None else run.data.rounds
         return float("inf") if rounds is None else rounds
 
     @property
@@ -273,8 +273,9 @@ class TrainerView(TrainerArguments):
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def _counts(self, word: str) -> list[int | float]:
-        data = self.current_run.evaluations.get(word)
-        return data.counts() if data is not None else []
+        run = self.current_run
+        data = run.evaluations.get(word)
+        return list(run.lengths.get(word, [])) if data is None else data.counts()
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank."""

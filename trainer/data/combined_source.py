@@ -114,7 +114,7 @@ class Part:
             self.sampler = _PartBatches(self)
             loader = self.source.loader
             tells = not self.source.in_order
-            dataset = KeyedDataset(loader.dataset, self.source.seed, tells) if dealing.keyed else loader.dataset
+            dataset = KeyedDataset(loader.dataset, self.source.seed if dealing.keyed else None, tells)
             self.sibling = like(loader, dataset, self.sampler)
         self.sampler.deal, self.sampler.dealing = deal, dealing
         self.sampler.start_step, self.sampler.epoch = start_step, epoch

@@ -14,7 +14,9 @@ from types import TracebackType
 from typing import IO, Any
 
 from torch._utils import ExceptionWrapper
+from torch.utils.data import default_collate, default_convert
 
+from ..errors import DataError
 from ..processes.signals import ENDING
 
 WorkerInit = Callable[[int], None] | None
@@ -91,6 +93,29 @@ def _send_error(queue: "Queue[Any]", keeps_state: bool, error: Exception, sent: 
     queue.put((number, (batch, *state) if keeps_state else batch))
 
 
+class Guard:
+    """A collate_fn that raises DataError where the user's own raises StopIteration, which ends a loader in silence."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        """Return the batch."""
+        try:
+            return self.collate(samples)
+        except StopIteration as error:
+            name = getattr(self.collate, "__qualname__", type(self.collate).__name__)
+            raise DataError(
+                f"The collate_fn {name} raised StopIteration, which would pass for the end of the data: an iterator "
+                f"that it reads from is used up."
+            ) from error
+
+
+def guarded(collate: Any) -> Any:
+    """Return a collate_fn that cannot end its loader; torch's own ones cannot anyway."""
+    return collate if collate in (default_collate, default_convert, None) else Guard(collate)
+
+
 def dump_stacks_to(file: IO[str] | None) -> None:
     """Let workers that are forked from now on write their stacks to `file` when they get the signal DUMP."""
     global _dump
@@ -117,13 +142,14 @@ def signals_attended() -> Iterator[None]:
 
 @contextmanager
 def shielded(loader: Any) -> Iterator[None]:
-    """Shield the workers that a user's loader starts within this context."""
-    if not getattr(loader, "num_workers", 0) or not hasattr(loader, "worker_init_fn"):
-        yield
-        return
-    before = loader.worker_init_fn
-    loader.worker_init_fn = Shield(before, keeps_state=hasattr(loader, "state_dict"))
+    """Shield the workers that a user's loader starts within this context, and guard its collate_fn."""
+    before = {name: getattr(loader, name) for name in ("worker_init_fn", "collate_fn") if hasattr(loader, name)}
+    if len(before) == 2:
+        loader.collate_fn = guarded(before["collate_fn"])
+        if getattr(loader, "num_workers", 0):
+            loader.worker_init_fn = Shield(before["worker_init_fn"], keeps_state=hasattr(loader, "state_dict"))
     try:
         yield
     finally:
-        loader.worker_init_fn = before
+        for name, value in before.items():
+            setattr(loader, name, value)

@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 from ..errors import DataError
 from ..randomness import KeyedDataset, seed_generators
-from .loader_workers import Shield
+from .loader_workers import Shield, guarded
 from .reading import read
 from .sampling import Deal, DealtBatches, KeyedIndices, Order, SampledOrder, epoch_key, mix, permutation
 from .steps import Dealing
@@ -118,7 +118,7 @@ class MapLoader:
         if self.sibling is None or self.batches is None:
             kind = DealtBatches if order.sizes is None else _DealtWholeBatches
             self.batches = kind(deal, replicas, order.order)
-            dataset = KeyedDataset(self.loader.dataset, self.seed) if self.keyed else self.loader.dataset
+            dataset = KeyedDataset(self.loader.dataset, self.seed if self.keyed else None)
             self.sibling = like(self.loader, dataset, self.batches)
         self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
         self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
@@ -214,7 +214,7 @@ def like(loader: "DataLoader[Any]", dataset: Any, batch_sampler: Any) -> "DataLo
     """Return a DataLoader with every option of `loader`, over another dataset and batch sampler."""
     options: dict[str, Any] = {
         "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
+        "collate_fn": guarded(loader.collate_fn),
         "pin_memory": loader.pin_memory,
         "timeout": loader.timeout,
         "worker_init_fn": Shield(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn,

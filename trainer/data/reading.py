@@ -9,6 +9,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import DataError
 from ..processes.parcel import Failure
+from ..torch_private import came_from_samples
 
 SECONDS_TO_END = 1.0
 """Within which a process that has lost its connections is seen to have ended."""
@@ -29,7 +30,8 @@ def read(batches: Iterator[Any]) -> Iterator[Any]:
             while torchs._num_yielded != torchs._IterableDataset_len_called and not profiling():
                 try:
                     batch = torchs._next_data()
-                except StopIteration:
+                except StopIteration as end:
+                    _refuse_early(torchs, end)
                     return
                 torchs._num_yielded += 1
                 yield batch
@@ -37,7 +39,8 @@ def read(batches: Iterator[Any]) -> Iterator[Any]:
         while True:
             try:
                 batch = next(batches)
-            except StopIteration:
+            except StopIteration as end:
+                _refuse_early(torchs, end)
                 return
             yield batch
     except Exception as error:
@@ -48,6 +51,17 @@ def read(batches: Iterator[Any]) -> Iterator[Any]:
         if loss is not None:
             raise loss from error
         raise
+
+
+def _refuse_early(batches: Any, end: StopIteration) -> None:
+    """Raise DataError where a StopIteration is not the end of a loader, but came out of its dataset."""
+    if came_from_samples(end):
+        dataset = getattr(batches, "_dataset", None)
+        raise DataError(
+            f"The dataset {type(dataset).__name__} raised StopIteration in batch {batches._num_yielded} of its loader, "
+            f"which would pass for the end of the data: an iterator that it reads from is used up. Begin it anew, or "
+            f"raise IndexError."
+        ) from end
 
 
 def _loss_of_a_worker(batches: Any, error: Exception) -> DataError | None:

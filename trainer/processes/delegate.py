@@ -35,6 +35,8 @@ class Outcome:
     run_id: str
     callback_metrics: dict[str, Tensor]
     logged_metrics: dict[str, float]
+    lengths: dict[str, Any]
+    """How long the loaders were."""
     callbacks: list[tuple[str, dict[str, Any]]]
     """The states of callbacks, each with its key."""
 
@@ -90,7 +92,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
         request.task._parameters, request.task._buffers, request.task._modules = outcome.parts
     request.task.trainer = trainer
     trainer.run = Run(trainer, request)
-    trainer.run.open = False
+    trainer.run.open, trainer.run.lengths = False, outcome.lengths
     trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics = outcome.logged_metrics
@@ -134,5 +136,6 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
         trainer.saver.run_id,
         trainer.callback_metrics,
         trainer.logged_metrics,
+        trainer.run.lengths,
         [(callback.state_key, state) for callback in trainer.callbacks if (state := callback.state_dict())],
     )

@@ -1,0 +1,125 @@
+"""StopIteration out of the user's code: an error that names its place, and never the end of the data in silence."""
+
+import pytest
+import torch
+from tiny import Tiny, make_data, make_loader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+import legato as lg
+from legato.trainer.errors import DataError
+from legato.trainer.torch_private import public_only
+
+
+class Runs(Dataset):
+    """Twenty samples, of which the one at `bad` is read from an iterator that is used up."""
+
+    def __init__(self, bad=13):
+        self.data, self.bad = make_data(20), bad
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        return next(iter([])) if index == self.bad else self.data[index]
+
+
+class Batched(Runs):
+    def __getitems__(self, indices):
+        return [self[index] for index in indices]
+
+
+class Sampled(IterableDataset):
+    def __iter__(self):
+        return iter(make_data(20))
+
+
+def collate(samples):
+    batch = default_collate(samples)
+    return next(iter([])) if batch[0][0, 0] == make_data(20)[13][0][0] or len(batch[0]) == 2 else batch
+
+
+class Passed(DataLoader):
+    """A loader that is passed through."""
+
+
+BROKEN = {
+    "a sample": (lambda **o: DataLoader(Runs(), 4, **o), r"Runs.__getitem__\(13\) raised StopIteration"),
+    "the last sample": (lambda **o: DataLoader(Runs(19), 4, **o), r"Runs.__getitem__\(19\)"),
+    "a whole batch": (lambda **o: DataLoader(Batched(), 4, **o), r"Batched.__getitems__\(\[12, 13, 14, 15\]\)"),
+    "a subclass": (lambda **o: Passed(Runs(), 4, **o), r"Runs raised StopIteration in batch 3"),
+    "a subclass, last": (lambda **o: Passed(Runs(19), 4, **o), r"Runs raised StopIteration in batch 4"),
+    "collate": (
+        lambda **o: DataLoader(Runs(-1), 2, collate_fn=collate, **o),
+        r"collate_fn collate raised StopIteration",
+    ),
+    "collate of a stream": (lambda **o: DataLoader(Sampled(), 2, collate_fn=collate, **o), r"collate_fn collate"),
+    "combined": (lambda **o: [make_loader(), DataLoader(Runs(), 4, **o)], r"Runs.__getitem__\(13\)"),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", BROKEN)
+def test_stop_iteration_of_the_data_is_an_error_that_names_it(trainer, name, workers):
+    make, words = BROKEN[name]
+
+    class Any(Tiny):
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch[0] if name == "combined" else batch)
+
+    for options in ({},) if workers else ({}, {"reproducible": "off"}):
+        with pytest.raises(DataError, match=words) as caught:
+            trainer(**options).fit(Any(), make(num_workers=workers))
+        assert "would pass for the end of the data" in str(caught.value)
+
+
+def test_without_torchs_private_names_only_a_subclass_may_end_early(trainer):
+    task = Tiny()
+    with public_only():
+        trainer().fit(task, BROKEN["a subclass"][0]())
+        with pytest.raises(DataError, match=BROKEN["a sample"][1]):
+            trainer().fit(Tiny(), BROKEN["a sample"][0]())
+    assert len(task.seen) == 3
+
+
+@pytest.mark.parametrize("name", ["a sample", "collate"])
+def test_in_an_evaluation_too(trainer, name):
+    make, words = BROKEN[name]
+    with pytest.raises(DataError, match=words):
+        trainer().test(type("Tested", (Tiny,), {"test_step": lambda self, batch: None})(), make())
+
+
+@pytest.mark.parametrize(
+    "hook", ["training_step", "on_train_batch_start", "validation_step", "on_before_optimizer_step"]
+)
+def test_stop_iteration_of_a_step_ends_the_run_with_an_error(trainer, hook):
+    def stops(self, *arguments):
+        return next(iter([]))
+
+    task = type("Stops", (Tiny,), {"validation_step": lambda self, batch: None, hook: stops})()
+    with pytest.raises((StopIteration, RuntimeError)):
+        trainer(num_sanity_val_steps=0).fit(task, make_loader(), make_loader())
+
+
+def test_a_loader_keeps_its_own_collate_function(trainer):
+    loader = Passed(make_data(), 4, collate_fn=lambda samples: default_collate(samples))
+    before = loader.collate_fn
+    trainer().fit(Tiny(), loader)
+    assert loader.collate_fn is before
+
+
+def test_the_end_of_a_stream_is_its_end(trainer):
+    class Iterated(IterableDataset):
+        def __iter__(self):
+            self.left = 5
+            return self
+
+        def __next__(self):
+            self.left -= 1
+            if self.left < 0:
+                raise StopIteration
+            return torch.ones(4, 3), torch.ones(4, 1)
+
+    task = Tiny()
+    trainer().fit(task, DataLoader(Iterated(), batch_size=None))
+    assert len(task.seen) == 5
+    assert isinstance(task, lg.Task)
