@@ -47,7 +47,7 @@ class Hyperparameters:
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         current = inspect.currentframe()
-        found = self._init_arguments(frame or (current.f_back if current else None))
+        own, found = self._init_arguments(frame or (current.f_back if current else None))
         if len(args) == 1 and not isinstance(args[0], str):
             # rebuilt from a checkpoint, they are one argument again
             names = [name for name, value in found.items() if value is args[0]]
@@ -61,23 +61,44 @@ class Hyperparameters:
                 )
             found = {name: found[name] for name in args}
         self.__dict__["_log_hyperparams"] = logger
-        kept = {name: value for name, value in found.items() if name not in ignored}
-        for name, value in kept.items():
-            _require_json(value, name)
-        self.hparams.update(kept)
+        unfit: dict[str, TaskError] = self.__dict__.setdefault("_hparams_unfit", {})
+        for name in ignored:  # what a base class has kept, which sees the arguments of its subclasses
+            self.hparams.pop(name, None)
+            unfit.pop(name, None)
+        for name, value in found.items():
+            if name in ignored:
+                continue
+            try:
+                _require_json(value, name)
+                self.hparams[name] = value
+            except TaskError as error:
+                if args or name in own:
+                    raise
+                unfit[name] = error  # of a subclass, which may yet leave it out
 
-    def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
-        """Arguments of every `__init__` of this object that is under way; those of the most derived class win."""
+    def require_hyperparameters(self) -> None:
+        """Raise TaskError where an argument of a subclass cannot be kept, and the subclass did not leave it out."""
+        for error in self.__dict__.get("_hparams_unfit", {}).values():
+            raise error
+
+    def _init_arguments(self, frame: FrameType | None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Arguments of the innermost `__init__` of this object that is under way, and of all: the most derived wins.
+
+        Other methods of the object may stand between, such as a dataclass's `__post_init__`.
+        """
+        own: dict[str, Any] | None = None
         found: dict[str, Any] = {}
-        while frame is not None and frame.f_code.co_name == "__init__":
+        while frame is not None:
             values = inspect.getargvalues(frame)
             if not values.args or values.locals.get(values.args[0]) is not self:
                 break
-            found |= {name: values.locals[name] for name in values.args[1:]}
-            if values.keywords:
-                found |= values.locals[values.keywords]
+            if frame.f_code.co_name == "__init__":
+                found |= {name: values.locals[name] for name in values.args[1:]}
+                if values.keywords:
+                    found |= values.locals[values.keywords]
+                own = dict(found) if own is None else own
             frame = frame.f_back
-        return found
+        return own or {}, found
 
 
 def _require_json(value: Any, name: str) -> None:

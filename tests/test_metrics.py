@@ -233,7 +233,7 @@ def test_outside_of_a_run_it_is_refused():
 def test_one_name_for_steps_and_for_the_epochs_own_value_is_refused(play):
     task = Says(logs())
     task.on_train_epoch_end = lambda: task.log("x", 1.0)
-    with pytest.raises(TaskError, match="'x' was logged by steps only"):
+    with pytest.raises(TaskError, match="'x' is logged by the steps of train and outside of them"):
         play(task)
 
 

@@ -24,7 +24,7 @@ from .data.steps import Dealing
 from .data.transfer import aligned, to_device
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .finite import make_guard
-from .hooks import CALLBACK_HOOKS, STEPS, TASK_HOOKS, TASK_METHODS, Hooks, check_names, overrides
+from .hooks import CALLBACK_HOOKS, STEPS, TASK_HOOKS, TASK_METHODS, Hooks, check_names, check_nones, overrides
 from .metrics import Metrics
 from .optimization import Optimization
 from .optimizers import read_optimizers
@@ -33,7 +33,7 @@ from .processes.launch import Place, find_place, restart_count, wants_public_tor
 from .processes.own_group import located
 from .processes.roll import call_the_roll, check_place
 from .randomness import seed_generators
-from .run import Request, Run
+from .run import WORDS, Request, Run
 from .signature import count_arguments
 from .torch_private import take_public_ways
 from .torchmetrics_states import MetricStates
@@ -84,6 +84,7 @@ def join(run: Run, request: Request) -> None:
     run.layout = Layout(state.replicas, strategy.data_size)
     run.local_replicas = len(run.layout.owned(strategy.data_rank))
     run.metrics = Metrics(strategy.data_ranks, strategy.data_size, state.replicas, run.task)
+    run.metrics.describe_place = run.describe_place
     run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_rank).start
     newest = run.membership.newest
     run.agreement = Agreement(strategy, strategy.place.world_size, state.global_step, state.elapsed, newest)
@@ -99,18 +100,37 @@ def check_task(task: Any, request: Request) -> None:
     check_names(task, Task, TASK_HOOKS, TASK_METHODS)
     if request.datamodule is not None:
         check_names(request.datamodule, DataModule, ("setup", "teardown", "on_exception"), TASK_METHODS)
-    step = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    for owner in (task, request.datamodule):
+        if owner is not None:
+            owner.require_hyperparameters()
+    check_nones(task, Task, (*STEPS, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
+    step = f"{WORDS[stage] if stage != 'fit' else 'training'}_step"
     for name in (step, "configure_optimizers" if stage == "fit" else None):
-        if name is not None and not overrides(task, Task, name):
-            raise TaskError(f"{type(task).__name__} has no {name}, which {stage} needs: define it.")
+        ready = name == "predict_step" and task.predict_step is not None
+        if name is not None and not ready and not overrides(task, Task, name):
+            raise TaskError(f"{lacking(task, name)}, which {stage} needs: define it.{nearest(task, name)}")
     if stage == "fit" and "validation" in request.loaders and not overrides(task, Task, "validation_step"):
         raise TaskError(
-            f"fit was given validation loaders, but {type(task).__name__} has no validation_step: define it, or leave "
-            f"them out."
+            f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
         )
     for name in STEPS:
         if overrides(task, Task, name):
             count_arguments(task, name)
+
+
+def lacking(task: Task, name: str) -> str:
+    """Say how a task lacks a method."""
+    return (
+        f"{type(task).__name__}.{name} is None"
+        if getattr(task, name) is None
+        else f"{type(task).__name__} has no {name}"
+    )
+
+
+def nearest(task: Task, name: str) -> str:
+    """Return the method of the task that may be meant by `name`, as a question."""
+    own = {one for kind in type(task).__mro__ if not issubclass(Task, kind) for one in vars(kind)}
+    return did_you_mean(name, (one for one in own if not one.startswith("__")), 0.8)
 
 
 def find_directory(run: Run, request: Request) -> None:
@@ -302,7 +322,8 @@ def find_loader(run: Run, word: str) -> Any:
     if word in run.given:
         return run.given[word]
     for source in (run.datamodule, run.task):
-        found = getattr(source, LOADERS[word])() if source is not None else None
+        method = getattr(source, LOADERS[word], None)
+        found = method() if method is not None else None
         if found is not None:
             return found
     return None

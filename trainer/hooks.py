@@ -30,6 +30,16 @@ RENAMED = {
 }
 """Hooks of Lightning 1 that Lightning 2 has under another name, and with other arguments."""
 
+BESIDE = {
+    "val_step": "validation_step",
+    "valid_step": "validation_step",
+    "validate_step": "validation_step",
+    "testing_step": "test_step",
+    "prediction_step": "predict_step",
+    "validation_dataloader": "val_dataloader",
+}
+"""Other words for steps and loaders: taken for a mistake where the task does not have the right one as well."""
+
 LOOK_ALIKE = 0.9
 """How alike a method's name must be to a step's to count as a misspelling of it; `train_step` is 0.87."""
 
@@ -71,8 +81,9 @@ class Hooks(dict[str, Calls]):
 
 
 def overrides(instance: object, base: type, name: str) -> bool:
-    """Return whether `instance` has its own version of the method `name` of `base`."""
-    return name in vars(instance) or getattr(type(instance), name, None) is not getattr(base, name)
+    """Return whether `instance` has its own version of the method `name` of `base`; None is none, as in Lightning."""
+    own = vars(instance)[name] if name in vars(instance) else getattr(type(instance), name, None)
+    return own is not None and (name in vars(instance) or own is not getattr(base, name))
 
 
 def check_names(instance: object, base: type, hooks: Iterable[str], steps: Iterable[str] = ()) -> None:
@@ -95,6 +106,9 @@ def check_names(instance: object, base: type, hooks: Iterable[str], steps: Itera
         cutoff = 0.8 if name.startswith("on_") else LOOK_ALIKE
         known = {RENAMED[name]} & known_hooks if name in RENAMED else known_hooks | known_steps
         meant = did_you_mean(name, known, 0.0 if name in RENAMED else cutoff)
+        right = BESIDE.get(name, "")
+        if right in known_steps and getattr(type(instance), right, None) is getattr(base, right, None):
+            meant = f" Did you mean {right!r}?"
         if meant:
             raise TaskError(
                 f"{kind.__qualname__}.{name} is named like a hook but is none, so it would never be called.{meant} "
@@ -119,6 +133,13 @@ def _check_arguments(instance: object, base: type, name: str) -> None:
         f"{type(instance).__qualname__}.{name}{own} cannot be called with what it is given: "
         f"({', '.join(one.name for one in given)})."
     )
+
+
+def check_nones(instance: object, base: type, switched_off: Iterable[str]) -> None:
+    """Refuse None in the place of a method that is called, but for steps, loaders and hooks that it switches off."""
+    for name in {name for kind in base.__mro__[:-1] for name in vars(kind) if not name.startswith("_")}:
+        if callable(getattr(base, name)) and getattr(instance, name) is None and name not in switched_off:
+            raise TaskError(f"{type(instance).__qualname__}.{name} is None, but it is called: leave it as it was.")
 
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

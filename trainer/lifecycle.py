@@ -1,15 +1,23 @@
 """Begin and close of a run: every undo runs whatever fails, and the first error is the one that the caller sees."""
 
+import traceback
+from bdb import BdbQuit
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import build
+from .errors import TaskError
 from .run import Request, Run
 from .undo import Errors
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+
+DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
+"""Files of the debugger itself."""
 
 
 @contextmanager
@@ -23,13 +31,27 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
         build.join(run, request)
         build.build(run)
         yield run
-    except BaseException as error:
-        errors.first = error
+    except BaseException as caught:
+        errors.first = error = named(run, caught)
         close(run, errors)
+        if error is not caught:
+            raise error from caught
         raise
     close(run, errors)
     if errors.first is not None:
         raise errors.first
+
+
+def named(run: Run, error: BaseException) -> BaseException:
+    """Return the error to raise: for a debugger that had nobody to talk to, one that says what to do."""
+    if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
+        return error
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name not in DEBUGGERS]
+    where = f"rank {run.strategy.place.rank} ({frames[-1].filename}:{frames[-1].lineno})"
+    return TaskError(
+        f"A debugger was left in {where}: one process of several has no terminal to ask. Debug with trainer.devices=1 "
+        f"(and strategy=single)."
+    )
 
 
 def close(run: Run, errors: Errors) -> None:

@@ -6,7 +6,7 @@ logged mean is the same number on any number of processes.
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Real
 from typing import Any, Protocol
 
@@ -49,6 +49,8 @@ class Metrics:
         self.suffix, self.loader = "", 0
         """What is added to a name that a loader of several logs, and the index of that loader."""
         self.turns: dict[str, int] = {}
+        self.describe_place: Callable[[], str] = lambda: self.stage
+        """Says what is going on, for messages."""
         self.loaders = 0
         """How many loaders the evaluation has, where it must be known which gave this process a batch."""
         self.loaders_seen: set[int] = set()
@@ -115,11 +117,14 @@ class Metrics:
             return
         if self.suffix and not options[5]:
             self.loaders_of.setdefault(name, set()).add(self.loader)
-        series = self.series.get(name + self.suffix if options[5] else name)
+        try:
+            series = self.series.get(name + self.suffix if options[5] else name)
+        except TypeError:
+            series = None  # no name
         if series is None:
             series = self._open_series(name, value, options)
-        elif not (self.in_step or series.on_epoch):
-            raise TaskError(f"{name!r} was logged by steps only; log the epoch's value under another name.")
+        elif series.in_step is not self.in_step:
+            self._refuse_mixture(series)
         if series.metric is not None:
             if series.metric is value and not series.on_step:
                 return
@@ -135,7 +140,16 @@ class Metrics:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only = options
         assert self.series is not None
         if not isinstance(name, str) or not name:
-            raise TaskError(f"log() needs a name, got {name!r}.")
+            swapped = isinstance(value, str) and isinstance(name, (Real, Tensor))
+            came = (
+                "a tensor"
+                if isinstance(name, Tensor)
+                else f"the number {name}"
+                if isinstance(name, Real)
+                else repr(name)
+            )
+            hint = f"; the two are swapped: self.log({value!r}, value)" if swapped else ""
+            raise TaskError(f"log() needs a name first, and then the value; got {came}{hint}.")
         if is_metric(value):
             kind = "metric"
             self._refuse_shared(name, value)
@@ -155,9 +169,20 @@ class Metrics:
         on_step, on_epoch = on_step and self.in_step, on_epoch or not on_step
         series = Series(full, kind, on_step, on_epoch, prog_bar, logger is not False)
         series.metric = value if kind == "metric" else None
-        series.alone = rank_zero_only
+        series.alone, series.in_step = rank_zero_only, self.in_step
         self.series[full] = series
         return series
+
+    def _refuse_mixture(self, series: Series) -> None:
+        """Refuse a name that both steps and what is called between them log: its mean would be over both."""
+        if series.in_step is None:  # of a checkpoint, or of another rank
+            series.in_step = self.in_step
+        elif series.metric is None:
+            raise TaskError(
+                f"{series.name!r} is logged by the steps of {self.stage} and outside of them (such as in "
+                f"on_{self.stage}_epoch_end); its value would be the mean over both. Log one of the two under another "
+                f"name."
+            )
 
     def _refuse_shared(self, name: str, metric: Any) -> None:
         """Refuse a metric that another stage under way fills too: the samples of both would be in its value."""
@@ -339,7 +364,7 @@ class Metrics:
             f"rank {rank} also logged {sorted(set(own) - common)}" for rank, own in names.items() if set(own) - common
         ]
         return (
-            f"The ranks logged different names in {self.stage} at step {self.step}: all logged {sorted(common)}, but "
+            f"The ranks logged different names in {self.describe_place()}: all logged {sorted(common)}, but "
             f"{'; '.join(extra) or 'not in the same order'}. Call self.log with the same names in the same order on "
             f"every rank, never under a condition on the rank or on the content of a batch."
         )

@@ -215,6 +215,12 @@ class Run:
             self.optimization.guard.report(reduced)
         return reduced
 
+    def describe_place(self) -> str:
+        """Say what is going on, for messages about logged values."""
+        if self.doing == "sanity_check":
+            return "the sanity check"
+        return f"{self.doing} at step {self.state.global_step}" if self.stage == "fit" else self.doing
+
     def check_losses(self) -> None:
         """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
         self.strategy.timeouts.enter("step")

@@ -37,6 +37,8 @@ class Series:
     step: dict[int, list[float]] = field(default_factory=dict)
     """The same for one step, `step_at`."""
     step_at: int = -1
+    in_step: bool | None = None
+    """Whether steps log it, or what is called between them; None where that is not known yet."""
     alone: bool = False
     """Whether it is replica 0's own affair (`rank_zero_only`): shown, but no metric of the run."""
 

@@ -20,6 +20,11 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     parameters = list(inspect.signature(getattr(task, step)).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return MOST[step] if several_loaders else min(2, MOST[step])
+    if "dataloader_iter" in (parameter.name for parameter in parameters):
+        raise TaskError(
+            f"{type(task).__name__}.{step}(dataloader_iter, ...) is given a batch here, not the loader's iterator: "
+            f"take `batch`, and leave the reading to the trainer."
+        )
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     wrong = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     wrong += [p.name for p in positional[MOST[step] :] if p.default is p.empty]

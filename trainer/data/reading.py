@@ -1,5 +1,6 @@
 """How the batches of a loader's iterator are read: without marks for torch's profiler, and to a clean end."""
 
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -8,9 +9,12 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ..errors import DataError
+from ..processes.launch import Place, find_place
 from ..processes.parcel import Failure
 from ..torch_private import came_from_samples
 
+SHARED_MEMORY = "/dev/shm"
+"""Where Linux has what processes share."""
 SECONDS_TO_END = 1.0
 """Within which a process that has lost its connections is seen to have ended."""
 
@@ -70,11 +74,40 @@ def _loss_of_a_worker(batches: Any, error: Exception) -> DataError | None:
     Torch looks for such workers too, but does not wait until the system says that they have ended.
     """
     workers = getattr(batches, "_workers", ())
-    deadline = time.monotonic() + SECONDS_TO_END
-    while workers and isinstance(error, (OSError, EOFError)) and time.monotonic() < deadline:
+    deadline, said = time.monotonic() + SECONDS_TO_END, str(error)
+    place = find_place() or Place()
+    of_rank = f" of rank {place.rank}" if place.world_size > 1 else ""
+    full = "No space left on device" in said and ("shared memory" in said or "</torch_" in said)
+    if workers and (full or "Bus error" in said):
+        return _shared_memory_is_full(of_rank)
+    suspect = isinstance(error, (OSError, EOFError)) or said.startswith("DataLoader worker (pid")
+    while workers and suspect and time.monotonic() < deadline:
         for worker, is_needed in zip(workers, batches._workers_status, strict=True):
             if is_needed and not worker.is_alive():  # one whose stream has ended may go
                 how = Failure.of_exit(worker.exitcode).what
-                return DataError(f"A batch was on its way when DataLoader worker (pid {worker.pid}) {how}.")
+                return DataError(
+                    f"A batch was on its way when DataLoader worker (pid {worker.pid}){of_rank} {how}."
+                    f"{_read_by(batches)}"
+                )
         time.sleep(0.01)
     return None
+
+
+def _read_by(batches: Any) -> str:
+    """Name the user's dataset."""
+    data = getattr(batches, "_dataset", None)
+    data = getattr(data, "_wrapped_dataset", data)
+    return "" if data is None else f" It read {type(data).__qualname__}."
+
+
+def _shared_memory_is_full(of_rank: str) -> DataError:
+    """Return what to raise where workers could not hand over a batch, which they do in shared memory."""
+    there = os.statvfs(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else None
+    sizes = "" if there is None else (
+        f" (it has {there.f_blocks * there.f_frsize / 2**20:,.1f} MiB, {there.f_bavail * there.f_frsize / 2**20:,.1f} "
+        f"of them free by now)"
+    )  # fmt: skip
+    return DataError(
+        f"{SHARED_MEMORY} is full{sizes}: a DataLoader worker{of_rank} had no room to hand over a batch. Make it "
+        f"larger (docker run --shm-size=8g), or lower num_workers, prefetch_factor or batch_size."
+    )
