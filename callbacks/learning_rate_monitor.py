@@ -76,8 +76,9 @@ class LearningRateMonitor(Callback):
         }
         seen: dict[str, int] = {}
         for optimizer in trainer.optimizers:
-            config = schedulers.get(id(optimizer))
-            name = config.name if config is not None and config.name else f"lr-{type(optimizer).__name__}"
+            given = getattr(optimizer, "original", optimizer)  # strategy zero1 wraps what the task returned
+            config = schedulers.get(id(given))
+            name = config.name if config is not None and config.name else f"lr-{type(given).__name__}"
             count = seen[name] = seen.get(name, -1) + 1
             yield name if count == 0 else f"{name}-{count}", optimizer, "step" if config is None else config.interval
 

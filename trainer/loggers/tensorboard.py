@@ -71,6 +71,8 @@ class TensorBoardLogger(Logger):
             self._directory = self._events = _own_directory(*self._own, resume=resume_step is not None)
         if before not in (None, self._events):  # another run; what was given before the first one is its own
             self._params, self._final, self._points = {}, {}, {}
+        if resume_step is not None:  # a point that the new file voids is no repeat when it comes again
+            self._points = {name: point for name, point in self._points.items() if point[0] <= resume_step}
         self._events.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
             sort_before_now(self._events)

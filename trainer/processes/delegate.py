@@ -17,6 +17,7 @@ from .membership import Dismissed
 from .signals import attended, leave
 
 if TYPE_CHECKING:
+    from ...tasks.task import Task
     from ..trainer import Trainer
 
 log = logging.getLogger("legato")
@@ -87,7 +88,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
     if outcome is None:  # another launcher's processes have brought the run to its end, and have its result
         return None
     if outcome.parts is None and outcome.weights:
-        request.task.load_state_dict(outcome.weights)
+        take_weights(request.task, outcome.weights)
     elif outcome.parts is not None:
         request.task._parameters, request.task._buffers, request.task._modules = outcome.parts
     request.task.trainer = trainer
@@ -105,6 +106,14 @@ def run(trainer: "Trainer", request: Request) -> Any:
             outcome.callbacks.remove(found)
             callback.load_state_dict(found[1])
     return outcome.returned
+
+
+def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
+    """Load the weights that the workers trained, in the types that their precision has given them."""
+    for name, tensor in task.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
+            tensor.data = tensor.data.to(weights[name].dtype)
+    task.load_state_dict(weights)
 
 
 def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome | None:

@@ -299,6 +299,7 @@ class MeshStrategy(GroupStrategy):
 
     def abandon_step(self) -> None:
         """Drop the gradients of the turns of a step that ends before its last one."""
+        super().abandon_step()
         self.between_steps = True
         root = as_sharded(self.steps)
         run = None if self.task is None else self.task.trainer.current_run

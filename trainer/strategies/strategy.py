@@ -289,6 +289,10 @@ class Strategy:
 
     def abandon_step(self) -> None:
         """The step that had begun ends before its last turn, and counts for nothing."""
+        if self.tree is not None and self.replica is not None:
+            self.tree.abandon()
+        self.replica = None
+        self.buffers.close_step()
 
     def open_replica(self, replica: int) -> None:
         """The turns of `replica` come next in this step."""

@@ -50,6 +50,13 @@ class Bucket:
         """Put aside what is left from the step before."""
         self.kept = self._take_gradients()
 
+    def abandon(self) -> None:
+        """Drop the gradients of a step that is left, and leave what was there before it."""
+        self.stack.waiting, self.next_replica = [], self.owned.start
+        for parameter, gradient in zip(self.parameters, self.kept, strict=True):
+            parameter.grad = gradient
+        self.kept = []
+
     def take(self, replica: int) -> None:
         """Take the gradients of `replica` from the parameters; replicas before it had no batch."""
         for absent in range(self.next_replica, replica):

@@ -68,6 +68,11 @@ class GradientTree:
         for bucket in self.buckets[self.next_to_send :]:
             bucket.take(replica)
 
+    def abandon(self) -> None:
+        """Drop the gradients of a step that ends before the last backward of this process's share."""
+        for bucket in self.buckets:
+            bucket.abandon()
+
     def finish(self) -> None:
         """Give every parameter the gradient of the whole step; every process calls it."""
         self.replica = None

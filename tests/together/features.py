@@ -1,0 +1,240 @@
+"""The features that meet in pairs: what each adds to a run, what it promises, and what refuses it by name."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from together.scene import Scene
+
+from legato.callbacks import (
+    Checkpoint,
+    EarlyStopping,
+    ExponentialMovingAverage,
+    LearningRateMonitor,
+    StragglerMonitor,
+    ThroughputMonitor,
+    Timer,
+)
+from legato.trainer.loggers import JSONLinesLogger
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that a run may have. Two of one `group` set the same and cannot meet."""
+
+    name: str
+    add: Callable[[Scene], None]
+    shapes: bool = False
+    """Whether it changes the result: then the run that it is compared with has it too."""
+    group: str = ""
+    tolerance: float = 0.0
+    """How far numbers may be from those of the run without it; 0: every bit is the same."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """With which features or groups it is refused before the first step, and a pattern that the message has."""
+    apart: tuple[str, ...] = ()
+    """With which features or groups it makes no sense."""
+    processes: bool = False
+    """Whether its run has processes of its own."""
+    slow: bool = False
+
+
+def arguments(**given):
+    """Return what adds arguments of the Trainer."""
+    return lambda scene: scene.arguments.update(given)
+
+
+def task(**given):
+    """Return what adds options of the task."""
+    return lambda scene: scene.task.update(given)
+
+
+def data(**given):
+    """Return what adds options of the loaders."""
+    return lambda scene: scene.data.update(given)
+
+
+def callback(make):
+    """Return what adds a callback; `make` is given the run's folder."""
+    return lambda scene: scene.callbacks.append(make)
+
+
+def fault(kind):
+    """Return what adds a fault."""
+    return lambda scene: scene.faults.append(kind)
+
+
+def around(word):
+    """Return what adds a call before or after."""
+    return lambda scene: scene.around.append(word)
+
+
+def both(*parts):
+    """Return what adds several."""
+
+    def add(scene):
+        for part in parts:
+            part(scene)
+
+    return add
+
+
+ROUNDING = 2e-5
+SHARDED = {"bitwise": "bitwise"}
+LOCKSTEP = {"manual": "[Mm]anual"}
+
+
+def on_two(strategy, **more):
+    return arguments(strategy=strategy, devices=2, **more)
+
+
+SHAPING = [
+    Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
+    Feature("clip", arguments(gradient_clip_val=0.3)),
+    Feature("clip by value", arguments(gradient_clip_val=0.05, gradient_clip_algorithm="value"), group="clip"),
+    Feature("nan skip", both(arguments(nan="skip"), data(bad=True)), apart=("metrics", "stop on train", "plateau")),
+    Feature("ema", callback(lambda folder: ExponentialMovingAverage(0.8))),
+    Feature(
+        "late ema", callback(lambda folder: ExponentialMovingAverage(0.8, start_step=3, use_buffers=True)), group="ema"
+    ),
+    Feature("stop on train", callback(lambda folder: EarlyStopping("train/loss_epoch", min_delta=0.02, patience=1))),
+    Feature("stop on val", callback(lambda folder: EarlyStopping("val/loss", min_delta=0.02, patience=1))),
+    Feature("manual", both(arguments(replicas=1), task(manual=True)), apart=("accumulation",)),
+    Feature("several loaders", data(several=True), group="loaders"),
+    Feature("stream", data(stream=True), group="loaders"),
+    Feature("drop last", data(drop_last=True)),
+    Feature("limit", arguments(limit_train_batches=3, limit_val_batches=2)),
+    Feature("limit part", arguments(limit_train_batches=0.8, limit_val_batches=0.7), group="limit"),
+    Feature("overfit", arguments(overfit_batches=2), group="limit"),
+    Feature("val interval", arguments(val_check_interval=2), group="interval"),
+    Feature(
+        "val interval over epochs", arguments(val_check_interval=3, check_val_every_n_epoch=None), group="interval"
+    ),
+    Feature("val every second", arguments(check_val_every_n_epoch=2), group="interval"),
+    Feature("bf16", arguments(precision="bf16-mixed"), group="precision"),
+    Feature("float64", arguments(precision="64-true"), group="precision"),
+    Feature("noise", both(task(dropout=True), data(noise=True))),
+    Feature("norm", task(norm=True)),
+    Feature("metrics", task(metrics=True)),
+    Feature("plateau", task(scheduler="epoch plateau"), group="scheduler"),
+    Feature("step scheduler", task(scheduler="step"), group="scheduler"),
+    Feature("freeze", task(freeze=True)),
+    Feature("leave epoch", task(leave=True)),
+    Feature("no loss", task(none=True)),
+    Feature("max steps", arguments(max_steps=7, max_epochs=-1)),
+    Feature("min epochs", arguments(min_epochs=2, max_steps=3, max_epochs=None), group="max steps"),
+    Feature("three replicas", arguments(replicas=3), group="replicas"),
+    Feature("reload", arguments(reload_dataloaders_every_n_epochs=1)),
+    Feature("sparse log", arguments(log_every_n_steps=3)),
+    Feature("save by steps", lambda scene: scene.checkpoint.update(every_n_train_steps=2), group="saves"),
+    Feature("save all", lambda scene: scene.checkpoint.update(save_top_k=-1), group="saves"),
+    Feature("save none but last", lambda scene: scene.checkpoint.update(save_top_k=0, monitor=None), group="saves"),
+    Feature("save worst", lambda scene: scene.checkpoint.update(mode="max", save_last=False), group="saves"),
+    Feature("save on train", lambda scene: scene.checkpoint.update(monitor="train/loss_epoch"), group="saves"),
+]
+NEUTRAL = [
+    Feature("async save", lambda scene: scene.checkpoint.update(asynchronous=True)),
+    Feature("second checkpoint", callback(lambda folder: Checkpoint(dirpath=folder / "second", every_n_train_steps=2))),
+    Feature(
+        "second async",
+        callback(lambda folder: Checkpoint(dirpath=folder / "async", every_n_train_steps=1, asynchronous=True)),
+    ),
+    Feature(
+        "weights only",
+        callback(lambda folder: Checkpoint(dirpath=folder / "weights", every_n_train_steps=3, save_weights_only=True)),
+    ),
+    Feature("workers", data(workers=1), slow=True),
+    Feature("persistent workers", data(workers=2, persistent=True), group="workers", slow=True),
+    Feature("timer", callback(lambda folder: Timer("00:01:00:00"))),
+    Feature("max time", arguments(max_time="00:02:00:00")),
+    Feature("lr monitor", callback(lambda folder: LearningRateMonitor())),
+    Feature("throughput", callback(lambda folder: ThroughputMonitor())),
+    Feature("stragglers", callback(lambda folder: StragglerMonitor()), refused={"elastic": "StragglerMonitor"}),
+    Feature("bar and summary", arguments(enable_progress_bar=True, enable_model_summary=True)),
+    Feature("second log", lambda scene: scene.loggers.append(lambda folder: JSONLinesLogger(folder / "second.jsonl"))),
+    Feature("sanity", arguments(num_sanity_val_steps=2)),
+    Feature("deterministic", arguments(deterministic=True)),
+    Feature("anomaly", arguments(detect_anomaly=True)),
+    Feature("hang timeout", arguments(hang_timeout=100.0)),
+    Feature("recompute", arguments(activation_checkpointing=["Sequential"])),
+    Feature("bitwise", arguments(reproducible="bitwise"), tolerance=ROUNDING),
+    Feature("no inference mode", arguments(inference_mode=False)),
+    Feature("fit before", around("fit before")),
+    Feature("validate before", around("validate before")),
+    Feature("evaluate after", around("evaluate after")),
+    Feature("compile", arguments(compile={"backend": "eager"}), tolerance=ROUNDING, slow=True),
+]
+STRATEGIES = [
+    Feature("data parallel", on_two("data_parallel"), group="strategy", tolerance=ROUNDING),
+    Feature("ddp", on_two("ddp"), group="strategy", tolerance=ROUNDING, processes=True),
+    Feature("zero1", on_two("zero1"), group="strategy", tolerance=ROUNDING, processes=True, refused=SHARDED),
+    Feature(
+        "fsdp",
+        on_two({"name": "fsdp", "shard_blocks": 40}),
+        group="strategy",
+        tolerance=ROUNDING,
+        processes=True,
+        refused=SHARDED | LOCKSTEP,
+    ),
+    Feature(
+        "data mesh",
+        on_two({"name": "mesh", "data": 2}),
+        group="strategy",
+        tolerance=ROUNDING,
+        processes=True,
+        refused=SHARDED | LOCKSTEP,
+    ),
+    Feature(
+        "pipeline",
+        on_two({"name": "mesh", "pipeline": 2}),
+        group="strategy",
+        tolerance=ROUNDING,
+        processes=True,
+        refused=SHARDED | LOCKSTEP | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
+    ),
+    Feature(
+        "elastic",
+        on_two({"name": "ddp", "elastic": True}, max_restarts=3),
+        group="strategy",
+        tolerance=ROUNDING,
+        processes=True,
+        refused=LOCKSTEP | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
+    ),
+]
+DISTURBANCES = [
+    Feature("sigterm", fault("sigterm")),
+    Feature("sigterm in validation", fault("sigterm in validation")),
+    Feature("sigint", fault("sigint")),
+    Feature("failing hook", fault("hook")),
+    Feature("failing zero_grad hook", fault("zero_grad hook")),
+    Feature("failing validation hook", fault("validation hook")),
+    Feature("failing epoch hook", fault("epoch hook")),
+    Feature("failing save", fault("save")),
+    Feature("failing logger", fault("logger")),
+    Feature("failing finalize", fault("finalize")),
+    Feature("failing data", fault("data")),
+    Feature("resume", lambda scene: scene.stops_at.append(0), apart=("max steps",)),
+    Feature("kill", fault("kill"), apart=("data parallel",)),
+]
+
+NAMED: dict[str, Feature] = {}
+for _features, _shapes in ((SHAPING, True), (NEUTRAL, False), (STRATEGIES, False), (DISTURBANCES, False)):
+    for _feature in _features:
+        NAMED[_feature.name] = replace(_feature, shapes=_shapes, group=_feature.group or _feature.name)
+
+
+def can_meet(first: Feature, second: Feature) -> bool:
+    """Return whether the two may be in one run, be it to be refused."""
+    if first.group == second.group:
+        return False
+    names = {first.name, first.group}, {second.name, second.group}
+    return not names[1] & set(first.apart) and not names[0] & set(second.apart)
+
+
+def refusal(features: Iterable[Feature]) -> str | None:
+    """Return the pattern of the message by which a run of these features is refused; None where it is not."""
+    features = list(features)
+    for one in features:
+        for other in features:
+            for name in (other.name, other.group):
+                if name in one.refused:
+                    return one.refused[name]
+    return None

@@ -1,0 +1,371 @@
+"""Plays a scene to its end, through the faults that are in it, and says what it comes to and what it leaves behind."""
+
+import contextlib
+import gc
+import json
+import logging
+import math
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import threading
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, make_loader, make_trainer
+
+import legato as lg
+from legato.trainer.checkpoints import checkpoint
+
+TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
+FILES = re.compile(
+    r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|"
+    r"checkpoints/step-\d{8}/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
+)
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    weights: dict[str, torch.Tensor]
+    points: dict[int, dict[str, float]]
+    metrics: dict[str, float]
+    kept: dict[str, float | None]
+    saved: dict[str, dict[str, torch.Tensor]]
+    state: dict[str, Any]
+    problems: list[str] = field(default_factory=list)
+    """What is wrong with it, whatever it is compared with."""
+    stopped: bool = False
+    """Whether it was stopped and went on: such a stop saves a checkpoint of its own."""
+    keeps_all: bool = False
+    """Whether it keeps every checkpoint."""
+
+
+class Unexpected(AssertionError):
+    """A run ended as it must not."""
+
+
+SET_BY_TORCH = {signal.SIGALRM, signal.SIGCHLD}
+"""What the command here uses itself, and what torch's loader sets once and for all where it has workers."""
+
+
+# --- the state of this process -------------------------------------------------------------------------------------
+def process_state() -> dict[str, Any]:
+    """Return what a run may change for the whole process and must put back."""
+    numbers = [number for number in signal.Signals if number not in (signal.SIGKILL, signal.SIGSTOP)]
+    loggers = [logging.getLogger(), logging.getLogger("legato"), logging.getLogger("torch")]
+    return {
+        "signals": {number.name: signal.getsignal(number) for number in numbers if number not in SET_BY_TORCH},
+        "wakeup": _wakeup(),
+        "warnings": list(warnings.filters),
+        "showwarning": warnings.showwarning,
+        "threads of torch": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ),
+        "anomaly": (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        "gradients": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "dtype": torch.get_default_dtype(),
+        "cudnn": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.enabled),
+        "matmul": torch.get_float32_matmul_precision(),
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "process group": dist.is_initialized(),
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "streams": (sys.stdin, sys.stdout, sys.stderr, sys.excepthook, threading.excepthook, sys.unraisablehook),
+        "logging": [(one.level, list(one.handlers), list(one.filters), one.disabled) for one in loggers],
+        "start method": multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0],
+        "collector": gc.isenabled(),
+        "temporary files": sorted(os.listdir(os.environ["TMPDIR"])) if "TMPDIR" in os.environ else [],
+        "shared memory": sorted(name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name),
+    }
+
+
+def _wakeup() -> int:
+    found = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(found)
+    return found
+
+
+def children() -> set[int]:
+    """Return the processes below this one that have not ended."""
+    found = set()
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.add(child.pid)
+        except psutil.NoSuchProcess:
+            pass
+    return found
+
+
+def open_files() -> list[str]:
+    """Return what this process has open, but for what has no name."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sorted(name for name in found if name.startswith("/") and not name.startswith(("/proc", "/dev", "/sys")))
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Say what is no longer as it was."""
+    found = []
+    for name, old in before.items():
+        new = after[name]
+        if isinstance(old, dict):
+            found += [
+                f"process: {name}: {key} was {old.get(key)}, is {new.get(key)}"
+                for key in sorted(old.keys() | new.keys())
+                if old.get(key) != new.get(key)
+            ]
+        elif old != new:
+            found.append(f"process: {name} was {old}, is {new}")
+    return found
+
+
+def put_back(before: dict[str, Any]) -> None:
+    """Undo what a run left changed, so that the next one is not blamed for it."""
+    for name, handler in before["signals"].items():
+        if handler is not None and signal.getsignal(signal.Signals[name]) != handler:
+            signal.signal(signal.Signals[name], handler)
+    torch.use_deterministic_algorithms(before["deterministic"][0], warn_only=before["deterministic"][1])
+    torch.set_num_threads(before["threads of torch"][0])
+    torch.autograd.set_detect_anomaly(*before["anomaly"])
+    os.chdir(before["folder"])
+
+
+# --- a run ---------------------------------------------------------------------------------------------------------
+def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
+    """Play a scene until it is done; each fault comes at its step of `steps`, each stop too. Raises Unexpected."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = list(steps)
+    faults = [Fault(kind, steps.pop(), folder) for kind in scene.faults]
+    stops = sorted(steps.pop() for _ in scene.stops_at)
+    problems: list[str] = []
+    trainer = None
+    if "fit before" in scene.around or "validate before" in scene.around:
+        (folder / "disarmed").touch()
+        trainer = make_trainer(scene, folder, faults)
+        if "fit before" in scene.around:
+            fit(trainer, scene, faults)
+        else:
+            trainer.validate(Net(**scene.task), make_loader(HELD_OUT, scene.data, shuffle=False), verbose=False)
+        (folder / "disarmed").unlink()
+    reused, first = trainer, "auto" if "fit before" not in scene.around else None
+    ended_by: list[str] = []
+    for attempt in range(len(faults) + len(stops) + 1):
+        changed = {"max_steps": stops[0]} if stops else {}
+        trainer = reused if reused is not None and not changed else make_trainer(scene, folder, faults, **changed)
+        fired = [fault for fault in faults if fault.fired]
+        try:
+            task = fit(trainer, scene, faults, resume=first if attempt == 0 and reused is not None else "auto")
+        except BaseException as error:
+            new = [fault for fault in faults if fault.fired and fault not in fired]
+            if not any(fault.explains(error) for fault in new):
+                raise Unexpected(f"attempt {attempt} ended by {type(error).__name__}: {error}") from error
+            ended_by += [fault.kind for fault in new]
+            continue
+        new = [fault.kind for fault in faults if fault.fired and fault not in fired]
+        if new and not (new == ["kill"] and "elastic" in str(scene.arguments.get("strategy"))):
+            problems.append(f"{new} happened, and the run ended as if nothing had been")
+        if stops:
+            stops.pop(0)
+            continue
+        break
+    else:
+        raise Unexpected(f"not done after {attempt + 1} attempts, which ended by {ended_by}")
+    result = result_of(trainer, task, problems)
+    result.stopped = bool(ended_by or scene.stops_at)
+    if "evaluate after" in scene.around:
+        weights = {name: value.clone() for name, value in task.state_dict().items()}
+        found = trainer.validate(task, make_loader(HELD_OUT, scene.data, shuffle=False), verbose=False)
+        values = {name: value for one in found for name, value in one.items()}
+        if not values or not all(math.isfinite(value) for value in values.values()):
+            problems.append(f"validate after fit found {values}")
+        if any(not torch.equal(value, weights[name]) for name, value in task.state_dict().items()):
+            problems.append("validate after fit changed the task's weights")
+    return result
+
+
+def fit(trainer: lg.Trainer, scene: Scene, faults: list[Fault], resume: str | None = None) -> Net:
+    """Fit a new task; check that the process is as before, however it ends."""
+    task = Net(**scene.task)
+    fault = next((fault for fault in faults if fault.kind == "data"), None)
+    loaders = make_loader(SAMPLES, scene.data, fault), make_loader(HELD_OUT, scene.data, shuffle=False)
+    before = process_state()
+    persistent = trainer if scene.data.get("persistent") else None  # workers live as long as their loader is known
+    processes, files, threads = children(), open_files(), set(threading.enumerate())
+    problem: BaseException | None = None
+    try:
+        trainer.fit(task, *loaders, resume=resume)
+    except BaseException as error:
+        problem = error
+    del loaders
+    found = changes(before, process_state())
+    deadline, left = time.monotonic() + 3, []
+    while persistent is None and (left := _left(processes, files, threads)) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    if found or left:
+        put_back(before)
+        raise Unexpected("; ".join(found + left)) from problem
+    if problem is not None:
+        raise problem
+    return task
+
+
+SERVERS = ("resource_tracker", "forkserver")
+
+
+def _left(processes: set[int], files: list[str], threads: set[threading.Thread]) -> list[str]:
+    found = [f"thread {thread.name} is left" for thread in set(threading.enumerate()) - threads]
+    for number in children() - processes:
+        try:
+            line = " ".join(psutil.Process(number).cmdline())
+        except psutil.NoSuchProcess:
+            continue
+        if not any(server in line for server in SERVERS):
+            found.append(f"process {number} is left: {line[:200]}")
+    new = [name for name in open_files() if name not in files]
+    return found + ([f"files are left open: {new}"] if new else [])
+
+
+def result_of(trainer: lg.Trainer, task: Net, problems: list[str]) -> Result:
+    """Return what a run came to; `problems` are added to."""
+    run_dir = trainer.run_dir
+    assert run_dir is not None
+    points = points_of(run_dir, problems)
+    check_tensorboard(run_dir, points, problems)
+    check_files(run_dir, problems)
+    keeper = trainer.checkpoint_callback
+    assert keeper is not None
+    present = {path.name for path in checkpoint.all_in(run_dir / "checkpoints")}
+    if present != set(keeper.scores):
+        problems.append(f"on the disk are {sorted(present)}, the callback knows of {sorted(keeper.scores)}")
+    saved = {name: checkpoint.read(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
+    state = {name: value for name, value in trainer.state.to_dict().items() if name != "elapsed"}
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not TIMES.search(name)}
+    weights = {name: value.detach().clone() for name, value in task.state_dict().items()}
+    result = Result(weights, points, metrics, dict(keeper.scores), saved, state, problems)
+    result.keeps_all = keeper.save_top_k == -1
+    return result
+
+
+def points_of(run_dir: Path, problems: list[str]) -> dict[int, dict[str, float]]:
+    """Return the points of metrics.jsonl by step, without what tells the time."""
+    path = run_dir / "metrics.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    steps = [record["step"] for record in records]
+    if steps != sorted(set(steps)):
+        problems.append(f"metrics.jsonl has the steps {steps}")
+    return {
+        record["step"]: {
+            name: float(value)
+            for name, value in record.items()
+            if not TIMES.search(name) and name not in ("step", "time")
+        }
+        for record in records
+    }
+
+
+def check_tensorboard(run_dir: Path, points: dict[int, dict[str, float]], problems: list[str]) -> None:
+    """Hold TensorBoard's scalars against metrics.jsonl: the same values, each once."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    found: dict[tuple[int, str], list[float]] = {}
+    for tag in accumulator.Tags()["scalars"]:
+        for event in accumulator.Scalars(tag):
+            if not TIMES.search(tag):
+                found.setdefault((event.step, tag), []).append(event.value)
+    expected = {(step, name): value for step, values in points.items() for name, value in values.items()}
+    doubled = sorted(key for key, values in found.items() if len(values) > 1)
+    if doubled:
+        problems.append(f"TensorBoard has {doubled[:3]} more than once")
+    if found.keys() != expected.keys():
+        lacking, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+        problems.append(f"TensorBoard lacks {lacking[:4]} and has besides {more[:4]}")
+    for key in found.keys() & expected.keys():
+        if not same(found[key][-1], expected[key], 1e-6):
+            problems.append(f"TensorBoard has {found[key]} for {key}, metrics.jsonl {expected[key]}")
+            break
+
+
+def check_files(run_dir: Path, problems: list[str]) -> None:
+    """Say which files of a run directory nobody expects."""
+    for path in run_dir.rglob("*"):
+        name = str(path.relative_to(run_dir))
+        if path.is_file() and not FILES.fullmatch(name):
+            problems.append(f"{name} is left in the run directory")
+        elif path.is_dir() and path.name.startswith("."):
+            problems.append(f"the folder {name} is left in the run directory")
+
+
+def same(ours: float, theirs: float, tolerance: float) -> bool:
+    """Return whether two numbers are the same, NaN and infinities too."""
+    if ours == theirs or (math.isnan(ours) and math.isnan(theirs)):
+        return True
+    return abs(ours - theirs) <= tolerance * max(1.0, abs(theirs))
+
+
+# --- two results ----------------------------------------------------------------------------------------------------
+def differences(ours: Result, theirs: Result, tolerance: float) -> list[str]:
+    """Say in what a run differs from the one that it should equal."""
+    found = list(ours.problems)
+    found += _differing("weights", ours.weights, theirs.weights, tolerance)
+    for name in ("global_step", "epoch", "epoch_steps", "rounds", "samples_seen", "skipped_steps", "replicas"):
+        if ours.state[name] != theirs.state[name]:
+            found.append(f"state.{name} is {ours.state[name]}, not {theirs.state[name]}")
+    if ours.points.keys() != theirs.points.keys():
+        found.append(f"points at {sorted(ours.points)}, not at {sorted(theirs.points)}")
+    for step in sorted(ours.points.keys() & theirs.points.keys()):
+        found += _values(f"point {step}", ours.points[step], theirs.points[step], tolerance)
+    found += _values("callback_metrics", ours.metrics, theirs.metrics, tolerance)
+    more = {name for name in ours.kept.keys() - theirs.kept.keys() if ours.kept[name] is None and ours.stopped}
+    if ours.kept.keys() - more != theirs.kept.keys() or (more and not theirs.keeps_all):
+        found.append(f"kept are {ours.kept}, not {theirs.kept}")
+    for name in ours.kept.keys() & theirs.kept.keys():
+        one, other = ours.kept[name], theirs.kept[name]
+        if (one is None) != (other is None) or (one is not None and not same(one, other, tolerance)):
+            found.append(f"the score of {name} is {one}, not {other}")
+        if name in ours.saved and name in theirs.saved:
+            found += _differing(name, ours.saved[name], theirs.saved[name], tolerance)
+    return found
+
+
+def _differing(
+    what: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
+) -> list[str]:
+    if ours.keys() != theirs.keys():
+        return [f"{what}: has {sorted(ours)}, not {sorted(theirs)}"]
+    for name in ours:
+        one, other = ours[name], theirs[name]
+        if one.dtype != other.dtype:
+            return [f"{what}: {name} is {one.dtype}, not {other.dtype}"]
+        if not (torch.allclose(one, other, rtol=tolerance, atol=tolerance) if tolerance else torch.equal(one, other)):
+            return [f"{what}: {name} differs by {(one.double() - other.double()).abs().max():.2e}"]
+    return []
+
+
+def _values(what: str, ours: dict[str, float], theirs: dict[str, float], tolerance: float) -> list[str]:
+    found = []
+    if ours.keys() != theirs.keys():
+        lacking, more = sorted(theirs.keys() - ours.keys()), sorted(ours.keys() - theirs.keys())
+        found.append(f"{what} lacks {lacking} and has besides {more}")
+    for name in ours.keys() & theirs.keys():
+        if not same(ours[name], theirs[name], tolerance):
+            found.append(f"{what}: {name} is {ours[name]!r}, not {theirs[name]!r}")
+    return found

@@ -1,0 +1,50 @@
+"""Pairs of features: thirty, a few drawn anew in each run; and those that were once found to break each other."""
+
+import random
+
+import pytest
+from together.pairs import Pair, Stage, draw, load
+
+SINGLE, SEVERAL, ANEW = range(20), range(100, 108), 2
+
+FOUND = [
+    Pair("validate before", "failing save", 1028),  # TensorBoard's logger held a point that a resume had voided
+    Pair("float64", "ddp", 3),  # the caller's task was float32 after workers had trained it in float64
+    Pair("lr monitor", "zero1", 3),  # the wrapped optimizer was not the one that the scheduler knows
+    Pair("leave epoch", "bitwise", 3150),  # an epoch that a hook left early kept half a step's gradients in the tree
+    Pair("leave epoch", "elastic", 3150),
+]
+"""What failed once, and why."""
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    load()
+    return Stage(tmp_path_factory.mktemp("stage"))
+
+
+def check(stage, pair):
+    found = stage.check(pair)
+    assert not found, "\n".join([str(pair), *found])
+
+
+@pytest.mark.parametrize("seed", SINGLE)
+def test_two_features_in_one_process(stage, seed):
+    check(stage, draw(seed, processes=False))
+
+
+@pytest.mark.parametrize("seed", SEVERAL)
+def test_two_features_of_which_one_has_processes(stage, seed):
+    while not any(feature.processes for feature in draw(seed).features):
+        seed += 1000
+    check(stage, draw(seed))
+
+
+@pytest.mark.parametrize("number", range(ANEW))
+def test_two_features_drawn_anew(stage, number):
+    check(stage, draw(random.SystemRandom().randrange(10**6), processes=False))
+
+
+@pytest.mark.parametrize("pair", FOUND, ids=lambda pair: f"{pair.first} and {pair.second}")
+def test_what_was_found_once(stage, pair):
+    check(stage, pair)
