@@ -163,7 +163,13 @@ NEUTRAL = [
     Feature("compile", arguments(compile={"backend": "eager"}), tolerance=ROUNDING, slow=True),
 ]
 STRATEGIES = [
-    Feature("data parallel", on_two("data_parallel"), group="strategy", tolerance=ROUNDING),
+    Feature(
+        "data parallel",
+        on_two("data_parallel"),
+        group="strategy",
+        tolerance=ROUNDING,
+        refused={"manual": "automatic_optimization"},
+    ),
     Feature("ddp", on_two("ddp"), group="strategy", tolerance=ROUNDING, processes=True),
     Feature("zero1", on_two("zero1"), group="strategy", tolerance=ROUNDING, processes=True, refused=SHARDED),
     Feature(

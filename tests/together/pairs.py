@@ -34,7 +34,7 @@ from legato.trainer.errors import LegatoError
 from legato.trainer.processes import launch, workers
 
 BF16 = 2e-2
-WAITING: set[str] = {"failing finalize", "kill"}
+WAITING: set[str] = {"kill"}
 """Features that are drawn only by name, until what they found is mended."""
 
 
