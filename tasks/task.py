@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from ..trainer.errors import TaskError
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
 from .task_hooks import TaskHooks
@@ -121,12 +120,21 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return `data`, a tensor or a collection of them, of every rank: each (world size, ...), without gradient."""
-        from ..trainer.data.transfer import map_tensors
+        """Return `data` (a tensor, a number, or a collection of them) of every rank, or of every rank of `group`.
 
-        if sync_grads:
-            raise TaskError("all_gather(sync_grads=True) is not there; use torch.distributed's functional collectives.")
-        return map_tensors(data, lambda tensor: self.trainer.strategy.all_gather(tensor.detach()))
+        Each tensor comes back stacked, (ranks, ...); where ranks have different first dimensions (shares of an
+        evaluation need not be even) as a list of tensors by rank. `torch.cat(list(...))` joins both. Under a mesh the
+        ranks are those that together have every batch once. Every rank must call it: in a step only where the batches
+        go evenly into the replicas, and in `training_step` each replica needs a process of its own.
+
+        sync_grads: gradients of all ranks' losses reach this rank's tensor, each weighted as its loss is. Every rank's
+        loss must depend on what it gathered.
+
+        Raises DisagreementError where ranks differ in anything else, TaskError in a step where not all can take part.
+        """
+        from ..trainer.gather import gather
+
+        return gather(self.trainer, data, group, sync_grads)
 
     # --- what the run trains ----------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -32,6 +32,12 @@ class DealtData:
         positions = self.source.positions(0)
         return None if positions is None else self._deal(positions).rounds
 
+    @property
+    def is_whole(self) -> bool | None:
+        """Whether every replica has a batch in each round of an epoch; None where only drawing the order tells."""
+        positions = self.source.positions(0)
+        return None if positions is None else _is_whole(self._deal(positions))
+
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; of all replicas' batches take `batches_at_most`."""
         order = self.source.order(epoch)
@@ -48,7 +54,8 @@ class DealtData:
                 turn = Turn(replica, round, next(batches), samples, masked=replica not in replicas)
                 (masked if turn.masked else turns).append(turn)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            yield StepInput(turns, order.step_samples(deal, step), rounds, masked)
+            whole = step < deal.steps - 1 or _is_whole(deal)
+            yield StepInput(turns, order.step_samples(deal, step), rounds, whole, masked)
 
     def _deal(self, positions: int) -> Deal:
         replicas, source = self.dealing.layout.replicas, self.source
@@ -76,6 +83,11 @@ class DealtData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take nothing over."""
+
+
+def _is_whole(deal: Deal) -> bool:
+    """Return whether the last round has a batch for the last replica."""
+    return deal.rounds == 0 or len(deal.span(deal.rounds - 1, deal.replicas - 1)) > 0
 
 
 def can_deal(loader: Any) -> bool:
@@ -106,6 +118,8 @@ class EvaluationData:
             DealtData(loader, dealing, 1.0, in_order) if can_deal(loader) else StreamData(loader, dealing)
             for loader in loaders
         ]
+        self.replicas, self.whole = layout.replicas, True
+        """How many replicas share out each round, and whether each has a batch in the round of the newest turn."""
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
@@ -119,10 +133,18 @@ class EvaluationData:
         for index, source in enumerate(self.sources):
             most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
             for step in source.epoch(epoch, batches_at_most=most):
+                self.whole = step.whole
                 for turn in (*step.turns, *step.masked):
                     turn.dataloader_idx = index
                     turn.replica += self.first_replica
                     yield turn
+
+    @property
+    def is_whole(self) -> bool | None:
+        """Whether every replica has a batch in each round of each loader; None where a length is not known."""
+        counts = [self.count(index) for index in range(len(self.loaders))]
+        known = [count % self.replicas == 0 for count in counts if count is not None]
+        return False if not all(known) else None if len(known) < len(counts) else True
 
     def count(self, index: int) -> int | None:
         """Return the batches of a loader over all replicas, as far as they are evaluated; None where unknown."""

@@ -31,6 +31,8 @@ class StepInput:
     """Samples of the step over all replicas of the run."""
     rounds: int
     """Batches that each replica has in the step."""
+    whole: bool = True
+    """Whether every replica has a batch in each of its rounds."""
     masked: Sequence[Turn] = ()
     """Turns that do not count, up to as many as the process with most has: see `Dealing.lockstep`."""
 

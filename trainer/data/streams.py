@@ -54,6 +54,11 @@ class StreamData:
         return limited(self.limit, -(-length // self.dealing.layout.replicas))
 
     @property
+    def is_whole(self) -> bool | None:
+        """None: what a stream says of its length does not tell whether every replica has a batch in each round."""
+        return None
+
+    @property
     def forward_is_keyed(self) -> bool:
         """Whether each step finds the generators where the loading of its only batch left them.
 
@@ -92,12 +97,12 @@ class StreamData:
             position += 1
             if position % batches_of_step == 0:
                 masked = theirs[: max(0, len(theirs) - len(turns))]
-                yield StepInput(arranged(turns), samples, dealing.accumulate, masked)
+                yield StepInput(arranged(turns), samples, dealing.accumulate, masked=masked)
                 turns, theirs, samples = [], [], 0
         rest = position % batches_of_step
         if rest and not (dealing.whole_rounds and rest % replicas):
             masked = theirs[: max(0, len(theirs) - len(turns))]
-            yield StepInput(arranged(turns), samples, -(-rest // replicas), masked)
+            yield StepInput(arranged(turns), samples, -(-rest // replicas), rest % replicas == 0, masked)
 
     def key(self, epoch: int) -> int:
         """Return the key of the generators for the first batch of an epoch; the next ones' count on from it."""
@@ -195,8 +200,10 @@ class OwnShares(StreamData):
                     self.own.ended = True
                 elif limit is None or round < limit:
                     turns.append(Turn(process, round, batch, self.count_samples(batch)))
-            own = torch.tensor([sum(turn.samples for turn in turns), bool(turns), len(turns) == dealing.accumulate])
-            samples, present, full = self.ranks.all_reduce(own, "sum").tolist()
+            own = torch.tensor(
+                [sum(turn.samples for turn in turns), bool(turns), len(turns) == dealing.accumulate, len(turns)]
+            )
+            samples, present, full, batches_of_all = self.ranks.all_reduce(own, "sum").tolist()
             if present == 0:
                 return
             if dealing.whole_rounds and present < dealing.layout.processes:
@@ -206,7 +213,8 @@ class OwnShares(StreamData):
                     f"number of batches (limit_train_batches does), or let Legato deal the samples out."
                 )
             rest = dealing.accumulate if self.longest is None else self.longest - step * dealing.accumulate
-            yield StepInput(turns, samples, dealing.accumulate if full else min(rest, dealing.accumulate))
+            rounds, whole = min(rest, dealing.accumulate), batches_of_all == dealing.layout.processes * len(turns)
+            yield StepInput(turns, samples, dealing.accumulate if full else rounds, whole)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all processes' loaders; every process calls it."""

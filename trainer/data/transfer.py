@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 ALIGNMENT = 64
@@ -34,28 +35,36 @@ def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def map_tensors(
-    batch: Any, change: Callable[[torch.Tensor], torch.Tensor], move: Callable[[Any], Any] | None = None
+    batch: Any,
+    change: Callable[[torch.Tensor], Any],
+    move: Callable[[Any], Any] | None = None,
+    number: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return `batch` with each tensor changed; with `move`, also whatever has a `.to` of its own.
+
+    With `number` numbers and NumPy's arrays are changed, too.
 
     Tuples, named tuples, lists, dicts and dataclasses are rebuilt with their types; anything else stays as it is.
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
+    if number is not None and isinstance(batch, (int, float, np.ndarray, np.number)):
+        return number(batch)
     if isinstance(batch, (str, bytes, int, float, bool)) or batch is None:
         return batch
     if move is not None and callable(getattr(batch, "to", None)):
         return move(batch)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(item, change, move) for item in batch))
+        return type(batch)(*(map_tensors(item, change, move, number) for item in batch))
     if isinstance(batch, (list, tuple)):
-        return type(batch)(map_tensors(item, change, move) for item in batch)
+        return type(batch)(map_tensors(item, change, move, number) for item in batch)
     if isinstance(batch, dict):
-        changed = {key: map_tensors(item, change, move) for key, item in batch.items()}
+        changed = {key: map_tensors(item, change, move, number) for key, item in batch.items()}
         return changed if type(batch) is dict else type(batch)(changed)
     if is_dataclass(batch) and not isinstance(batch, type):
         own = (field for field in fields(batch) if field.init)
-        return replace(batch, **{field.name: map_tensors(getattr(batch, field.name), change, move) for field in own})
+        values = {field.name: map_tensors(getattr(batch, field.name), change, move, number) for field in own}
+        return replace(batch, **values)
     return batch
 
 

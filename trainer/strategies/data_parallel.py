@@ -79,6 +79,7 @@ class DataParallelStrategy(Strategy):
         # as on one device: a metric over whole batches has the same bits there
         self.whole_evaluation = reproducible == "bitwise" or (self.whole_batches and on_cpu)
         self.at_once = reproducible == "off" or (reproducible == "order" and not on_cpu)
+        self.cuts_batches = len(self.devices) > 1 and not self.whole_batches
         if self.whole_batches:
             self.buffers = _BuffersInTurn(self, task)
         self.metrics = find_metrics(task)

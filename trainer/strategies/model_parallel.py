@@ -77,6 +77,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             )
         check_counts(split, self.parts_wanted)
         self.split, self.micro_batches = split, micro_batches
+        self.cuts_batches = micro_batches > 1
         self.parts: list[torch.device] = []
         self.seams = Seams()
         self.cut_task: nn.Module | None = None

@@ -44,6 +44,9 @@ class Strategy:
     micro_batches = 1
     """Into how many pieces a training batch is cut for its forward."""
 
+    cuts_batches = False
+    """Whether a training step is called with a part of a replica's batch."""
+
     def __init__(self) -> None:
         self.place = Place()
         self.meeting = ""
