@@ -203,7 +203,9 @@ class ExponentialMovingAverage(Callback):
 
 def _own(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return this process's part of a tensor, sharing its memory."""
-    return getattr(tensor, "_local_tensor", tensor)
+    from ..trainer.torch_private import local_part
+
+    return local_part(tensor)
 
 
 def _whole_of(tensor: "torch.Tensor") -> "torch.Tensor":

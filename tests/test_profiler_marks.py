@@ -9,7 +9,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader, IterableDataset
 
 from legato.trainer.data.reading import read
-from legato.trainer.optimizers import step_of
+from legato.trainer.torch_private import step_of
 
 MARKS = {"Optimizer.step#SGD.step", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"}
 

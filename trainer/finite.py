@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .errors import ConfigError, NonFiniteError
 from .metrics import PENDING_LIMIT
 from .series import Reduced, to_floats
+from .torch_private import local_part, mark_stepped
 
 if TYPE_CHECKING:
     from .run import Run
@@ -92,7 +93,7 @@ class SkippingGuard(Guard):
         run.metrics.drop_step()
         run.metrics.states.restore(self.metrics_before)
         for optimizer in run.optimization.optimizers:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # else a scheduler warns in the first step
+            mark_stepped(optimizer)  # else a scheduler warns in the first step
         state.skipped_steps += 1
         state.skipped_in_a_row += 1
         limit = run.trainer.nan_skips
@@ -161,7 +162,7 @@ def require_finite(run: "Run") -> None:
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Return whether every value of some tensors is finite, with one look at each device."""
     # of a tensor of which each rank holds a part, a DTensor, this rank's
-    local = (getattr(tensor, "_local_tensor", tensor).detach() for tensor in tensors)
+    local = (local_part(tensor).detach() for tensor in tensors)
     values = [tensor for tensor in local if tensor.is_floating_point() and tensor.numel()]
     values = [value.coalesce().values() if value.is_sparse else value for value in values]
     on_host = [value for value in values if value.is_cpu]

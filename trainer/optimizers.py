@@ -1,12 +1,11 @@
 """What `configure_optimizers` returned, understood."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim import optimizer as optimizer_module
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .errors import TaskError, did_you_mean
@@ -64,34 +63,6 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
             "automatic_optimization = False and call optimizer.step(closure) in training_step."
         )
     return optimizers, schedulers
-
-
-def step_of(optimizer: Any) -> Callable[..., Any]:
-    """Return what an optimizer updates the weights with.
-
-    Torch spends 25 us a step on marks for its profiler; they are left out while none runs, where nothing is hooked to
-    the step and nobody but a learning rate scheduler has replaced it.
-    """
-    own = optimizer.__dict__.get("step")
-    function = type(optimizer).step if own is None else _behind_scheduler(own)
-    if (
-        not hasattr(function, "hooked")  # the mark of torch's wrapper, which functools.wraps copies to another one
-        or function.__code__.co_filename != optimizer_module.__file__
-        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-        or optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or optimizer_module._global_optimizer_pre_hooks
-        or optimizer_module._global_optimizer_post_hooks
-    ):
-        return optimizer.step  # type: ignore[no-any-return]
-    optimizer._opt_called = True  # what schedulers replace a step for: they warn where they come before it
-    return function.__wrapped__.__get__(optimizer)  # type: ignore[no-any-return]
-
-
-def _behind_scheduler(step: Any) -> Any:
-    """Return the `step` that a learning rate scheduler has replaced by its own; None where somebody else did."""
-    code = getattr(step, "__code__", None)
-    return step.__wrapped__ if code is not None and code.co_filename == lr_scheduler.__file__ else None
 
 
 def _read(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

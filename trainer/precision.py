@@ -20,6 +20,7 @@ from torch import nn
 
 from .data.transfer import map_tensors
 from .errors import CheckpointError, ConfigError, did_you_mean
+from .torch_private import mark_stepped
 
 NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
@@ -45,7 +46,7 @@ class Precision:
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device_type) if self.name == "16-mixed" else None
         )
-        self._used = False
+        self._used = self._is_ready = False
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nothing
         """Returns what a forward runs under: nothing, autocast, or another default type for the tensors it makes.
 
@@ -74,7 +75,10 @@ class Precision:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss to run backward from. Every backward of one step is scaled by the same factor."""
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        if self.scaler is None:
+            return loss
+        self._is_ready = True
+        return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the factor, before they are clipped or looked at: once a step and optimizer.
@@ -91,7 +95,7 @@ class Precision:
         elif self._has_gradient(optimizer):
             self.scaler.step(optimizer)
         # Else a learning rate scheduler warns that it comes before its optimizer, whose first step overflowed.
-        optimizer._opt_called = True  # type: ignore[attr-defined]
+        mark_stepped(optimizer)
 
     def update(self) -> None:
         """Choose the next step's factor, after all optimizers took this one: half of it where one was left out."""
@@ -104,8 +108,8 @@ class Precision:
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None
-        if gradient is not None and self.scaler is not None and self.scaler._scale is None:
-            self.scaler.scale(gradient.new_zeros(()))  # the scaler is made ready by its first loss, which others had
+        if gradient is not None and not self._is_ready:
+            self.scale(gradient.new_zeros(()))  # the scaler is made ready by its first loss, which others had
         return gradient is not None
 
     def state_dict(self) -> dict[str, Any]:

@@ -6,16 +6,26 @@ The environment variable LEGATO_PUBLIC_TORCH=1, and `public_only` in a program, 
 whether one of these names is behind a problem with a torch that nobody has tried yet.
 """
 
+import copy
 import inspect
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
+from multiprocessing import resource_sharer
+from multiprocessing.queues import Queue
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as optimizer_module
+from torch.utils.data import DataLoader
+
+from .errors import ConfigError
 
 _forced = False
 """Whether all functions take their public ways."""
@@ -292,3 +302,517 @@ def came_from_samples(end: StopIteration) -> bool:
         return False
     codes = _fetching()
     return any(frame.f_code in codes for frame, _ in traceback.walk_tb(end.__traceback__))
+
+
+# --- DTensors ---------------------------------------------------------------------------------------------------------
+def _has_local_tensor() -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__
+
+
+LOCAL = Shortcut(
+    "DTensor._local_tensor",
+    "a process of a pipeline with cut layers keeps the memory of the other processes' stages",
+    _has_local_tensor,
+)
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor, sharing its memory, unknown to autograd; a plain tensor as it is."""
+    if not hasattr(tensor, "to_local"):
+        whole: Tensor = tensor
+        return whole
+    if LOCAL.usable:
+        part: Tensor = tensor._local_tensor
+    else:
+        with torch.no_grad():
+            part = tensor.to_local()
+    return part
+
+
+def set_local_data(tensor: Any, data: Tensor) -> None:
+    """Let this rank's part of a tensor have other memory; by the public way that of a DTensor keeps its own."""
+    if not hasattr(tensor, "to_local"):
+        tensor.data = data
+    elif LOCAL.usable:
+        tensor._local_tensor.data = data
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+def _has_module_dicts() -> bool:
+    module = nn.Module()
+    return all(isinstance(one, dict) for one in (module._parameters, module._buffers, module._modules))
+
+
+DICTS = Shortcut(
+    "nn.Module's _parameters, _buffers and _modules",
+    "a metric in a ModuleDict cannot be shared by the devices of strategy data_parallel",
+    _has_module_dicts,
+)
+
+Tensors = MutableMapping[str, Any]
+"""The parameters or the buffers of one module by name, to read and to replace."""
+
+
+class _Attributes(MutableMapping[str, Any]):
+    """A module's own parameters or buffers by name, those that are None too, by public calls only."""
+
+    def __init__(self, module: nn.Module, kind: str) -> None:
+        self.module, self.kind = module, kind
+
+    def __iter__(self) -> Iterator[str]:
+        found = getattr(self.module, f"named_{self.kind}")(recurse=False, remove_duplicate=False)
+        yield from (name for name, _ in found)
+        if self.kind == "buffers":
+            own = vars(self.module).keys()
+            names = (name for name in dir(self.module) if name not in own and not hasattr(type(self.module), name))
+            yield from (name for name in names if getattr(self.module, name) is None)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.module, name, value)
+
+    def __delitem__(self, name: str) -> None:
+        delattr(self.module, name)
+
+
+def parameters_of(module: nn.Module) -> Tensors:
+    """Return a module's own parameters by name."""
+    return module._parameters if DICTS.usable else _Attributes(module, "parameters")
+
+
+def buffers_of(module: nn.Module) -> Tensors:
+    """Return a module's own buffers by name, those that are None too."""
+    return module._buffers if DICTS.usable else _Attributes(module, "buffers")
+
+
+def put_child(module: nn.Module, name: str, value: Any) -> None:
+    """Let something that need not be a module be the child of a module that is a copy of another one."""
+    if DICTS.usable:
+        module._modules[name] = value
+    elif isinstance(module, (nn.ModuleDict, nn.ModuleList)):
+        raise ConfigError(
+            f"With torch {torch.__version__} strategy data_parallel cannot share {name!r} of a "
+            f"{type(module).__name__} among devices. Make it an attribute of the task, or use strategy ddp."
+        )
+    else:
+        delattr(module, name)
+        setattr(module, name, value)
+
+
+Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+"""The parameters, buffers and children of a module by name."""
+
+
+def parts_of(module: nn.Module) -> Parts:
+    """Return the parameters, buffers and children of a module."""
+    if DICTS.usable:
+        return module._parameters, module._buffers, module._modules
+    return dict(parameters_of(module)), dict(buffers_of(module)), dict(module.named_children())
+
+
+def take_parts(module: nn.Module, parts: Parts) -> None:
+    """Let a module have these parameters, buffers and children instead of its own."""
+    if DICTS.usable:
+        module._parameters, module._buffers, module._modules = parts
+        return
+    kept = {name for one in parts for name in one}
+    for name in [name for one in parts_of(module) for name in one if name not in kept]:
+        delattr(module, name)
+    parameters, buffers, children = parts
+    for name, value in {**parameters, **children}.items():
+        setattr(module, name, value)
+    for name, value in buffers.items():
+        if name in buffers_of(module):
+            setattr(module, name, value)
+        else:
+            module.register_buffer(name, value)
+
+
+COPIES = Shortcut(
+    "nn.Module._replicate_for_data_parallel",
+    "copies of a task for the devices of strategy data_parallel take longer",
+    lambda: _takes(nn.Module._replicate_for_data_parallel, "self"),
+)
+
+
+def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
+    """Return a shallow copy of a tree of modules with `tensors`, by id of the original, for parameters and buffers.
+
+    torch.func.functional_call would swap them on the one module that all threads share, and lose gradients.
+    """
+    if not (COPIES.usable and DICTS.usable):
+        return copy.deepcopy(module, {**tensors, **_kept_as_they_are(module)})
+    copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
+    for original, twin in copies.items():
+        for name, child in original._modules.items():
+            twin._modules[name] = None if child is None else copies[child]
+        for name, parameter in original._parameters.items():
+            if parameter is None:
+                twin._parameters[name] = None
+            else:
+                setattr(twin, name, tensors[id(parameter)])  # not in __dict__: nn.LSTM keeps a list of its weights
+        for name, buffer in original._buffers.items():
+            twin._buffers[name] = None if buffer is None else tensors[id(buffer)]
+    return copies[module]
+
+
+def _kept_as_they_are(module: nn.Module) -> dict[int, Any]:
+    """Return, by id, the attributes of modules that a shallow copy shares with the original."""
+    values = [value for one in module.modules() for name, value in vars(one).items() if not name.startswith("_")]
+    return {id(value): value for value in values if not _holds_tensors(value)}
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(isinstance(one, Tensor) for one in value)
+
+
+CALLS = Shortcut(
+    "nn.Module's _call_impl and _compiled_call_impl",
+    "a pipeline gives blocks a class of their own; strategy data_parallel cannot tell compiled modules",
+    lambda: callable(nn.Module._call_impl) and nn.Module._compiled_call_impl is None,
+)
+
+
+class _Intercepted:
+    """What the class of a module gets besides its own where calls are intercepted by public means."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self
+        return module.__dict__["intercepting call"](*args, **kwargs)
+
+
+def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
+    """Let `call` be called instead of a module, before any hook; return what was called, and what undoes it."""
+    if CALLS.usable:
+        compiled: Any = module._compiled_call_impl
+
+        def undo() -> None:
+            module._compiled_call_impl = compiled
+
+        own = compiled or module._call_impl
+        module._compiled_call_impl = call
+        return own, undo
+    kind, before = type(module), type(module).__call__.__get__(module)
+    module.__dict__["intercepting call"] = call
+    module.__class__ = type(kind.__name__, (_Intercepted, kind), {"__module__": kind.__module__})
+
+    def put_back() -> None:
+        module.__class__ = kind
+        del module.__dict__["intercepting call"]
+
+    return before, put_back
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` was called; by the public way nobody can say, and it is False."""
+    return CALLS.usable and module._compiled_call_impl is not None
+
+
+def _has_base_classes() -> bool:
+    norm, dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
+    return issubclass(nn.BatchNorm2d, norm) and issubclass(nn.Dropout, dropout)
+
+
+BASES = Shortcut(
+    "torch.nn's _BatchNorm and _DropoutNd",
+    "sync_batchnorm and ddp_rpc do not see classes that derive from these, but only from torch's public ones",
+    _has_base_classes,
+)
+
+
+def batch_norms() -> tuple[type[nn.Module], ...]:
+    """Return the classes of batch norms."""
+    public = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+    return (nn.modules.batchnorm._BatchNorm,) if BASES.usable else public
+
+
+def dropouts() -> tuple[type[nn.Module], ...]:
+    """Return the classes of dropouts."""
+    public = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
+    return (nn.modules.dropout._DropoutNd,) if BASES.usable else public
+
+
+INPUTS = Shortcut(
+    "_BatchNorm._check_input_dim",
+    "a synchronised batch norm runs on an empty batch first, to have the input's dimensions checked",
+    lambda: _takes(nn.BatchNorm2d._check_input_dim, "self", "input"),
+)
+
+
+def check_input(module: Any, forward: Callable[[Tensor], Tensor], input: Tensor) -> None:
+    """Have a batch norm check the dimensions of its input; `forward` is its own."""
+    if INPUTS.usable:
+        module._check_input_dim(input)
+        return
+    training = module.training
+    module.training = False
+    try:
+        with torch.no_grad():
+            forward(input[:0].float())
+    finally:
+        module.training = training
+
+
+# --- lists of tensors -------------------------------------------------------------------------------------------------
+FOREACH = Shortcut(
+    "torch._foreach_add_ and _foreach_mul_",
+    "gradients are added one by one",
+    lambda: callable(torch._foreach_add_) and callable(torch._foreach_mul_),
+)
+
+
+def add_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Add each of `others` to its partner in place."""
+    if FOREACH.usable:
+        torch._foreach_add_(tensors, others)
+    else:
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.add_(other)
+
+
+def multiply_each(tensors: list[Tensor], factor: float) -> None:
+    """Multiply tensors in place."""
+    if FOREACH.usable:
+        torch._foreach_mul_(tensors, factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+UNSCALE = Shortcut(
+    "torch._amp_foreach_non_finite_check_and_unscale_",
+    "gradients of a mesh are unscaled one by one",
+    lambda: callable(torch._amp_foreach_non_finite_check_and_unscale_),
+)
+
+
+def unscale_each(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients of one device and dtype in place; make `found` 1.0 where one is not finite."""
+    if UNSCALE.usable:
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
+        return
+    for gradient in gradients:
+        if not bool(gradient.isfinite().all()):
+            found.fill_(1.0)
+        gradient.mul_(inverse.to(gradient.dtype))
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+def _has_optimizer_marks() -> bool:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        optimizer_module._global_optimizer_pre_hooks,
+        optimizer_module._global_optimizer_post_hooks,
+    )
+    step = torch.optim.SGD.step
+    return (
+        all(isinstance(one, dict) for one in hooks)
+        and hasattr(step, "hooked")
+        and hasattr(step, "__wrapped__")
+        and step.__code__.co_filename == optimizer_module.__file__
+        and torch.autograd._profiler_enabled() in (True, False)  # type: ignore[attr-defined]
+    )
+
+
+STEPS = Shortcut(
+    "torch.optim.Optimizer's hooks of a step", "an optimizer's step takes 25 us longer", _has_optimizer_marks
+)
+STEPPED = Shortcut(
+    "Optimizer._opt_called",
+    "no warning tells of a learning rate scheduler that steps before its optimizer",
+    lambda: "_opt_called" in lr_scheduler.LRScheduler.step.__code__.co_consts,
+)
+
+
+def step_of(optimizer: Any) -> Callable[..., Any]:
+    """Return what an optimizer updates the weights with.
+
+    Torch spends 25 us a step on marks for its profiler; they are left out while none runs, where nothing is hooked to
+    the step and nobody but a learning rate scheduler has replaced it.
+    """
+    if not STEPS.usable:
+        return optimizer.step  # type: ignore[no-any-return]
+    own = optimizer.__dict__.get("step")
+    function = type(optimizer).step if own is None else _behind_scheduler(own)
+    if (
+        not hasattr(function, "hooked")  # the mark of torch's wrapper, which functools.wraps copies to another one
+        or function.__code__.co_filename != optimizer_module.__file__
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or optimizer_module._global_optimizer_pre_hooks
+        or optimizer_module._global_optimizer_post_hooks
+    ):
+        return optimizer.step  # type: ignore[no-any-return]
+    optimizer._opt_called = True  # what schedulers replace a step for: they warn where they come before it
+    return function.__wrapped__.__get__(optimizer)  # type: ignore[no-any-return]
+
+
+def _behind_scheduler(step: Any) -> Any:
+    """Return the `step` that a learning rate scheduler has replaced by its own; None where somebody else did."""
+    code = getattr(step, "__code__", None)
+    return step.__wrapped__ if code is not None and code.co_filename == lr_scheduler.__file__ else None
+
+
+def mark_stepped(optimizer: Any, stepped: bool = True) -> None:
+    """Let learning rate schedulers know that an optimizer has made a step, or they warn that they come before it."""
+    if STEPPED.usable:
+        optimizer._opt_called = stepped
+    elif stepped:
+        warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
+
+
+REDUCED = Shortcut(
+    "DistributedDataParallel._check_reducer_finalized",
+    "ddp names parameters without a gradient at the step after",
+    lambda: _takes(nn.parallel.DistributedDataParallel._check_reducer_finalized, "self"),
+)
+
+
+def require_reduced(module: Any) -> None:
+    """Raise RuntimeError where DDP waits for gradients that a backward did not give; torch does it a step later."""
+    if REDUCED.usable:
+        module._check_reducer_finalized()
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------------
+def _has_reader() -> bool:
+    data: Any = [0]
+    batches: Any = iter(DataLoader(data))
+    return (
+        type(batches).__next__ is _loaders()._BaseDataLoaderIter.__next__
+        and _takes(batches._next_data)
+        and batches._num_yielded == 0
+        and batches._IterableDataset_len_called is None
+        and torch.autograd._profiler_enabled() in (True, False)  # type: ignore[attr-defined]
+    )
+
+
+def _loaders() -> Any:
+    from torch.utils.data import dataloader
+
+    return dataloader
+
+
+READS = Shortcut("a DataLoader iterator's _next_data", "reading a batch takes 20 us longer", _has_reader)
+WORKERS = Shortcut(
+    "a DataLoader iterator's _workers and _shutdown_workers",
+    "a batch that breaks off with its DataLoader worker is reported as a broken connection",
+    lambda: _takes(_loaders()._MultiProcessingDataLoaderIter._shutdown_workers, "self"),
+)
+
+
+def batches_of(
+    iterator: Iterator[Any],
+    ended: Callable[[Iterator[Any], StopIteration], object],
+    failed: Callable[[Iterator[Any], Exception], object],
+) -> Iterator[Any]:
+    """Yield the batches of a loader's iterator.
+
+    `ended` is given its end, and `failed` what it or `ended` raises; either may raise something else.
+    Torch spends 20 us a batch on marks for its profiler; while none runs they are left out.
+    """
+    torchs: Any = iterator
+    try:
+        if READS.usable and type(iterator).__next__ is _loaders()._BaseDataLoaderIter.__next__:
+            profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+            # Beyond the length that an iterable dataset told torch's own way goes on, which warns of it.
+            while torchs._num_yielded != torchs._IterableDataset_len_called and not profiling():
+                try:
+                    batch = torchs._next_data()
+                except StopIteration as end:
+                    ended(iterator, end)
+                    return
+                torchs._num_yielded += 1
+                yield batch
+        # not `yield from`, which closes the iterator with this generator: a user's own may have more for another epoch
+        while True:
+            try:
+                batch = next(iterator)
+            except StopIteration as end:
+                ended(iterator, end)
+                return
+            yield batch
+    except Exception as error:
+        failed(iterator, error)
+        raise
+
+
+def loader_workers(iterator: Any) -> list[tuple[Any, bool]]:
+    """Return the worker processes of a loader's iterator, each with whether batches are still expected of it."""
+    if not WORKERS.usable or not hasattr(iterator, "_workers"):
+        return []
+    return list(zip(iterator._workers, iterator._workers_status, strict=True))
+
+
+def read_so_far(iterator: Any) -> tuple[Any, int]:
+    """Return the dataset of torch's iterator over a loader, and how many batches it has yielded."""
+    return getattr(iterator, "_dataset", None), getattr(iterator, "_num_yielded", 0)
+
+
+def end_loader_workers(iterator: Any) -> None:
+    """End the workers of a loader's iterator, unless they persist; else torch does with the last reference to it."""
+    if WORKERS.usable and hasattr(iterator, "_shutdown_workers") and not iterator._persistent_workers:
+        iterator._shutdown_workers()
+
+
+# --- multiprocessing, in a loader's worker ----------------------------------------------------------------------------
+def _can_replace_feeder_error() -> bool:
+    from torch._utils import ExceptionWrapper
+
+    return _takes(Queue._on_queue_feeder_error, "e", "obj") and callable(ExceptionWrapper)  # type: ignore[attr-defined]
+
+
+def _has_memory_server() -> bool:
+    return resource_sharer._ResourceSharer._serve.__code__ is not None  # type: ignore[attr-defined]
+
+
+FEEDER = Shortcut(
+    "multiprocessing's Queue._on_queue_feeder_error and torch._utils.ExceptionWrapper",
+    "a batch that a DataLoader worker cannot pickle is waited for, until the loader's timeout",
+    _can_replace_feeder_error,
+)
+MEMORY = Shortcut(
+    "multiprocessing's _ResourceSharer._serve",
+    "where a trainer ends while a DataLoader worker hands memory to it, the worker prints a traceback",
+    _has_memory_server,
+)
+SendError = Callable[[Any, Callable[[], None], Exception, Any], None]
+"""Is given a queue, what drops what was sent as Python does, the error, and what was sent."""
+
+
+def replace_feeder_error(send: SendError) -> None:
+    """Let `send` be called in this process where a queue cannot pickle what it is to send."""
+    if not FEEDER.usable:
+        return
+    drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
+
+    def on_error(queue: Any, error: Exception, sent: Any) -> None:
+        send(queue, partial(drop, error, sent), error, sent)
+
+    Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
+
+
+def wrapped_error(batch: Any, error: Exception, where: str) -> Any:
+    """Return an error as a DataLoader takes it in the place of a batch; a `batch` that is such an error as it is."""
+    from torch._utils import ExceptionWrapper
+
+    if isinstance(batch, ExceptionWrapper):
+        return batch
+    return ExceptionWrapper((type(error), error, error.__traceback__), where)
+
+
+def serves_memory(trace: TracebackType | None) -> bool:
+    """Return whether a traceback is of the thread by which multiprocessing hands memory to other processes."""
+    if not MEMORY.usable or trace is None:
+        return False
+    return trace.tb_frame.f_code is resource_sharer._ResourceSharer._serve.__code__  # type: ignore[attr-defined]

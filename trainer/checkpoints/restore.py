@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from .. import kernels
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..state import State
+from ..torch_private import mark_stepped
 from .contents import numerics_of
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
         except ValueError as error:
             raise CheckpointError(f"The checkpoint's {type(optimizer).__name__} state does not fit: {error}") from error
         # Else a learning rate scheduler warns, where the resumed run begins with the end of an epoch.
-        optimizer._opt_called = trainer.global_step > 0  # type: ignore[attr-defined]
+        mark_stepped(optimizer, trainer.global_step > 0)
     for config, state in zip(run.optimization.schedulers, saved["lr_schedulers"], strict=True):
         made_for, now = state.get("total_steps"), getattr(config.scheduler, "total_steps", None)
         if isinstance(made_for, int) and isinstance(now, int) and now > made_for:

@@ -7,17 +7,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
 from typing import IO, Any
 
-from torch._utils import ExceptionWrapper
 from torch.utils.data import default_collate, default_convert
 
 from ..errors import DataError
 from ..processes.signals import ENDING
+from ..torch_private import replace_feeder_error, serves_memory, wrapped_error
 
 WorkerInit = Callable[[int], None] | None
 
@@ -53,7 +52,7 @@ class Shield:
         if _dump is not None:  # a forked worker has the file, and this module, from the trainer
             faulthandler.register(DUMP, _dump)
         sys.excepthook = functools.partial(_leave_out_partings, sys.excepthook)
-        Queue._on_queue_feeder_error = functools.partialmethod(_send_error, self.keeps_state)  # type: ignore[attr-defined]
+        replace_feeder_error(functools.partial(_send_error, self.keeps_state))
         if self.then is not None:
             self.then(worker_id)
 
@@ -67,25 +66,19 @@ def _leave_out_partings(
     say: Callable[..., object], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Say what was raised, but not that the trainer has gone while the thread that hands out memory served it."""
-    served = trace is not None and trace.tb_frame.f_code is _SERVE
-    if not (served and isinstance(error, (ConnectionError, EOFError))):
+    if not (serves_memory(trace) and isinstance(error, (ConnectionError, EOFError))):
         say(kind, error, trace)
 
 
-_SERVE = resource_sharer._ResourceSharer._serve.__code__  # type: ignore[attr-defined]
-_drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
-
-
-def _send_error(queue: "Queue[Any]", keeps_state: bool, error: Exception, sent: Any) -> None:
+def _send_error(keeps_state: bool, queue: "Queue[Any]", drop: Callable[[], None], error: Exception, sent: Any) -> None:
     """Send the `error` that came up when `sent`, a batch's number and the batch, was pickled in the batch's place."""
     if not (isinstance(sent, tuple) and len(sent) == 2 and isinstance(sent[0], int)):
-        _drop(error, sent)  # of a queue of the dataset's own
+        drop()  # of a queue of the dataset's own
         return
     number, content = sent
     batch, *state = content if keeps_state else (content,)
     where = "in a DataLoader worker process, when it pickled a batch to send it"
-    if not isinstance(batch, ExceptionWrapper):
-        batch = ExceptionWrapper((type(error), error, error.__traceback__), where)
+    batch = wrapped_error(batch, error, where)
     try:
         ForkingPickler.dumps(batch)
     except Exception:  # the class of the exception is the script's own: its traceback, which says all, is a text

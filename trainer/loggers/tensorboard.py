@@ -142,7 +142,7 @@ class TensorBoardLogger(Logger):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._writer._get_file_writer().add_event(Event(step=int(step), summary=Summary(value=values)))
+        self._writer.file_writer.add_event(Event(step=int(step), summary=Summary(value=values)))
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the writer here when the logger travels to another process."""

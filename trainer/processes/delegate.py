@@ -12,6 +12,7 @@ from .. import build
 from ..checkpoints import run_directory
 from ..run import Request, Run
 from ..state import State
+from ..torch_private import Parts, parts_of, take_parts
 from . import launch
 from .membership import Dismissed
 from .signals import attended, leave
@@ -29,7 +30,7 @@ class Outcome:
 
     returned: Any
     weights: dict[str, Tensor]
-    parts: tuple[dict[str, Any], ...] | None
+    parts: Parts | None
     """The task's parameters, buffers and modules, where the run has built some that the caller's task lacks."""
     state: State
     run_dir: Path | None
@@ -90,7 +91,7 @@ def run(trainer: "Trainer", request: Request) -> Any:
     if outcome.parts is None and outcome.weights:
         take_weights(request.task, outcome.weights)
     elif outcome.parts is not None:
-        request.task._parameters, request.task._buffers, request.task._modules = outcome.parts
+        take_parts(request.task, outcome.parts)
     request.task.trainer = trainer
     trainer.run = Run(trainer, request)
     trainer.run.open, trainer.run.lengths = False, outcome.lengths
@@ -139,7 +140,7 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
     return Outcome(
         returned,
         weights,
-        None if emptied or weights.keys() == known else (task._parameters, task._buffers, task._modules),
+        None if emptied or weights.keys() == known else parts_of(task),
         trainer.state,
         trainer.run_dir,
         trainer.saver.run_id,

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..data.transfer import count_samples, to_device
 from ..errors import ConfigError
+from ..torch_private import is_compiled
 from .replicas.buffers import ReplicaBuffers
 from .splitting.chunks import chunk_sizes, combine, split
 from .splitting.copies import LogRecorder, copy_to_device, copy_to_devices, find_metrics, keep_buffers, share_metrics
@@ -105,7 +106,7 @@ class DataParallelStrategy(Strategy):
                 f"{where} cannot run a task with automatic_optimization=False: its step would update copies of the "
                 f"weights that are dropped after each batch. Use strategy ddp, or devices: 1."
             )
-        if task.trainer.compile or any(module._compiled_call_impl is not None for module in task.modules()):
+        if task.trainer.compile or any(map(is_compiled, task.modules())):
             raise ConfigError(
                 f"{where} cannot run compiled steps: they stay tied to the weights on one device, not to the copies. "
                 f"Use strategy ddp, or compile: false."

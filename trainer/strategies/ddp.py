@@ -16,6 +16,7 @@ from ..errors import ConfigError, TaskError, did_you_mean
 from ..processes.board import Terms, split_address
 from ..processes.launch import Place
 from ..processes.timeouts import Phase
+from ..torch_private import multiply_each, require_reduced
 from .group import GroupStrategy
 from .replicas.averaging import FlatAverage, TreeAverage
 from .replicas.batch_norm import synchronize
@@ -237,7 +238,7 @@ class DDPStrategy(GroupStrategy):
         super().backward(loss, last, inputs, retain_graph)
         if last and not retain_graph and self.module is not None:
             try:
-                self.module._check_reducer_finalized()  # of itself torch finds out at the next step's forward
+                require_reduced(self.module)
             except RuntimeError as error:
                 self._name_unused(error)
                 raise
@@ -264,7 +265,7 @@ class DDPStrategy(GroupStrategy):
         """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
         if self.precision.scaler is not None and self.task is not None:
             gradients = [parameter.grad for parameter in self.task.parameters() if parameter.grad is not None]
-            torch._foreach_mul_(gradients, float(self.place.world_size))
+            multiply_each(gradients, float(self.place.world_size))
 
     def reduce_gradients(self, optimizer: Optimizer) -> None:
         """Average the gradients of `optimizer`'s parameters over ranks; a rank without one counts as zero."""

@@ -24,6 +24,7 @@ from ..outputs import describe_bad_loss
 from ..processes.launch import Place, find_store
 from ..processes.signals import attended
 from ..processes.timeouts import Phase
+from ..torch_private import require_reduced
 from .ddp import DDPStrategy
 from .servers import remote
 from .servers.remote import Office, Remote, gone
@@ -147,7 +148,7 @@ class DDPRPCStrategy(DDPStrategy):
             name: f"server{index}" for index, names in enumerate(dealt(self.makers, self.servers)) for name in names
         }
         for name in self.makers:
-            before = task._modules.get(name)
+            before = dict(task.named_children()).get(name)
             self.remotes[name] = Remote(name, homes[name], self.place.rank == 0, self.device)
             setattr(task, name, self.remotes[name])
             if self.place.rank == 0 and before is not None and not isinstance(before, Remote):
@@ -235,7 +236,7 @@ class DDPRPCStrategy(DDPStrategy):
             self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
         if last and self.module is not None:
             try:
-                self.module._check_reducer_finalized()
+                require_reduced(self.module)
             except RuntimeError as error:
                 self._name_unused(error)
                 raise

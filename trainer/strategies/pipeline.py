@@ -22,6 +22,7 @@ from ..data.transfer import map_tensors
 from ..errors import ConfigError
 from ..outputs import losses_of
 from ..series import to_floats
+from ..torch_private import set_local_data
 from .mesh import MeshStrategy
 from .meshes import handing_out, norms, whole
 from .meshes.kept_elsewhere import in_parts, outlines
@@ -142,9 +143,9 @@ class PipelineMeshStrategy(MeshStrategy):
         for tensor in self.kept:
             local = whole.local_of(tensor)
             if self._is_foreign(tensor):
-                local.data = torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape)
+                set_local_data(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
-                local.data = local.data.to(self.device)
+                set_local_data(tensor, local.data.to(self.device))
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         """Return whether this is a parameter of another process's stages."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import kernels, optimizers
+from .. import kernels, torch_private
 from ..blocks import Recomputing
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
@@ -332,7 +332,7 @@ class Strategy:
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
         """Update the weights from the gradients, but where a scaled gradient overflowed; return what `step` returns."""
         if self.precision.scaler is None:
-            return optimizers.step_of(optimizer)(closure)
+            return torch_private.step_of(optimizer)(closure)
         self.precision.step(optimizer)
         return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoints.parts import made_whole
@@ -19,6 +19,7 @@ from ..data.sampling import Layout
 from ..errors import ConfigError
 from ..processes.board import Terms
 from ..processes.launch import Place
+from ..torch_private import mark_stepped
 from .ddp import DDPStrategy
 from .group import SomeRanks
 from .meshes.kept_elsewhere import in_parts, outlines
@@ -66,7 +67,7 @@ class Zero1Strategy(DDPStrategy):
             )
         wrapped = ZeroRedundancyOptimizer(optimizer.param_groups, _Parts(optimizer))  # type: ignore[arg-type]
         wrapped.original = optimizer  # type: ignore[attr-defined]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # else its schedulers warn that it never steps
+        mark_stepped(optimizer)  # else its schedulers warn that it never steps
         return wrapped
 
     # --- checkpoints: each rank writes the states that it keeps -------------------------------------------------------
@@ -99,8 +100,8 @@ class Zero1Strategy(DDPStrategy):
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             super().load_optimizer_state(optimizer, state)
             return
-        owners: dict[Tensor, int] = optimizer._param_to_rank  # type: ignore[attr-defined]
-        own = {index for one, index in _numbered(optimizer) if owners[one] == self.place.rank}
+        kept = {id(one) for group in optimizer.optim.param_groups for one in group["params"]}
+        own = {index for one, index in _numbered(optimizer) if id(one) in kept}
         found = {index: made_whole(values) if index in own else {} for index, values in state["state"].items()}
         optimizer.load_state_dict({**state, "state": found})
         optimizer.state.clear()  # a second copy; the one that steps use is that of the inner optimizer

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...torch_private import unscale_each
 from .whole import local_of
 
 
@@ -68,19 +69,74 @@ def clip_value(optimizer: Optimizer, limit: float) -> None:
 
 
 class MeshScaler(torch.amp.GradScaler):
-    """Scales losses where every rank holds parts of the gradients: an overflow in one part is one on all ranks."""
+    """Scales losses where every rank holds parts of the gradients: an overflow in one part is one on all ranks.
 
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        gradients = [local_of(gradient) for gradient in gradients_of(optimizer)]
+    The public methods of torch's, whose own look at one rank's gradients on one mesh.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.factor = super().get_scale()
+        self.good_steps = 0
+        """How many steps in a row had only finite gradients."""
+        self.found: dict[int, Tensor] = {}
+        """By the id of each optimizer whose gradients are unscaled: whether one was not finite."""
+
+    def scale(self, outputs: Any) -> Any:
+        """Return the loss, multiplied."""
+        return outputs * self.factor
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients. Raises RuntimeError where they have been since the last update."""
+        if id(optimizer) in self.found:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for gradient in gradients:
+        for gradient in map(local_of, gradients_of(optimizer)):
             groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-        found: dict[torch.device, Any] = {}
+        flags: dict[torch.device, Tensor] = {}
         for (device, _), own in groups.items():
-            flag = found.setdefault(device, found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(own, flag, inv_scale.to(device))
-        for flag in found.values():
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return found
+            flag = flags.setdefault(device, torch.zeros((), device=device))
+            unscale_each(own, flag, torch.tensor(1.0 / self.factor, device=device))
+        total = sum(flags.values(), torch.zeros((), device=next(iter(flags), None)))
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        self.found[id(optimizer)] = total
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Update the weights, unless a gradient was not finite."""
+        if id(optimizer) not in self.found:
+            self.unscale_(optimizer)
+        return None if self.found[id(optimizer)].item() else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Choose the next factor: a smaller one after an overflow, a larger one after many steps without."""
+        overflowed, self.found = any(found.item() for found in self.found.values()), {}
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if new_scale is not None:
+            self.factor = float(new_scale)
+        elif overflowed:
+            self.factor *= self.get_backoff_factor()
+        elif self.good_steps == self.get_growth_interval():
+            self.good_steps, larger = 0, self.factor * self.get_growth_factor()
+            self.factor = larger if larger <= torch.finfo(torch.float32).max else self.factor
+
+    def get_scale(self) -> float:
+        """Return the factor."""
+        return self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's has."""
+        return {
+            "scale": self.factor,
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": self.good_steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what torch's or this one had."""
+        self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
+        self.set_growth_factor(state_dict["growth_factor"])
+        self.set_backoff_factor(state_dict["backoff_factor"])
+        self.set_growth_interval(state_dict["growth_interval"])

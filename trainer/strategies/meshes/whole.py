@@ -9,16 +9,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
+from ...torch_private import Tensors, buffers_of, local_part, parameters_of
 
 Change = Callable[[Tensor], Any]
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part that this rank holds, sharing memory; of a plain tensor itself."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    with torch.no_grad():  # or autograd would take note of it
-        return tensor.to_local()
+    return local_part(tensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -135,10 +133,10 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
     return part_of(value, parameter)
 
 
-def places_of(task: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield where each parameter and buffer of a task stands: a module's dict, the name in it, the tensor."""
+def places_of(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
+    """Yield each parameter and buffer of a task: those of its module, its name among them, and the tensor."""
     for module in task.modules():
-        for owner in (module._parameters, module._buffers):
+        for owner in (parameters_of(module), buffers_of(module)):
             for name, tensor in list(owner.items()):
                 if tensor is not None:
                     yield owner, name, tensor

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import TaskError
+from ...torch_private import intercept_calls
 from ..splitting.parts import Block
 
 Relay = Callable[[int, Tensor | None], Tensor]
@@ -41,16 +42,20 @@ class Gates:
         """What the block before has returned, where that is no value."""
         self.next = 0
         self.output: Any = None
-        self.compiled = [block.module._compiled_call_impl for block in self.blocks]
-        self.own = [block.module._compiled_call_impl or block.module._call_impl for block in self.blocks]
+        self.own: list[Callable[..., Any]] = []
+        """What the call of each block did before."""
+        self.undo: list[Callable[[], None]] = []
         for index, block in enumerate(self.blocks):
-            # what nn.Module calls first, before any hook: where a block does not compute, its hooks must not run
-            block.module._compiled_call_impl = partial(self._enter, index)
+            # before any hook: where a block does not compute, its hooks must not run
+            own, undo = intercept_calls(block.module, partial(self._enter, index))
+            self.own.append(own)
+            self.undo.append(undo)
 
     def close(self) -> None:
         """Leave the blocks as they were."""
-        for block, compiled in zip(self.blocks, self.compiled, strict=True):
-            block.module._compiled_call_impl = compiled
+        for undo in self.undo:
+            undo()
+        self.undo = []
 
     # --- what a call does -------------------------------------------------------------------------------------------
     @contextmanager

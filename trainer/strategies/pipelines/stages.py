@@ -126,7 +126,10 @@ class Stages:
         elif self.schedule == "1f1b" and pieces >= self.count:  # torch wants as many pieces as stages
             ready.schedule = Schedule1F1B(stages[0], **options)
         else:
+            # torch 2.10 and 2.11 want as many pieces as stages here too, which this schedule has no need of
+            stages[0].num_stages = min(pieces, self.count)
             ready.schedule = ScheduleGPipe(stages[0], **options)
+            stages[0].num_stages = self.count
         return ready
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...torch_private import batch_norms, check_input
 
 
 class _Sum(torch.autograd.Function):
@@ -46,7 +47,7 @@ class Synced:
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[misc, no-any-return]
-        module._check_input_dim(input)
+        check_input(module, super().forward, input)  # type: ignore[misc]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         over = [axis for axis in range(values.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]
@@ -79,7 +80,7 @@ def synced(kind: Any) -> Any:
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
     """Let every batch norm of the task have its statistics over the ranks of `group`; return what undoes it."""
-    found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, _BatchNorm)]
+    found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, batch_norms())]
     found = [(module, kind) for module, kind in found if kind is not nn.SyncBatchNorm]
     for module, kind in found:
         module.__class__ = nn.SyncBatchNorm if device.type == "cuda" else synced(kind)

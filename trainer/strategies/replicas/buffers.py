@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...torch_private import Tensors, buffers_of
+
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-Place = tuple[dict[str, Tensor | None], str, Tensor | None]
-"""Where a buffer lives: the dict and name under which a module holds it, and the tensor that was there at first."""
+Place = tuple[Tensors, str, Tensor | None]
+"""Where a buffer lives: a module's buffers, the name among them, and the tensor that was there at first."""
 
 
 class ReplicaBuffers:
@@ -25,7 +27,7 @@ class ReplicaBuffers:
     def __init__(self, task: "Task | None") -> None:
         """Without a task there is nothing to keep."""
         self.task = task
-        owners = [] if task is None else [module._buffers for module in task.modules()]
+        owners = [] if task is None else [buffers_of(module) for module in task.modules()]
         self.places: list[Place] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
         self.start: list[Tensor | None] = []
         self.step = -1

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
+
+from ...torch_private import add_to_each
 
 Value = TypeVar("Value")
 
@@ -71,7 +72,7 @@ class GradientStack(CarryStack[list[Tensor | None]]):
         pairs = [(ours, theirs) for ours, theirs in zip(left, right, strict=True) if theirs is not None]
         both = [(ours, theirs) for ours, theirs in pairs if ours is not None]
         if both:
-            torch._foreach_add_([ours for ours, _ in both], [theirs for _, theirs in both])
+            add_to_each([ours for ours, _ in both], [theirs for _, theirs in both])
         return [theirs if ours is None else ours for ours, theirs in zip(left, right, strict=True)]
 
 

@@ -14,13 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlsplit
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import PrefixStore, Store, rpc  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, register_rendezvous_handler, rpc  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from ...errors import ConfigError
+from ...torch_private import batch_norms, dropouts
 from .remote_modules import make_module
 
 with warnings.catch_warnings():
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 Gradients = dict[nn.Parameter, Tensor]
-REFUSED = (nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd)
+REFUSED = (*batch_norms(), *dropouts())
 """They compute something else in training than in evaluation; a server serves both at once."""
 
 
@@ -216,8 +218,8 @@ def places_of(task: nn.Module, remotes: Mapping[str, Remote]) -> list[tuple[str 
         if isinstance(module, Remote):
             found += [(module.server, index) for index in there[module.name]]
             continue
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in here:
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in here:
                 found.append((None, len(here)))
                 here.add(id(parameter))
     return found
@@ -263,6 +265,18 @@ LOST = (
 )
 
 
+SCHEME = "legato-store"
+"""Of the address at which RPC meets: a store that there is already."""
+
+
+def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yield what torch asks of a rendezvous handler: the store, this process's rank, and how many there are."""
+    assert Office.meeting is not None
+    wanted = parse_qs(urlsplit(url).query)
+    yield Office.meeting, int(wanted["rank"][0]), int(wanted["world_size"][0])
+
+
+register_rendezvous_handler(SCHEME, _meet)
 FAREWELL = 5.0
 """Seconds that processes wait for each other at their end."""
 
@@ -271,25 +285,22 @@ class Office:
     """This process's part in remote calls. torch allows one in the life of a process, which serves all its runs."""
 
     opened: "Office | None" = None
+    meeting: Store | None = None
+    """Where processes meet for RPC."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
         """Wait until all processes have come."""
-        import torch.distributed.autograd as dist_autograd
         from torch.distributed.rpc import TensorPipeRpcBackendOptions, backend_registry
 
         self.store, self.stage, self.whole = store, 0, True
         backend: Any = backend_registry.BackendType
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
-            dist_autograd._init(rank)  # type: ignore[attr-defined]
-            rpc._init_rpc_backend(
-                backend.TENSORPIPE,
-                PrefixStore("rpc", store),
-                name,
-                rank,
-                world_size,
-                TensorPipeRpcBackendOptions(rpc_timeout=timeout),
-            )
+            options = TensorPipeRpcBackendOptions(rpc_timeout=timeout, init_method=f"{SCHEME}://")
+            before: timedelta = store.timeout  # type: ignore[attr-defined]
+            Office.meeting = PrefixStore("rpc", store)
+            rpc.init_rpc(name, backend.TENSORPIPE, rank, world_size, options)
+            store.set_timeout(before)  # torch gives it that of RPC
         atexit.register(self.close)  # its threads must not outlive the interpreter
 
     def begin_stage(self, servers: Sequence[str], timeout: timedelta, own: str | None = None) -> None:

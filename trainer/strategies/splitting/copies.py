@@ -11,6 +11,7 @@ from torch.autograd import Function
 from torch.nn import parallel
 
 from ...data.transfer import to_device
+from ...torch_private import buffers_of, copy_modules, put_child
 from ...torchmetrics_states import is_metric
 
 if TYPE_CHECKING:
@@ -36,33 +37,14 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
         own = flat[index * len(trainable) : (index + 1) * len(trainable)]
         tensors.update((id(parameter), part) for parameter, part in zip(trainable, own, strict=True))
         tensors.update((id(buffer), buffer if index == 0 else buffer.clone()) for buffer in buffers)
-        copies.append(_copy_with(module, tensors))
+        copies.append(copy_modules(module, tensors))
     return copies
 
 
 def copy_to_device(module: ModuleType, device: torch.device) -> ModuleType:
     """Return a shallow copy of `module` on one other device; its gradients reach the module's parameters."""
     tensors = {id(tensor): tensor.to(device, non_blocking=True) for tensor in [*module.parameters(), *module.buffers()]}
-    return _copy_with(module, tensors)
-
-
-def _copy_with(module: ModuleType, tensors: dict[int, Tensor]) -> ModuleType:
-    """Copy the tree of modules, with `tensors` (by id of the original) in place of parameters and buffers.
-
-    torch.func.functional_call would swap them on the one module that all threads share, and lose gradients.
-    """
-    copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
-    for original, copy in copies.items():
-        for name, child in original._modules.items():
-            copy._modules[name] = None if child is None else copies[child]
-        for name, parameter in original._parameters.items():
-            if parameter is None:
-                copy._parameters[name] = None
-            else:
-                setattr(copy, name, tensors[id(parameter)])  # not in __dict__: nn.LSTM keeps a list of its weights
-        for name, buffer in original._buffers.items():
-            copy._buffers[name] = None if buffer is None else tensors[id(buffer)]
-    copied: ModuleType = copies[module]
+    copied: ModuleType = copy_modules(module, tensors)
     return copied
 
 
@@ -95,10 +77,11 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
     """Take over the buffers that a step assigned anew on the first copy; changes in place are there already."""
     for original, twin in zip(module.modules(), copy.modules(), strict=True):
-        for name, buffer in original._buffers.items():
-            new = twin._buffers[name]
-            if new is not buffer and new is not None and (buffer is None or new.data_ptr() != buffer.data_ptr()):
-                original._buffers[name] = new.detach()
+        own, new = buffers_of(original), buffers_of(twin)
+        for name, buffer in list(own.items()):
+            value = new[name]
+            if value is not buffer and value is not None and (buffer is None or value.data_ptr() != buffer.data_ptr()):
+                own[name] = value.detach()
 
 
 class LogRecorder:
@@ -172,4 +155,4 @@ def share_metrics(
 ) -> None:
     """Let `copy` use the task's own `metrics`, which live on `device`."""
     for path, name, metric in metrics:
-        copy.get_submodule(path).__dict__["_modules"][name] = SharedMetric(metric, device, lock)
+        put_child(copy.get_submodule(path), name, SharedMetric(metric, device, lock))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ...data.transfer import to_device
+from ...torch_private import buffers_of
 
 
 class Seams:
@@ -61,11 +62,11 @@ def _move_rest(module: nn.Module, placed: set[nn.Module], device: torch.device) 
     if not placed.intersection(module.modules()):
         module.to(device)
         return
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            parameter.data = parameter.data.to(device)
-    for name, buffer in module._buffers.items():
-        module._buffers[name] = None if buffer is None else buffer.to(device)
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
+    buffers = buffers_of(module)
+    for name, buffer in list(buffers.items()):
+        buffers[name] = None if buffer is None else buffer.to(device)
     for child in module.children():
         if child not in placed:
             _move_rest(child, placed, device)
