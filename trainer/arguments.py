@@ -140,6 +140,8 @@ class TrainerArguments:
     """How often Legato's launcher starts failed workers again, each time from the newest whole checkpoint."""
     hang_timeout: float | None = None
     """End the run where nothing moves for so many seconds; more than the longest step, save or hook. None: never."""
+    signal_grace_seconds: float = 30.0
+    """Seconds in which a run must answer SIGTERM or SIGHUP; then its process ends, once a save that moves is done."""
     requeue: bool = False
     """Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved."""
 
@@ -196,7 +198,7 @@ def wanted(name: str, value: Any) -> str | None:
         return f"one of {CHOICES[name]}"
     if name == "gradient_clip_val" and not (number and value >= 0):
         return "a positive number, or 0 for no clipping"
-    if name == "hang_timeout" and not (number and value > 0):
+    if name in ("hang_timeout", "signal_grace_seconds") and not (number and value > 0):
         return "a positive number of seconds"
     if name == "val_check_interval":
         fits = number and value > 0 and (isinstance(value, int) or value <= 1)

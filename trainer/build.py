@@ -62,8 +62,7 @@ def join(run: Run, request: Request) -> None:
     trainer, strategy, state = run.trainer, run.strategy, run.state
     if wants_public_torch():
         take_public_ways()
-    if run.stage == "fit":
-        run.undo.enter_context(run.preemption.attend())
+    run.undo.enter_context(run.preemption.attend())
     if strategy.elastic is not None:
         from .processes.elastic import membership_of
 

@@ -18,6 +18,7 @@ from .checkpoints.run_directory import CHECKPOINTS
 from .data.loader_workers import signals_attended
 from .data.steps import Turn
 from .processes.launch import slurm_job
+from .processes.signal_watch import SignalWatch
 from .processes.signals import RESUME_ME, attended, leave
 
 if TYPE_CHECKING:
@@ -47,11 +48,16 @@ class Preemption:
         self.leaving = False
         """Whether the run ends before its time already."""
         self.first_step = 0
+        self.watch = SignalWatch(run.trainer.signal_grace_seconds, attends=run.stage == "fit")
 
     @contextmanager
     def attend(self) -> Iterator[None]:
-        """Attend to signals in this context."""
-        with signals_attended(), attended(self._note):
+        """Attend to signals in this context; an evaluation has nothing to save, and ends by them as any program."""
+        if self.run.stage != "fit":
+            with self.watch:
+                yield
+            return
+        with signals_attended(), attended(self._note, self.watch):
             yield
         if self.signal and not self.leaving:  # it came when all was done
             leave(self.signal)
@@ -66,6 +72,7 @@ class Preemption:
     def start(self) -> None:
         """From now on a signal waits until all ranks have heard of it."""
         self.started, self.first_step = True, self.run.state.global_step
+        self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
         """From now on the run is being closed: a signal is noted, and where nothing failed it ends the run after that.
@@ -73,6 +80,7 @@ class Preemption:
         One that raised here would skip what is yet to be undone.
         """
         self.started, self.leaving = True, self.leaving or failed
+        self.watch.answer()
 
     def stop_if_agreed(self) -> None:
         """Raise Preempted where the ranks have agreed to end the run."""
@@ -108,6 +116,7 @@ class Preemption:
         """Save where the run was stopped, and leave."""
         self.leaving = kind is not None
         if isinstance(error, Preempted):
+            self.watch.answer()
             self.leave_evaluation()
             self.tell(self.save())
             end = KeyboardInterrupt() if self.run.agreement.signal == signal.SIGINT else SystemExit(RESUME_ME)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .commit import NOBODY, ExtraFiles, Owner, commit
 from .parts import ALONE, Ranks
+from .progress import SAVES
 from .tree import Flat, flatten
 
 _ALIGNMENT = 64
@@ -80,7 +81,8 @@ class Writer:
 
     def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Ranks, owner: Owner) -> None:
         try:
-            commit(self._directory, flat, extra_files, ranks, owner)
+            with SAVES.save():
+                commit(self._directory, flat, extra_files, ranks, owner)
         except BaseException as error:  # it is raised where the run can end by it
             self._error = error
 

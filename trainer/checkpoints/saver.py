@@ -12,6 +12,7 @@ from . import checkpoint, manifest
 from .background import Writer
 from .commit import Owner, remove
 from .contents import contents, left_by_workers
+from .progress import SAVES
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -40,7 +41,7 @@ class Saver:
         writes its own first.
         """
         trainer = self.trainer
-        with trainer.strategy.timeouts.during("checkpoint"):
+        with SAVES.save(), trainer.strategy.timeouts.during("checkpoint"):
             if trainer.strategy.task is None:
                 self._write(path, left_by_workers(trainer, weights_only), False)
                 return

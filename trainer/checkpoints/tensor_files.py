@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from .progress import SAVES
 
 NAMES = {
     torch.float64: "F64",
@@ -33,6 +34,7 @@ NAMES = {
     torch.bool: "BOOL",
 }
 _CHUNK = 1 << 20
+_BLOCK = 1 << 26
 
 
 class Sum(NamedTuple):
@@ -56,8 +58,9 @@ class HashedFile:
         view = memoryview(data)
         self._hash.update(view)
         self._size += view.nbytes
-        while view.nbytes:  # one call writes 2 GiB at most, and less when the disk is full
-            view = view[os.write(self._descriptor, view) :]
+        while view.nbytes:  # in blocks, each of them a sign that the save moves; a full disk takes less than a block
+            view = view[os.write(self._descriptor, view[:_BLOCK]) :]
+            SAVES.move()
 
     def __enter__(self) -> "HashedFile":
         return self

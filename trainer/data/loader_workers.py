@@ -15,13 +15,11 @@ from typing import IO, Any
 from torch.utils.data import default_collate, default_convert
 
 from ..errors import DataError
-from ..processes.signals import ENDING
+from ..processes.signals import DUMP, ENDING
 from ..torch_private import replace_feeder_error, serves_memory, wrapped_error
 
 WorkerInit = Callable[[int], None] | None
 
-DUMP = getattr(signal, "SIGUSR2", 0)
-"""The signal at which a worker writes down its stack, where somebody wants to know it."""
 _dump: IO[str] | None = None
 
 
@@ -48,7 +46,8 @@ class Shield:
         """Prepare the worker."""
         self.trainer = os.getppid()
         for number in ENDING:
-            signal.signal(number, self._hear)
+            if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
+                signal.signal(number, self._hear)
         if _dump is not None:  # a forked worker has the file, and this module, from the trainer
             faulthandler.register(DUMP, _dump)
         sys.excepthook = functools.partial(_leave_out_partings, sys.excepthook)

@@ -15,6 +15,7 @@ from ..state import State
 from ..torch_private import Parts, parts_of, take_parts
 from . import launch
 from .membership import Dismissed
+from .signal_watch import SignalWatch
 from .signals import attended, leave
 
 if TYPE_CHECKING:
@@ -56,12 +57,16 @@ def is_needed(trainer: "Trainer", request: Request) -> bool:
     return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
 
 
-@attended(leave)  # but while there are workers: to those signals are passed on
 def run(trainer: "Trainer", request: Request) -> Any:
     """Run the request in workers; afterwards the caller's task holds the trained weights.
 
     Raises what the first failing worker raised.
     """
+    with attended(leave, SignalWatch(trainer.signal_grace_seconds)):  # workers, while there are any, get the signals
+        return _run(trainer, request)
+
+
+def _run(trainer: "Trainer", request: Request) -> Any:
     build.check_task(request.task, request)
     place = launch.find_place(trainer.cluster)
     if place is not None:
@@ -77,13 +82,15 @@ def run(trainer: "Trainer", request: Request) -> Any:
         trainer.run_dir, source = build.decide_directory(trainer, request)
     before, trainer.given_dir = trainer.given_dir, trainer.run_dir
     trainer.run = None  # the workers make their own
-    processes = trainer.strategy.local_processes(trainer.device_list)
+    processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:
         task = partial(work, trainer, request, source)
         if elastic is not None:
-            outcome = launch.run_elastic(task, processes, elastic, max_restarts=trainer.max_restarts)
+            outcome = launch.run_elastic(task, processes, elastic, max_restarts=trainer.max_restarts, grace=grace)
         else:
-            outcome = launch.run_workers(task, processes, max_restarts=trainer.max_restarts, nodes=trainer.num_nodes)
+            outcome = launch.run_workers(
+                task, processes, max_restarts=trainer.max_restarts, nodes=trainer.num_nodes, grace=grace
+            )
     finally:
         trainer.given_dir = before
     if outcome is None:  # another launcher's processes have brought the run to its end, and have its result

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import signal
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,6 +16,17 @@ def report_to(path: Path) -> None:
     """Remember where this process, a worker, says how it ended."""
     global _report
     _report = path
+
+
+def say_alive() -> None:
+    """Let the launcher of this process, a worker, know that a thread of it still runs."""
+    if _report is not None:
+        sign_of_life(_report).touch()
+
+
+def sign_of_life(report: Path) -> Path:
+    """Return the file that `say_alive` touches, beside a worker's report."""
+    return report.with_suffix(".alive")
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -51,3 +64,13 @@ def end_process(error: BaseException, tell: bool = True) -> NoReturn:
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(1)
+
+
+def end_by_force(number: int, why: str) -> NoReturn:
+    """End this process and its children in the midst of its work: a signal was not answered."""
+    if _report is not None:
+        what = f"was ended by {signal.Signals(number).name} in the midst of its work, since {why}"
+        write_whole(_report, pack(Failure(time.monotonic(), what, forced_by=number)))
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(128 + number)

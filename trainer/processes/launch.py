@@ -21,6 +21,7 @@ from . import own_group, supervisor, workers
 from .board import Seat, Terms, split_address
 from .rendezvous import Meeting, host_store, is_loopback, meet
 from .settling import settling
+from .workers import GRACE
 from .workers import warm_up as warm_up
 
 if TYPE_CHECKING:
@@ -329,12 +330,13 @@ def run_workers(
     threads: int | None = None,
     max_restarts: int = 0,
     nodes: int = 1,
+    grace: float = GRACE,
 ) -> T:
     """Call `function` in `processes` new processes of this machine and return what the first of them returned.
 
     Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores). After a failure all are
     stopped and, up to `max_restarts` times, started again. With `nodes` > 1 the same call is made on every node, and
-    NODE_RANK, MASTER_ADDR and MASTER_PORT say which one this is and where they meet. Errors: see workers.run.
+    NODE_RANK, MASTER_ADDR and MASTER_PORT say which one this is and where they meet. `grace`, errors: see workers.run.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -354,12 +356,18 @@ def run_workers(
         place = Place(rank, rank - ranks[0], node_rank, processes * nodes, processes, nodes, "legato")
         return functools.partial(_stand_at, place, environment, f"{host}:{port}", attempt, threads)
 
-    result: T = workers.run(function, ranks, processes * nodes, enter, max_restarts=max_restarts)
+    result: T = workers.run(function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace)
     return result
 
 
 def run_elastic(
-    function: Callable[[], T], processes: int, terms: Terms, *, threads: int | None = None, max_restarts: int = 0
+    function: Callable[[], T],
+    processes: int,
+    terms: Terms,
+    *,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    grace: float = GRACE,
 ) -> T | None:
     """Call `function` in `processes` new processes that may die and be replaced, or that join another launcher's.
 
@@ -374,7 +382,7 @@ def run_elastic(
         place = Place(rank, rank, 0, world_size, world_size, 1, "legato")
         return functools.partial(_stand_at, place, environment, seat.address, attempt, threads, seat.text())
 
-    result: T | None = supervisor.run_elastic(function, processes, terms, max_restarts, enter)
+    result: T | None = supervisor.run_elastic(function, processes, terms, max_restarts, enter, grace)
     return result
 
 

@@ -276,6 +276,8 @@ class Failure:
     """Another rank had gone; this one only noticed."""
     interrupted: bool = False
     killed_by: int | None = None
+    forced_by: int | None = None
+    """The signal that it was told to end by, and did not answer."""
     rank: int = 0
     world_size: int = 1
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from ..data.loader_workers import DUMP
+from .signals import DUMP
 
 _PACKAGE = Path(__file__).parents[2]
 _OURS = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))

@@ -36,7 +36,9 @@ Enter = Callable[[int, Seat], Callable[[], None]]
 """What a worker begins with, given how often all were started again and its seat."""
 
 
-def run_elastic(function: Callable[[], Any], processes: int, terms: Terms, max_restarts: int, enter: Enter) -> Any:
+def run_elastic(
+    function: Callable[[], Any], processes: int, terms: Terms, max_restarts: int, enter: Enter, grace: float
+) -> Any:
     """Call `function` in `processes` workers that may die and be replaced; return what one of them returned.
 
     None where the only ones that have done their work are another launcher's. Raises what `workers.run` raises.
@@ -58,7 +60,7 @@ def run_elastic(function: Callable[[], Any], processes: int, terms: Terms, max_r
         kind = HostCrew if terms.join is None else GuestCrew
         return kind(folder, ranks, relay, store, address, terms)
 
-    return run(function, range(processes), processes, enter, max_restarts=max_restarts, gather=gather)
+    return run(function, range(processes), processes, enter, max_restarts=max_restarts, gather=gather, grace=grace)
 
 
 class ElasticCrew(Crew):

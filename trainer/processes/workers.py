@@ -25,18 +25,23 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, TaskError
-from .ending import report_to, take_down, write_whole
+from ..errors import ConfigError, TaskError, WorkerError
+from .ending import report_to, sign_of_life, take_down, write_whole
 from .parcel import Failure, Settings, pack, place_classes, travelling_by_value, unpack
-from .signals import ENDING
+from .signals import DUMP, ENDING, leave
 from .signals import RESUME_ME as RESUME_ME
 
 logger = logging.getLogger("legato")
 
 # What every worker needs: torch._dynamo because the first optimizer imports it, which takes a second.
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", __name__]
+_PRELOAD.insert(0, f"{__package__}.fork_server")  # before what takes time: it keeps signals from the server
 _SETTLE = 2.0  # seconds in which the rank that broke a connection may still say why
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not see the first
+GRACE = 30.0
+"""Seconds that a worker has to answer SIGTERM or SIGHUP, where nobody says otherwise."""
+_MARGIN = 3.0  # seconds without a sign of life after which a worker that is to end is killed
+_DUMPING = 0.5  # seconds that one has to write down its stacks before
 _PATIENCE = 60.0  # seconds that workers have after Ctrl-C: they may be writing a checkpoint
 _FAREWELL = 15.0  # seconds that workers have once one has ended to be resumed: it did so after all that was to be saved
 
@@ -63,11 +68,13 @@ def run(
     max_restarts: int = 0,
     start_method: str | None = None,
     gather: "Gather | None" = None,
+    grace: float = GRACE,
 ) -> Any:
     """Call `function` in one process for each of `ranks`, and return what the first of them returned.
 
     `enter(attempt, rank)` is what a worker calls before it unpickles `function`. `gather` makes another kind of crew
-    than one that ends when a worker fails. Raises what the first failing worker
+    than one that ends when a worker fails. A worker that has not answered SIGTERM or SIGHUP for `grace` seconds ends
+    itself, or is killed where it cannot; a second Ctrl-C ends all at once. Raises what the first failing worker
     raised, with that worker's frames in the traceback, WorkerError where it left nothing to raise, SystemExit(75) where
     the workers asked to be resumed, and KeyboardInterrupt. No worker lives on when this ends, however it does.
     """
@@ -77,7 +84,7 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
     try:
         _write_payload(folder / "function", function, method)
-        with Relay() as relay:
+        with Relay(grace) as relay:
             attempt = 0
             while True:
                 crew = (gather or Crew)(folder, ranks, world_size, relay)
@@ -113,9 +120,13 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
 
 
 class Relay:
-    """Passes SIGINT, SIGTERM and SIGUSR1 on to the workers while they run; nothing happens to the caller itself."""
+    """Passes on to the workers what asks this process to end; while they run, nothing happens to the caller itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, grace: float = GRACE) -> None:
+        self.grace = grace
+        self.due_at, self.due_by = float("inf"), 0
+        """When every worker must have ended or shown a sign of life, and by which signal."""
+        self._wakeup = -1
         self.received: list[signal.Signals] = []
         self.interrupted_at: float | None = None
         self.processes: list[BaseProcess] = []
@@ -123,6 +134,7 @@ class Relay:
 
     def __enter__(self) -> "Relay":
         if threading.current_thread() is threading.main_thread():
+            self._wakeup = signal.set_wakeup_fd(-1)
             for number in ENDING:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # a background job ignores SIGINT: so do we
                     self._handlers[number] = signal.signal(number, self._forward)
@@ -131,6 +143,8 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        if self._handlers:
+            signal.set_wakeup_fd(self._wakeup)
 
     def add(self, process: BaseProcess) -> None:
         """Take in a process that has just started, and tell it what came before."""
@@ -139,11 +153,17 @@ class Relay:
             _send(process, number)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        if number in self.received:
-            return  # a second Ctrl-C must not hit a worker that is writing its checkpoint
-        self.received.append(signal.Signals(number))
-        if number == signal.SIGINT:
-            self.interrupted_at = time.monotonic()
+        now, again = time.monotonic(), number in self.received
+        if again and number != signal.SIGINT:
+            return
+        if not again:
+            self.received.append(signal.Signals(number))
+        if again:  # workers that write a checkpoint finish that, and tell one press that comes twice from two
+            self.due_at, self.due_by = min(self.due_at, now), self.due_by or number
+        elif number == signal.SIGINT:
+            self.interrupted_at = now
+        elif number != getattr(signal, "SIGUSR1", 0) and not self.due_by:
+            self.due_at, self.due_by = now + self.grace, number
         for process in self.processes:
             _send(process, number)
 
@@ -171,6 +191,8 @@ class Crew:
         self._failures: list[Failure] = []
         self._preempted_at: float | None = None
         self._stopped_at: float | None = None
+        self._deaf: set[int] = set()
+        """The ranks that were killed since they did not end after a signal."""
 
     def start(self, context: Any, enter: Callable[..., Callable[[], None]]) -> None:
         """Start one process for each rank, which begins with what `enter(rank)` returns."""
@@ -182,8 +204,16 @@ class Crew:
         _report(self._folder, rank).unlink(missing_ok=True)
         arguments = (rank, answers, self._folder, _Streams(), enter)
         process = self._context.Process(target=_serve, args=arguments, name=f"legato-{rank}")
-        with _main_hidden():
-            process.start()
+        try:
+            with _main_hidden():
+                process.start()
+        except (EOFError, OSError) as error:
+            if self._relay.received:
+                leave(max(self._relay.received))
+            raise WorkerError(
+                f"Rank {rank} of {self._world_size} could not be started: the server that workers are forked from has "
+                f"ended ({type(error).__name__}: {error}). If something killed it, start the run again."
+            ) from error
         self._processes.append(process)
         self._pending[process.sentinel] = rank, process
         self._relay.add(process)
@@ -196,6 +226,7 @@ class Crew:
             for sentinel in ready:
                 self._note_end(*self._pending.pop(sentinel))
             self._look_around()
+            self._kill_the_deaf()
             now, interrupted_at = time.monotonic(), self._relay.interrupted_at
             late = interrupted_at is not None and now > interrupted_at + _PATIENCE
             if self._stopped_at is None and (late or self._must_stop(now)):
@@ -207,6 +238,24 @@ class Crew:
 
     def _goes_on(self) -> bool:
         return bool(self._pending)
+
+    def _kill_the_deaf(self) -> None:
+        """Kill workers that neither end after a signal nor run the thread that would end them, their stacks first."""
+        if time.monotonic() < self._relay.due_at + _MARGIN:
+            return
+        deaf = [(rank, process) for rank, process in self._pending.values() if not self._gives_sign(rank)]
+        self._deaf |= {rank for rank, _ in deaf}
+        for number, seconds in ((DUMP, _DUMPING), (signal.SIGKILL, 0.0)):
+            for _, process in deaf:
+                _send(process, number)
+            time.sleep(seconds if deaf else 0.0)
+
+    def _gives_sign(self, rank: int) -> bool:
+        """Return whether a worker's thread that watches its signals has run lately."""
+        try:
+            return time.time() < sign_of_life(_report(self._folder, rank)).stat().st_mtime + _MARGIN
+        except FileNotFoundError:
+            return False
 
     def _pause(self) -> float:
         return 0.1 if self._failures else 1.0
@@ -236,12 +285,16 @@ class Crew:
         if first is None:
             return SystemExit(RESUME_ME) if self._preempted_at is not None else None
         self.told = first.summary
+        for forced in self._failures:
+            if forced.forced_by is not None:
+                logger.warning("%s", forced.summary)
+                return KeyboardInterrupt() if forced.forced_by == signal.SIGINT else SystemExit(128 + forced.forced_by)
         consequence = first.communication or first.killed_by in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
         if first.interrupted or (self._relay.interrupted_at is not None and consequence):
             return KeyboardInterrupt()
         if self._preempted_at is not None and first.communication:
             return SystemExit(RESUME_ME)
-        if first.killed_by in (signal.SIGTERM, getattr(signal, "SIGUSR1", None)):
+        if first.killed_by in ENDING[1:]:
             logger.warning("%s Nothing is lost but what came after the newest checkpoint.", first.summary)
             return SystemExit(RESUME_ME)
         return first.to_raise()
@@ -260,6 +313,11 @@ class Crew:
         """Return how a worker ended: 0, RESUME_ME or a Failure."""
         process.join()
         report = _report(self._folder, rank)
+        if rank in self._deaf and not report.exists():
+            number = self._relay.due_by
+            name = signal.Signals(number).name
+            what = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
+            return Failure(time.monotonic(), what, forced_by=number)
         return unpack(report) if report.exists() else Failure.of_exit(process.exitcode)
 
     def _note_end(self, rank: int, process: BaseProcess) -> None:
@@ -351,6 +409,8 @@ def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Call
         signal.signal(signal.SIGINT, signal.default_int_handler)
         streams.adopt()
         faulthandler.enable()
+        if DUMP:
+            faulthandler.register(DUMP, file=2, all_threads=True)
         enter()
         named, function = _read_payload(folder / "function")
         value = function()

@@ -1,0 +1,140 @@
+"""A run that hangs in user code in many ways, told to end by signals that it does not answer."""
+
+import collections
+import ctypes
+import itertools
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import Tiny, make_data, make_loader
+from torch.utils.data import DataLoader, Dataset
+
+import legato as lg
+from legato.callbacks import Checkpoint
+
+
+def wait_in_c() -> None:
+    """Wait for ever where no signal gets through, and without Python's lock: as a collective does."""
+    mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+class Stuck(Dataset):
+    """One of its samples never comes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data, self.folder = make_data(32), folder
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 20:
+            (self.folder / "stuck").write_text(str(os.getppid()))
+            time.sleep(600)
+        return self.data[index]
+
+
+class Hangs(Tiny):
+    """Hangs in its third step (its second validation batch, where `how` says so) on the rank `who`."""
+
+    def __init__(self, folder: Path, how: str, who: int) -> None:
+        super().__init__()
+        self.folder, self.how, self.who = folder, how, who
+
+    def hang(self) -> None:
+        (self.folder / "stuck").write_text(str(os.getpid()))
+        if self.how == "sleep":
+            time.sleep(600)
+        elif self.how == "swallows":
+            while True:
+                try:
+                    time.sleep(600)
+                except BaseException:
+                    continue
+        elif self.how == "lock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        elif self.how == "python":
+            while True:
+                pass
+        elif self.how == "library":
+            wait_in_c()
+        elif self.how == "holds the interpreter":
+            collections.deque(itertools.repeat(0), maxlen=0)
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2 and self.global_rank == self.who:
+            self.hang()
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.hang()
+
+
+class Hooks(Hangs):
+    """Hangs in a hook, after it was told to end: `how` is the hook's name."""
+
+    def setup(self, stage):
+        if self.how == "setup":
+            (self.folder / "stuck").write_text(str(os.getpid()))
+            wait_in_c()
+
+    def training_step(self, batch, batch_idx):
+        (self.folder / "stuck").write_text(str(os.getpid()))
+        time.sleep(0.05)
+        return Tiny.training_step(self, batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        if self.how == "save":
+            time.sleep(600)
+        if self.how == "slow save":
+            (self.folder / "saving").write_text(str(os.getpid()))
+            time.sleep(1.5)
+
+    def teardown(self, stage):
+        if self.how == "teardown":
+            (self.folder / "teardown").write_text("")
+            time.sleep(600)
+
+
+def run(folder: Path, how: str, who: int = 0, grace: float = 1.0, **options: Any) -> None:
+    """Fit (validate, where `how` begins with it) until it is ended."""
+    os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
+    made = lg.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 5,
+            "default_root_dir": folder / "runs",
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "limit_val_batches": 0 if not how.startswith("validate") else 1.0,
+            "signal_grace_seconds": grace,
+            "callbacks": [Checkpoint(every_n_train_steps=2)],
+            **options,
+        }
+    )
+    kind = Hooks if how in ("setup", "save", "slow save", "teardown", "moves") else Hangs
+    task = kind(folder, how.removeprefix("validate, "), who)
+    loader = DataLoader(Stuck(folder), 4, num_workers=1) if how == "loader" else make_loader(32)
+    torch.set_num_threads(1)
+    if how.startswith("validate"):
+        made.validate(task, loader)
+    else:
+        made.fit(task, loader)
+
+
+def run_with(folder: Path, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Run; with `nohup` as that starts a program."""
+    if options.pop("nohup", False):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    run(folder, *arguments, **options)
