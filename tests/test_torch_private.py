@@ -1,19 +1,25 @@
 """Private names of torch, torchmetrics and CPython: each is used in one file, and the public way does the same."""
 
+import ast
+import re
+import warnings
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torchmetrics
 from ddp_cases import flat
 from mesh_cases import CNN, FEATURES, GPT, difference, fit, mesh, outcome
 from tiny import Tiny, make_loader
-from torch import distributed
+from torch import distributed, nn
 
 import legato as lg
 from legato.trainer import torch_private
 from legato.trainer.arguments import TrainerArguments
 from legato.trainer.check import check
+from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.processes import launch
 from legato.trainer.torch_private import SHORTCUTS, Shortcut, public_only
 
@@ -164,3 +170,220 @@ def test_an_output_may_be_a_view():
     assert [torch_private.may_be_view(one) for one in (whole, whole[:2])] == [False, True]
     with public_only():
         assert [torch_private.may_be_view(one) for one in (whole, whole[:2])] == [True, True]
+
+
+# --- one process, both ways -------------------------------------------------------------------------------------------
+@pytest.fixture(params=["private", "public"])
+def way(request):
+    with public_only() if request.param == "public" else nullcontext():
+        yield request.param
+
+
+class Parted(nn.Module):
+    """Has a parameter, a buffer, one that is None, and a child, one of which is shared."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("late", None)
+        self.inner = nn.LSTM(2, 2)
+        self.again = self.inner
+
+    def forward(self, given):
+        return self.inner(given * self.weight + self.mean)[0]
+
+
+def test_the_parts_of_a_module(way):
+    module, other = Parted(), Parted()
+    assert set(torch_private.parameters_of(module)) == {"weight"}
+    buffers = torch_private.buffers_of(module)
+    assert set(buffers) == {"mean", "late"}
+    buffers["late"] = torch.ones(3)
+    assert torch.equal(module.late, torch.ones(3))
+    assert "late" in module.state_dict()
+    other.extra = nn.Linear(2, 2)
+    del module.again
+    torch_private.take_parts(module, torch_private.parts_of(other))
+    assert module.extra is other.extra
+    assert module.weight is other.weight
+    assert module.late is None
+    assert module.state_dict().keys() == other.state_dict().keys()
+
+
+def test_a_copy_shares_what_is_no_tensor_and_has_the_tensors_given(way):
+    module = Parted()
+    module.notes = {"some": ["thing"]}
+    tensors = {id(one): one * 2 for one in [*module.parameters(), *module.buffers()]}
+    twin = torch_private.copy_modules(module, tensors)
+    given = torch.ones(3, 1, 2)
+    twin(given).sum().backward()
+    doubled = Parted()
+    doubled.load_state_dict({name: value * 2 for name, value in module.state_dict().items()})
+    assert torch.equal(twin(given), doubled(given))
+    assert twin.notes is module.notes
+    assert twin.inner is twin.again
+    assert twin.inner is not module.inner
+    assert module.weight.grad is not None
+    assert module.inner.weight_ih_l0.grad is not None
+
+
+def test_a_child_that_is_no_module(way):
+    module = nn.Sequential()
+    module.child = nn.Linear(1, 1)
+    torch_private.put_child(module, "child", "anything")
+    assert module.child == "anything"
+    if way == "public":
+        with pytest.raises(ConfigError, match=r"cannot share 'child' of a ModuleDict .* use strategy ddp"):
+            torch_private.put_child(nn.ModuleDict({"child": nn.Linear(1, 1)}), "child", "anything")
+
+
+def test_calls_are_intercepted_before_hooks_and_no_longer(way):
+    module, seen = nn.Linear(2, 2), []
+    module.register_forward_pre_hook(lambda *_: seen.append("hook"))
+    given = torch.ones(1, 2)
+    expected = module(given)
+    own, undo = torch_private.intercept_calls(module, lambda *_: "instead")
+    assert module(given) == "instead"
+    assert isinstance(module, nn.Linear)
+    assert torch.equal(own(given), expected)
+    assert seen == ["hook", "hook"]
+    undo()
+    assert torch.equal(module(given), expected)
+    assert type(module) is nn.Linear
+
+
+def test_classes_of_layers(way):
+    norms, dropouts = torch_private.batch_norms(), torch_private.dropouts()
+    assert all(isinstance(one, norms) for one in (nn.BatchNorm1d(1), nn.BatchNorm3d(1), nn.SyncBatchNorm(1)))
+    assert all(isinstance(one, dropouts) for one in (nn.Dropout(), nn.Dropout2d(), nn.AlphaDropout()))
+    assert not isinstance(nn.Linear(1, 1), (*norms, *dropouts))
+    norm = nn.BatchNorm2d(2)
+    torch_private.check_input(norm, norm.forward, torch.ones(1, 2, 1, 1))
+    with pytest.raises(ValueError, match="expected 4D input"):
+        torch_private.check_input(norm, norm.forward, torch.ones(1, 2, 1))
+    assert norm.training
+    assert norm.num_batches_tracked == 0
+
+
+def test_lists_of_tensors(way):
+    tensors = [torch.full((2,), float(number)) for number in range(3)]
+    torch_private.add_to_each(tensors, [torch.ones(2)] * 3)
+    torch_private.multiply_each(tensors, 3.0)
+    torch_private.divide_each(tensors, 2.0)
+    assert [float(one[0]) for one in tensors] == [1.5, 3.0, 4.5]
+    torch_private.copy_to_each(tensors, [torch.ones(2)] * 3)
+    found = torch.zeros(())
+    torch_private.unscale_each(tensors, found, torch.tensor(0.5))
+    assert [float(one[0]) for one in tensors] == [0.5] * 3
+    assert found == 0.0
+    torch_private.unscale_each([torch.tensor([1.0, float("inf")])], found, torch.tensor(0.5))
+    assert found == 1.0
+
+
+def test_a_step_of_an_optimizer_and_its_scheduler(way):
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_private.mark_stepped(optimizer)
+        scheduler.step()  # else it warns that the optimizer has made no step
+    weight.grad = torch.ones(2)
+    torch_private.step_of(optimizer)()
+    assert torch.equal(weight, torch.full((2,), 0.95))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_a_loader(way, workers):
+    from legato.trainer.data.reading import read
+
+    loader = make_loader(10, num_workers=workers)
+    assert len(list(read(iter(loader)))) == len(loader)
+    batches = iter(loader)
+    assert len(torch_private.loader_workers(batches)) == (workers if way == "private" else 0)
+    torch_private.end_loader_workers(batches)
+
+
+def test_metrics(way):
+    metric = torchmetrics.MeanMetric()
+    metric(torch.tensor(3.0))
+    assert torch_private.updates_of(metric) == 1
+    if way == "private":
+        assert torch_private.newest_value_of(metric) == 3.0
+        assert set(torch_private.reductions_of(metric)) == {"mean_value", "weight"}
+        assert torch_private.set_synced(metric, False) is True
+        torch_private.set_updates(metric, 4)
+        assert torch_private.updates_of(metric) == 4
+    else:
+        assert torch_private.newest_value_of(metric) is None
+        with pytest.raises(TaskError, match=r"how the states of a MeanMetric are merged .* Log the number"):
+            torch_private.reductions_of(metric)
+
+
+def test_a_run_by_public_ways_is_the_same(trainer):
+    results = []
+    for context in (nullcontext(), public_only()):
+        with context:
+            task = Tiny()
+            trainer(max_epochs=2).fit(task, make_loader(18))
+            results.append(flat(task))
+    assert torch.equal(*results)
+
+
+# --- nobody else ------------------------------------------------------------------------------------------------------
+PUBLIC = {"_exit", "_getframe", "_current_frames", "_fields", "_extra_state"}
+"""Documented, for all that their names say."""
+
+MODULES = {"_modules", "_parameters", "_buffers"}
+"""Are torch's, but in a file whose class has such an attribute of its own."""
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__") and name not in PUBLIC
+
+
+def own_names(trees):
+    """The private names that Legato's own classes and modules give."""
+    found = set()
+    for tree in trees:
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            elif isinstance(node, ast.keyword) and node.arg:  # self.__dict__.update(_name=...)
+                found.add(node.arg)
+    return found
+
+
+def borrowed(tree, own):
+    """Yield the private names of others that a file reads, writes or imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            yield node.lineno, ast.unparse(node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)) and not getattr(node, "level", 0):
+            names = [*(getattr(node, "module", "") or "").split("."), *(alias.name for alias in node.names)]
+            if any(is_private(part) for name in names for part in name.split(".")):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if is_private(name) and name not in own:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_private_names_of_others_are_in_one_file():
+    folders = ("trainer", "callbacks", "tasks", "configs", "compat")
+    files = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    own = own_names([tree for path, tree in trees.items() if path.name != "torch_private.py"]) - MODULES
+    found = {
+        f"{path.relative_to(PACKAGE)}:{line}: {text}"
+        for path, tree in trees.items()
+        if path.name != "torch_private.py"
+        for line, text in borrowed(tree, own | own_names([tree]))
+    }
+    assert found == set(), "use a function of trainer/torch_private.py, with a public way beside it"
+    words = r"torch\._C\b|\._call_impl|_set_pg_timeout|_next_data|_get_fsdp_state|_module_state_mapping|_unscale_grads_"
+    named = [path for path in files if re.search(words, path.read_text())]
+    assert [path.name for path in named] == ["torch_private.py"]

@@ -8,6 +8,7 @@ whether one of these names is behind a problem with a torch that nobody has trie
 
 import copy
 import inspect
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
@@ -25,7 +26,7 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as optimizer_module
 from torch.utils.data import DataLoader
 
-from .errors import ConfigError
+from .errors import ConfigError, TaskError
 
 _forced = False
 """Whether all functions take their public ways."""
@@ -414,7 +415,9 @@ def parts_of(module: nn.Module) -> Parts:
     """Return the parameters, buffers and children of a module."""
     if DICTS.usable:
         return module._parameters, module._buffers, module._modules
-    return dict(parameters_of(module)), dict(buffers_of(module)), dict(module.named_children())
+    named = module.named_modules(remove_duplicate=False)  # named_children leaves out a child's second name
+    children: dict[str, Any] = {name: child for name, child in named if name and "." not in name}
+    return dict(parameters_of(module)), dict(buffers_of(module)), children
 
 
 def take_parts(module: nn.Module, parts: Parts) -> None:
@@ -562,9 +565,9 @@ def check_input(module: Any, forward: Callable[[Tensor], Tensor], input: Tensor)
 
 # --- lists of tensors -------------------------------------------------------------------------------------------------
 FOREACH = Shortcut(
-    "torch._foreach_add_ and _foreach_mul_",
+    "torch._foreach_add_, _foreach_mul_ and _foreach_copy_",
     "gradients are added one by one",
-    lambda: callable(torch._foreach_add_) and callable(torch._foreach_mul_),
+    lambda: all(map(callable, (torch._foreach_add_, torch._foreach_mul_, torch._foreach_div_, torch._foreach_copy_))),
 )
 
 
@@ -584,6 +587,24 @@ def multiply_each(tensors: list[Tensor], factor: float) -> None:
     else:
         for tensor in tensors:
             tensor.mul_(factor)
+
+
+def divide_each(tensors: list[Tensor], divisor: float) -> None:
+    """Divide tensors in place."""
+    if FOREACH.usable:
+        torch._foreach_div_(tensors, divisor)
+    else:
+        for tensor in tensors:
+            tensor.div_(divisor)
+
+
+def copy_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
+    """Copy each of `others` to its partner."""
+    if FOREACH.usable:
+        torch._foreach_copy_(tensors, others)
+    else:
+        for tensor, other in zip(tensors, others, strict=True):
+            tensor.copy_(other)
 
 
 UNSCALE = Shortcut(
@@ -816,3 +837,66 @@ def serves_memory(trace: TracebackType | None) -> bool:
     if not MEMORY.usable or trace is None:
         return False
     return trace.tb_frame.f_code is resource_sharer._ResourceSharer._serve.__code__  # type: ignore[attr-defined]
+
+
+# --- torchmetrics -----------------------------------------------------------------------------------------------------
+def _has_metric_states() -> bool:
+    module = sys.modules.get("torchmetrics")
+    if module is None:  # no task has a metric
+        return True
+    metric = module.MeanMetric()
+    names = ("_reductions", "_update_count", "_computed", "_to_sync", "_forward_cache")
+    return isinstance(metric._reductions, dict) and all(hasattr(metric, name) for name in names)
+
+
+METRICS = Shortcut(
+    "torchmetrics' Metric._reductions, _update_count, _computed, _to_sync and _forward_cache",
+    "torchmetrics objects cannot be logged; log the numbers that they compute",
+    _has_metric_states,
+)
+
+
+def reductions_of(metric: Any) -> dict[str, Any]:
+    """Return the states of a metric by name, each with how torchmetrics merges those of several ranks.
+
+    No public call tells. Raises TaskError where the name is not there, rather than guess.
+    """
+    if METRICS.usable:
+        found: dict[str, Any] = metric._reductions
+        return found
+    raise TaskError(
+        f"Legato cannot tell how the states of a {type(metric).__name__} are merged over ranks: this torchmetrics has "
+        f"no Metric._reductions, or LEGATO_PUBLIC_TORCH is set. Log the number that it computes, or install "
+        f"torchmetrics 1.9."
+    )
+
+
+def updates_of(metric: Any) -> int:
+    """Return how often a metric was updated since it was reset."""
+    count: int = metric._update_count if METRICS.usable else metric.update_count
+    return count
+
+
+def set_updates(metric: Any, count: int) -> None:
+    """Let a metric, whose states were set, have been updated so often, and not have been computed yet."""
+    if METRICS.usable:
+        metric._update_count, metric._computed = count, None
+
+
+def newest_value_of(metric: Any) -> Any:
+    """Return the value of the newest batch that a metric was called with; None where it cannot be had."""
+    return metric._forward_cache if METRICS.usable else None
+
+
+def set_newest_value(metric: Any, value: Any) -> None:
+    """Let this be the value of the newest batch that a metric was called with."""
+    if METRICS.usable:
+        metric._forward_cache = value
+
+
+def set_synced(metric: Any, wanted: bool) -> bool:
+    """Choose whether a metric's `compute` merges the states of all ranks first; return what it did before."""
+    before = bool(metric.sync_on_compute)
+    if METRICS.usable:
+        before, metric._to_sync = metric._to_sync, wanted
+    return before

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import TaskError
+from .torch_private import reductions_of, set_synced, set_updates, updates_of
 
 if TYPE_CHECKING:
     from .metrics import Collectives
@@ -84,8 +85,8 @@ class MetricStates:
             return {path: {r: copied(states) for r, states in kept.items()} for path, kept in self.kept.items()}
         found: dict[str, dict[int, States]] = {}
         for path, metric in self.by_path.items():
-            own = {name: getattr(metric, name) for name in metric._reductions}
-            found[path] = {0: copied({**own, COUNT: metric._update_count})}
+            own = {name: getattr(metric, name) for name in reductions_of(metric)}
+            found[path] = {0: copied({**own, COUNT: updates_of(metric)})}
         return found
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
@@ -109,18 +110,18 @@ class MetricStates:
         """Let every metric stand for all replicas of all ranks until the next turn, so that hooks may compute it."""
         self.merge(self.by_path.values(), collectives)
         for path, metric in self.by_path.items():
-            self.together[path] = metric._update_count
-            if metric._update_count:
-                metric._to_sync = False  # or torchmetrics would count all of it once for each rank
+            self.together[path] = updates_of(metric)
+            if updates_of(metric):
+                set_synced(metric, False)  # or torchmetrics would count all of it once for each rank
 
     def _part(self) -> None:
         """Let metrics stand for one replica again; what a hook has reset begins anew, what it alone updated stays."""
         for path, count in self.together.items():
             metric = self.by_path[path]
-            metric._to_sync = metric.sync_on_compute
-            if count and not metric._update_count:
+            set_synced(metric, metric.sync_on_compute)
+            if count and not updates_of(metric):
                 self.kept[path] = {}
-            elif metric._update_count and not count:
+            elif updates_of(metric) and not count:
                 with torch.inference_mode(False):
                     self.kept[path] = {self.replicas[0]: states_of(metric)}
         self.together = {}
@@ -190,21 +191,21 @@ def copied(states: States) -> States:
 
 def states_of(metric: Any) -> States:
     """Return a metric's states, on the host."""
-    return {**{name: _on_host(getattr(metric, name)) for name in metric._reductions}, COUNT: metric._update_count}
+    return {**{name: _on_host(getattr(metric, name)) for name in reductions_of(metric)}, COUNT: updates_of(metric)}
 
 
 def load_states(metric: Any, states: States) -> None:
     """Put states into a metric, on its device."""
-    for name in metric._reductions:
+    for name in reductions_of(metric):
         value = states[name]
         moved = [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
         setattr(metric, name, moved)
-    metric._update_count, metric._computed = states[COUNT], None
+    set_updates(metric, states[COUNT])
 
 
 def are_merged_early(metric: Any, parts: Iterable[States]) -> bool:
     """Return whether a metric may go on from one state that stands for all of `parts`."""
-    reductions = [(name, getattr(reduction, "__name__", "")) for name, reduction in metric._reductions.items()]
+    reductions = [(name, getattr(reduction, "__name__", "")) for name, reduction in reductions_of(metric).items()]
     return all(
         isinstance(part[name], list) or OPERATIONS.get(reduction) in MERGED_EARLY
         for part in parts
@@ -219,7 +220,7 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
         return copied(parts[0])  # as it is: to stack it would give it a form from which no update can go on
     counts = [part[COUNT] for part in parts]
     found: States = {
-        name: merged_state(metric, name, [part[name] for part in parts], counts) for name in metric._reductions
+        name: merged_state(metric, name, [part[name] for part in parts], counts) for name in reductions_of(metric)
     }
     found[COUNT] = sum(counts)
     return found
@@ -230,7 +231,7 @@ def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -
 
     counts: how often each was updated. Those that never were stay out of all but sums: they may stand for no number.
     """
-    reduction = metric._reductions[name]
+    reduction = reductions_of(metric)[name]
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]
     operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
@@ -256,7 +257,7 @@ def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, kee
     fixed: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
     loose: list[tuple[Any, str]] = []
     for metric in metrics if world > 1 else []:
-        for name, reduction in metric._reductions.items():
+        for name, reduction in reductions_of(metric).items():
             operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
             state = getattr(metric, name)
             if operation is None or not isinstance(state, Tensor):
@@ -280,7 +281,7 @@ def _reduce_together(
     tensors = [getattr(metric, name) for metric, name in states]
     parts = [tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors]
     if operation == "mean":
-        counts = [metric._update_count for metric, _ in states]
+        counts = [updates_of(metric) for metric, _ in states]
         # not a product: a state without an update may be infinite
         parts = [part * count if count else torch.zeros_like(part) for part, count in zip(parts, counts, strict=True)]
         parts.append(torch.tensor(counts, dtype=wide))
@@ -298,7 +299,7 @@ def _reduce_together(
 
 
 def _gather_together(states: list[tuple[Any, str]], collectives: "Collectives") -> None:
-    own = [(_on_host(getattr(metric, name)), metric._update_count) for metric, name in states]
+    own = [(_on_host(getattr(metric, name)), updates_of(metric)) for metric, name in states]
     ranks = collectives.gather_objects(own)
     for index, (metric, name) in enumerate(states):
         whole = merged_state(metric, name, [rank[index][0] for rank in ranks], [rank[index][1] for rank in ranks])
@@ -314,14 +315,12 @@ def _on_host(state: Any) -> Any:
 
 def _compute(metric: Any) -> float:
     # the states are those of all ranks already, and a rank without a batch has them too
-    metric._update_count = max(1, metric._update_count)
-    metric._computed = None
-    # sync_on_compute is read when a metric is made; what compute asks is _to_sync
-    metric._to_sync, before = False, metric._to_sync
+    set_updates(metric, max(1, updates_of(metric)))
+    before = set_synced(metric, False)
     try:
         value = metric.compute()
     finally:
-        metric._to_sync = before
+        set_synced(metric, before)
     metric.reset()
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise TaskError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...data.sampling import Layout
 from ...errors import TaskError
+from ...torch_private import copy_to_each, divide_each
 from .buckets import Bucket, make_buckets
 from .tree import BUCKET_ELEMENTS
 
@@ -52,7 +53,7 @@ class FlatAverage:
                 parameter.grad = torch.empty_like(parameter)
         pairs = [(one.grad, part.view_as(one)) for one, part in zip(dense, parts, strict=True) if one.grad is not None]
         if pairs:
-            torch._foreach_copy_([gradient for gradient, _ in pairs], [part for _, part in pairs])
+            copy_to_each([gradient for gradient, _ in pairs], [part for _, part in pairs])
         for parameter, is_used in zip(sparse, used[len(dense) :], strict=True):
             if is_used:
                 self._average_sparse(parameter)
@@ -105,7 +106,7 @@ class TreeAverage:
             bucket.write()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if gradients:
-            torch._foreach_div_(gradients, float(self.layout.processes))
+            divide_each(gradients, float(self.layout.processes))
 
 
 def sparse_weights(task: nn.Module) -> set[nn.Parameter]:

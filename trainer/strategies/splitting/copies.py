@@ -11,7 +11,7 @@ from torch.autograd import Function
 from torch.nn import parallel
 
 from ...data.transfer import to_device
-from ...torch_private import buffers_of, copy_modules, put_child
+from ...torch_private import buffers_of, copy_modules, newest_value_of, put_child, set_newest_value
 from ...torchmetrics_states import is_metric
 
 if TYPE_CHECKING:
@@ -95,14 +95,14 @@ class LogRecorder:
         value = value.metric if isinstance(value, SharedMetric) else value
         if isinstance(value, Tensor):
             value = value.detach()
-        newest = value._forward_cache if is_metric(value) else None
+        newest = newest_value_of(value) if is_metric(value) else None
         self.entries.append((name, value, newest, args, kwargs))
 
     def replay(self, task: "Task", samples: int) -> None:
         """Log everything on `task`, weighted by `samples` where the step named no batch_size."""
         for name, value, newest, args, kwargs in self.entries:
             if newest is not None:
-                value._forward_cache = newest
+                set_newest_value(value, newest)
             task.log(name, value, *args, **({"batch_size": samples} | kwargs))
 
 
