@@ -102,7 +102,6 @@ def check_task(task: Any, request: Request) -> None:
     for owner in (task, request.datamodule):
         if owner is not None:
             owner.require_hyperparameters()
-    check_nones(task, Task, (*STEPS, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
     step = f"{WORDS[stage] if stage != 'fit' else 'training'}_step"
     for name in (step, "configure_optimizers" if stage == "fit" else None):
         ready = name == "predict_step" and task.predict_step is not None
@@ -112,6 +111,7 @@ def check_task(task: Any, request: Request) -> None:
         raise TaskError(
             f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
         )
+    check_nones(task, Task, (*STEPS, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
     for name in STEPS:
         if overrides(task, Task, name):
             count_arguments(task, name)
