@@ -355,7 +355,7 @@ def test_by_hand_nothing_is_built_and_torch_stays_out(folder: Path) -> None:
         (["devices=3", "trainer.replicas=2", "trainer.strategy=ddp"], "more processes than replicas"),
         (["devices=2", "rank=2"], "rank=2: there are 0 to 1."),
         (["devices=1", "nodes=2", "trainer.strategy=single"], "runs in one process, but trainer.num_nodes=2"),
-        (["devices=0"], "devices=0: expected at least 1"),
+        (["devices=0"], "trainer.devices must be a positive count"),
         (["devices=4", "trainer.strategy={name: mesh, pipeline: 4}"], "cannot make 4 parts"),
         (["devices=2", "trainer.strategy={name: mesh, pipeline: 2, split: [1, 2]}"], "adds up to 1 + 2 = 3"),
         (["devices=2", "trainer.strategy={name: mesh, pipeline: 2, schedule: 1fb}"], "Did you mean '1f1b'?"),
@@ -364,7 +364,7 @@ def test_by_hand_nothing_is_built_and_torch_stays_out(folder: Path) -> None:
         (["devices=2", "trainer.strategy=ddp_rpc"], "Line names no remote_modules"),
         (["devices=2", "nodes=2", "trainer.strategy=ddp_rpc"], "runs on one node, but trainer.num_nodes=2"),
         (["devices=2", "trainer.strategy={name: ddp_rpc, servers: 0}"], "servers=0: expected at least 1 process"),
-        (["devices=two"], "trainer.devices='two': expected a positive count"),
+        (["devices=two"], "trainer.devices must be a positive count"),
         (["nodes=two"], "override: trainer.num_nodes must be int"),
         (["data.kind=endless"], "does not say how long an epoch is: give length= and batch_size="),
         (["data.kind=stream", "length=5"], "give both, or neither"),
@@ -378,3 +378,12 @@ def test_mistakes_end_with_2(arguments: list[str], words: str, capsys: pytest.Ca
     shown = capsys.readouterr()
     assert shown.out == ""
     assert words in " ".join(shown.err.split())
+
+
+@pytest.mark.parametrize("words", [["trainer.replicas=13"], ["trainer.limit_train_batches=0"]])
+def test_a_run_without_a_step_is_refused_as_by_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("plan", "fit"):
+        assert main([command, "line.yaml", "data.kind=drop", "loggers=null", "trainer.strategy=single", *words]) == 1
+        said = capsys.readouterr()
+        assert "no step" in said.err
+        assert ("Steps an epoch  0" in said.out) == (command == "plan")

@@ -183,7 +183,8 @@ class Trials:
 
     def make(self, name: str, steps: int) -> Trainer:
         """Return the trainer of one trial."""
-        return make_trial(self.original, name, steps, self.room, self.processes, self.find_unused)
+        warm = name == "fit"
+        return make_trial(self.original, name, steps, self.room, self.processes, self.find_unused, warm)
 
     def attempt(self, name: str, trainer: Trainer, stage: str, resume: Path | None = None) -> Exception | None:
         """Run a stage; return what it raised. Under a launcher that is raised here: no other rank can go on."""

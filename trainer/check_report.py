@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint import Checkpoint
@@ -15,6 +16,8 @@ from .planning.state_size import shown
 from .trainer import Trainer
 from .trial import Notes, needs_every_gradient
 
+WARM = 6
+"""Steps; where fewer were tried, the later half of them may have been slow ones, too."""
 MANY = 8
 """Ranks; of more than these only the largest figure is shown."""
 
@@ -44,8 +47,12 @@ class Report:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds of the last step that was tried, with its data: of the slowest rank."""
-        return max((notes.seconds[-1] for notes in self.notes if notes.seconds), default=None)
+        """Seconds of a step, with its data: the median of the later half of those tried, of the slowest rank.
+
+        The first steps also load code, start a loader's workers and fill memory.
+        """
+        later = [notes.seconds[len(notes.seconds) // 2 :] for notes in self.notes if notes.seconds]
+        return max(map(median, later), default=None)
 
     def text(self) -> str:
         """Return the figures for a terminal, without the problems."""
@@ -59,6 +66,8 @@ class Report:
         if self.seconds is not None:
             total = next((one.total_steps for one in notes if one.total_steps is not None), None)
             whole = "" if total is None else f"; {_duration(self.seconds * total)} for {total:,} steps"
+            if max(len(one.seconds) for one in notes) < WARM:
+                whole += ", or less: only the first steps were tried"
             yield "Seconds a step", f"{self.seconds:.3g}{whole}"
         if notes:
             yield "Memory", _by_rank({one.rank: one.host_bytes for one in notes})

@@ -47,21 +47,27 @@ class Notes:
     """The most that tensors took on one of its devices at once; None on the CPU."""
 
 
+MOST_STEPS, SECONDS = 20, 3.0
+"""A trial of training goes on beyond its least steps until one of the two is reached: the first steps are slow."""
+
+
 class NoteTaker(Callback):
-    """Takes notes, writes them to the run directory after every step, and ends the run after so many steps.
+    """Takes notes, writes them to the run directory after every step, and ends the run.
+
+    That is after so many `steps`, and beyond them where more are wanted: after `most` steps or so many `seconds`.
 
     Notes are files and not gathered, so that those of a rank are there whatever becomes of the others.
     """
 
     late = 2
 
-    def __init__(self, name: str, steps: int) -> None:
-        self.name, self.steps = name, steps
+    def __init__(self, name: str, steps: int, most: int, seconds: float) -> None:
+        self.name, self.steps, self.most, self.seconds = name, steps, most, seconds
         self.notes = Notes()
         self.names: dict[str, Any] = {}
         self.reached: set[str] = set()
         self.step = -1
-        self.since = 0.0
+        self.since = self.began = 0.0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Begin anew."""
@@ -80,6 +86,7 @@ class NoteTaker(Callback):
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Look at the clock."""
         self.since = time.monotonic()
+        self.began = self.began or self.since
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
         """Forget what came before the step, also where this rank had no batch in it."""
@@ -99,7 +106,10 @@ class NoteTaker(Callback):
         self.notes.without_gradient.append([name for name in self.names if name not in self.reached])
         self.since = now
         self._write(trainer)
-        if len(self.notes.seconds) >= self.steps:
+        done = len(self.notes.seconds)
+        enough = done >= self.most or now - self.began >= self.seconds
+        # nor to the end of an epoch, also not by the step of the resume: what belongs there is not due yet
+        if done >= self.steps and (enough or trainer.state.epoch_steps + 2 >= trainer.steps_per_epoch):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -144,9 +154,17 @@ def read_notes(room: Path, name: str) -> list[Notes]:
 
 
 def make_trial(
-    original: Trainer, name: str, steps: int, room: Path | None, processes: int, find_unused: bool = False
+    original: Trainer,
+    name: str,
+    steps: int,
+    room: Path | None,
+    processes: int,
+    find_unused: bool = False,
+    warm: bool = False,
 ) -> Trainer:
     """Return a trainer that does what `original` would, for so many steps with a validation after each, in `room`.
+
+    `warm`: for some more steps, from which one can tell how long a step takes.
 
     `name` is what its notes go by. Of each evaluation loader every replica takes one batch. Learning rate schedules
     see the length of the whole run. With `find_unused` a parameter without gradient ends no run under ddp.
@@ -164,7 +182,7 @@ def make_trial(
         strategy.module_options = {**strategy.module_options, "find_unused_parameters": True}
     arguments |= {
         "strategy": strategy,
-        "callbacks": [NoteTaker(name, steps), *watching, *saving],
+        "callbacks": [NoteTaker(name, steps, max(steps, MOST_STEPS if warm else 0), SECONDS), *watching, *saving],
         "logger": own_loggers(original) or False,
         "enable_checkpointing": bool(saving),
         "enable_progress_bar": False,

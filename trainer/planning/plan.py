@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..data.sampling import Deal, Layout, Order, Turn, epoch_key, permutation
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..strategies.meshes.sizes import PLACES, Sizes
 from .processes import Processes
 from .state_size import Share, StateSize, shown
@@ -254,6 +254,13 @@ def run(arguments: Sequence[str]) -> None:
     if any(number is not None for number in asked):
         parts.append(render_seen(plan, *(number or 0 for number in asked)))
     print("\n\n".join(parts))
+    if plan.deal.steps == 0:
+        dropped = ", the short last one dropped," if plan.drop_last else ""
+        limit = "" if plan.limit == 1.0 else f", with limit_train_batches={plan.limit}"
+        raise DataError(
+            f"fit refuses this run, since an epoch has no step: {_count(plan.length, plan.unit)} in batches of "
+            f"{plan.batch_size:,}{dropped} for {_count(plan.replicas, 'replica')}{limit}."
+        )
 
 
 def _shown_index(index: Any) -> str:
