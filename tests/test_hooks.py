@@ -321,3 +321,28 @@ def test_a_forgotten_return_is_said(trainer, caplog):
     assert "returned None" not in caplog.text
     trainer(max_epochs=1).fit(Forgets(), make_loader())
     assert "training_step returned None for every batch of epoch 0, so nothing was trained" in caplog.text
+
+
+def test_an_epoch_of_which_no_batch_was_left_blames_no_return(trainer, tmp_path, caplog):
+    """A finished run that is resumed, one that goes on with the end of an epoch, and one whose epoch a hook leaves."""
+    saved = {}
+
+    class Saves(lg.Callback):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            saved["last step"] = tmp_path / "last step"
+            trainer.save_checkpoint(saved["last step"])
+
+        def on_train_end(self, trainer, task):
+            saved["end"] = tmp_path / "end"
+            trainer.save_checkpoint(saved["end"])
+
+    class Leaves(Tiny):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 0 else None
+
+    trainer(max_epochs=1, callbacks=[Saves()]).fit(Tiny(), make_loader())
+    for path in saved.values():
+        trainer(max_epochs=1).fit(Tiny(), make_loader(), resume=path)
+        trainer(max_steps=1).fit(Tiny(), make_loader(), resume=path)
+    trainer(max_epochs=1).fit(Leaves(), make_loader())
+    assert "returned None" not in caplog.text

@@ -52,6 +52,8 @@ class Metrics:
         self.turns: dict[str, int] = {}
         self.describe_place: Callable[[], str] = lambda: self.stage
         """Says what is going on, for messages."""
+        self.turns_left_out = 0
+        """Batches of this training epoch of which training_step returned None."""
         self.loaders = 0
         """How many loaders the evaluation has, where it must be known which gave this process a batch."""
         self.loaders_seen: set[int] = set()
@@ -103,6 +105,7 @@ class Metrics:
     def leave_out_turn(self) -> None:
         """Do not expect that the batch whose turn it is logs what the others do."""
         self.turns[self.stage] -= 1
+        self.turns_left_out += 1
         self.turns_of_step -= self.stage == "train"
 
     def log(self, name: str, value: Any, batch_size: int | None, options: Options) -> None:
@@ -280,6 +283,7 @@ class Metrics:
                     series.metric.reset()
             self.stages[self.stage], self.series = {}, None
             self.turns[self.stage] = 0
+            self.turns_left_out *= self.stage != "train"
             self.incomplete &= self.stage != "train"
         return sort_out(found, "_epoch")
 

@@ -69,8 +69,9 @@ def describe_bad_loss(loss: Tensor) -> str:
 
 def warn_of_no_loss(run: "Run") -> None:
     """Say at the end of an epoch, on rank 0, that none of its batches had a loss: mostly a forgotten return."""
-    trains = run.optimization.automatic and run.optimization.optimizers and not run.epoch_skipped
-    if trains and run.metrics.turns["train"] == 0 and run.trainer.is_global_zero:
+    metrics, trains = run.metrics, run.optimization.optimizers and not run.epoch_skipped
+    # of batches that were left out: a resume may have none left of its epoch
+    if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and run.trainer.is_global_zero:
         log.warning(
             "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
             run.state.epoch,
