@@ -105,6 +105,11 @@ class TrainerArguments:
     A resume asks once more for those of the epoch that it goes on with, while `current_epoch` is what it was then.
     """
 
+    resume_at: Literal["step", "epoch"] = "step"
+    """Where a resume goes on whose samples of a step have changed (batch size, data, limits): within an epoch that is
+    refused ("step"), or the epoch ends there and the next one begins ("epoch").
+    """
+
     # --- evaluation -------------------------------------------------------------------------------------------------
     val_check_interval: int | float = 1.0
     """Validate after this part of an epoch (float), or after this many training batches of a replica (int)."""
@@ -178,6 +183,7 @@ CHOICES = {
     "reproducible": ("off", "order", "bitwise"),
     "gradient_clip_algorithm": ("norm", "value"),
     "nan": ("raise", "skip", "ignore"),
+    "resume_at": ("step", "epoch"),
     "cluster": ("auto", "off"),
 }
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")

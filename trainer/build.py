@@ -13,7 +13,7 @@ from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import kernels
-from .checkpoints import checkpoint, contents, restore, run_directory
+from .checkpoints import checkpoint, contents, fingerprint, restore, run_directory
 from .checkpoints.saver import new_identity
 from .checkpoints.stored_run import FRESH, StoredRun
 from .data.combined_loader import combined, one_after_another
@@ -148,6 +148,7 @@ def find_directory(run: Run, request: Request) -> None:
     if request.stage == "fit":
         trainer.saver.run_id = identity  # unless the checkpoint to go on from has one
     if source is not None:
+        run.goes_on = trainer.run_dir is not None and trainer.run_dir.resolve() in source.resolve().parents
         run.checkpoint = checkpoint.read_any(source, run.task.state_dict().keys(), run.strategy.reads_in_parts)
         if trainer.is_global_zero:
             log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", source)
@@ -219,6 +220,7 @@ def build(run: Run) -> None:
     run.metrics.states = MetricStates(task, run.layout.owned(strategy.data_rank), by_replica=run.bitwise)
     if run.checkpoint is not None:
         run.hooks.call("on_load_checkpoint", run.checkpoint)
+        run.other_dtypes = fingerprint.other_dtypes(task, run.checkpoint)
         restore.load_weights(task, run.checkpoint, task.strict_loading, strategy.load_model_state)
     make_loaders(run)
     if stage == "fit":
@@ -234,6 +236,7 @@ def build(run: Run) -> None:
     strategy.compile(task, trainer.compile)
     if run.checkpoint is not None and stage == "fit":
         restore.load_rest(trainer, run.checkpoint)
+    run.checkpoint = None
     open_loggers(run)
     if trainer.hang_timeout is not None:
         strategy.barrier()  # all are watched from the same moment: some may have had much to prepare
@@ -293,6 +296,7 @@ def make_training_data(run: Run) -> None:
     run.data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
     run.lengths["train"] = run.data.rounds
     run.keys_forward = run.keyed and not run.data.forward_is_keyed
+    run.samples = fingerprint.samples_of(run)
     if run.data.rounds == 0:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
@@ -363,6 +367,7 @@ def make_optimizers(run: Run) -> None:
     optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
     optimizers = [run.strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     run.optimization = Optimization(run, optimizers, schedulers)
+    run.fingerprint = fingerprint.fingerprint_of(run)
     run.watches_losses |= run.optimization.own_optimizer_step  # which is given the loss
     run.optimization.guard = make_guard(run)
     if not task.automatic_optimization and (run.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
@@ -413,7 +418,7 @@ def open_loggers(run: Run) -> None:
         weights = run.source if run.stage != "fit" else None
         run_directory.write_config(trainer.run_dir, trainer.config_text, weights)
     # also where processes were started again before there was a checkpoint: what they had logged is void
-    going_on = run.stage == "fit" and (run.checkpoint is not None or step > 0 or restart_count() > 0)
+    going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)
     hyperparameters = {
         name: value
         for source in (run.datamodule, run.task)

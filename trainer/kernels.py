@@ -14,6 +14,8 @@ from .errors import ConfigError, did_you_mean
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 """What torch.compile takes."""
+ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
+"""The kernels of scaled_dot_product_attention."""
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
 """What the libraries below torch (oneDNN, MKL) choose their matrix kernels by."""
 
@@ -70,7 +72,7 @@ def numerics(
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": " ".join(features),
         "threads": torch.get_num_threads(),
-        "matmul_precision": torch.get_float32_matmul_precision(),
+        **_matmul_settings(),
         "compiled": compiled,
         "precision": precision,
         "optimizers": [
@@ -85,9 +87,37 @@ def class_of(optimizer: Optimizer) -> str:
     return type(getattr(optimizer, "original", optimizer)).__name__
 
 
+def _matmul_settings() -> dict[str, Any]:
+    """Return the process-wide switches by which torch chooses kernels."""
+    backends: Any = torch.backends
+    attention = {name: getattr(backends.cuda, f"{name}_sdp_enabled", None) for name in ATTENTION}
+    tf32 = []
+    for name, backend in (("matmul", backends.cuda.matmul), ("cudnn", backends.cudnn)):
+        try:
+            allowed = backend.allow_tf32
+        except RuntimeError:  # torch refuses to say where it was set by the newer fp32_precision
+            allowed = backend.fp32_precision in ("tf32", "bf16")
+        tf32 += [name] * bool(allowed)
+    try:
+        matmul = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        matmul = "by fp32_precision"
+    return {
+        "matmul_precision": matmul,
+        "tf32": tf32,
+        "scaled_dot_product_attention": [
+            name for name, enabled in attention.items() if enabled is not None and enabled()
+        ],
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": backends.cudnn.benchmark,
+    }
+
+
 def require_same_numerics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """Raise ConfigError, naming what differs, where a bitwise run would go on with other bits."""
-    differing = [f"{name} was {saved.get(name)!r}, is {own[name]!r}" for name in own if saved.get(name) != own[name]]
+    differing = [
+        f"{name} was {saved[name]!r}, is {own[name]!r}" for name in own if name in saved and saved[name] != own[name]
+    ]
     if differing:
         raise ConfigError(
             f"reproducible: bitwise cannot go on with the same bits here: {'; '.join(differing)}. Go on as it was, or "

@@ -30,6 +30,7 @@ class Optimization:
         self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
         self.automatic = run.task.automatic_optimization
         self.own_optimizer_step = overrides(run.task, Task, "optimizer_step")
+        self.own_scheduler_step = overrides(run.task, Task, "lr_scheduler_step")
         self.own_zero_grad = (
             overrides(run.task, Task, "optimizer_zero_grad")
             or bool(run.hooks["on_before_zero_grad"])

@@ -3,7 +3,7 @@
 `build.py` makes the parts in the order in which they need each other.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,8 +115,19 @@ class Run:
         self.given = request.loaders
         self.undo = Undo()
         self.checkpoint: dict[str, Any] | None = None
+        """What the run goes on from, until it is taken over."""
         self.source: Path | None = None
-        """Where `checkpoint` was read from."""
+        """Where that was read."""
+        self.goes_on = False
+        """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
+        self.fingerprint: dict[str, Any] = {}
+        """What defines the run, see checkpoints.fingerprint."""
+        self.samples: dict[str, Any] = {}
+        """The part of it that decides which samples make up a step."""
+        self.samples_of_epoch: dict[str, Any] | None = None
+        """The same for the epoch under way, where that was dealt out by others."""
+        self.other_dtypes: list[Any] = []
+        """How the types of weights differ from the checkpoint's."""
         self.hooks = Hooks(trainer, self.task, [])
         self.layout = Layout(1, 1)
         self.metrics = Metrics(self.strategy, 1, 1, self.task)
@@ -334,10 +345,19 @@ class Run:
             )
         self.validation_rounds = interval
 
+    def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
+        """Leave out the rest of an epoch that is gone on with: it was dealt out by `samples`, which are others now."""
+        self.epoch_skipped, self.samples_of_epoch = True, samples
+
+    def steps_left(self) -> Iterator[StepInput]:
+        """Return what is left of the epoch's steps."""
+        return iter(()) if self.epoch_skipped else self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
+
     def count_epoch(self) -> None:
         """Go on to the next epoch where this one is over."""
         state = self.state
         if state.epoch_ended:
+            self.samples_of_epoch = None
             state.epoch += 1
             state.epoch_steps = state.epoch_rounds = 0
             state.epoch_ended = self.epoch_skipped = False

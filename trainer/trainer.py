@@ -81,7 +81,7 @@ class Trainer(TrainerView):
                 with run.membership:  # where processes may leave and come, the loop goes on from here when some did
                     while not self.is_done():
                         self.begin_epoch()
-                        for step in run.training_data.epoch(state.epoch, state.epoch_steps):
+                        for step in run.steps_left():
                             self.train_step(step)
                             if state.global_step % self.log_every_n_steps == 0:
                                 self.log_step()
@@ -248,7 +248,7 @@ class Trainer(TrainerView):
     def sanity_check(self) -> None:
         """Try a few validation batches, so that a mistake there costs seconds; nothing of it is kept."""
         run, batches = self.current_run, self.num_sanity_val_steps
-        if batches == 0 or "validation" not in run.evaluations or run.checkpoint is not None:
+        if batches == 0 or "validation" not in run.evaluations or run.source is not None:
             return
         run.doing = "sanity_check"
         run.hooks.call("on_sanity_check_start")

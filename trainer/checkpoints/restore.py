@@ -1,7 +1,7 @@
 """How a run takes over what a checkpoint holds."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,10 @@ from .. import kernels
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..state import State
 from ..torch_private import mark_stepped
+from . import fingerprint
 from .contents import numerics_of
+from .fingerprint import Change, Changes
+from .schedules import Replay, load_schedulers, replay_schedules
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -115,27 +118,127 @@ def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Mapping[str,
         )
 
 
-def tell_kept_settings(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]], scheduled: bool) -> None:
-    """Warn where an optimizer was made with other settings than those it goes on with, which are the checkpoint's.
+def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Collection[int]) -> Changes:
+    """Return what differs from the run that was saved, as rank 0 sees it; every rank calls it.
 
-    Where there are schedulers, what they may have changed is left out, but for the learning rate they began with.
+    `rescheduled`: see `fingerprint.compare`. Raises ConfigError, on every rank, where the run cannot go on with it: in
+    the middle of an epoch with other samples in a step, or at all where not one bit may differ.
     """
-    for optimizer, state in zip(optimizers, states, strict=True):
-        for own, was in zip(optimizer.param_groups, state.get("param_groups", ()), strict=False):
-            names = {"initial_lr", "weight_decay"} if scheduled else own.keys() - {"initial_lr", *kernels.FLAGS}
-            settings = {
-                name: own[name] for name in names & was.keys() if isinstance(own.get(name), (int, float, tuple))
-            }
-            differing = [
-                f"{name.removeprefix('initial_')}={was[name]} and not {value}"
-                for name, value in sorted(settings.items())
-                if value != was[name]
-            ]
-            if differing:
-                log.warning(
-                    "%s goes on as it was saved: with %s. To change that, set it in on_train_start, or begin a new run "
-                    "from the weights (load_from_checkpoint).", kernels.class_of(optimizer), ", ".join(differing),
-                )  # fmt: skip
+    run, state = trainer.current_run, trainer.state
+    changes = None
+    if trainer.is_global_zero:
+        changes = fingerprint.compare(saved, run.samples, run.fingerprint, rescheduled)
+        changes.taken += fingerprint.numerics_changed(saved.get("numerics", {}), numerics_of(trainer), run.bitwise)
+        changes.taken += run.other_dtypes
+    found: Changes = trainer.strategy.broadcast(changes)
+    before = (saved.get("fingerprint") or {}).get("samples")
+    done = before is not None and before["batches of an epoch"] == state.epoch_rounds
+    within = state.epoch_steps > 0 and not state.epoch_ended
+    if within and not done and found.samples and trainer.resume_at == "step" and run.goes_on:
+        raise ConfigError(
+            f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), whose samples "
+            f"cannot be gone on with where other ones make up a step: {_listed(found.samples)}. Set that as it was; or "
+            f"set trainer.resume_at=epoch, which ends this epoch here and begins the next; or begin a new run by "
+            f"resume=PATH."
+        )
+    differing = [change for change in found.taken + found.kept if change.name != "reproducible"]
+    begun = (saved.get("fingerprint") or {}).get("training", {}).get("reproducible", "bitwise")
+    if run.bitwise and begun == "bitwise" and differing:
+        raise ConfigError(
+            f"reproducible: bitwise cannot go on with the same bits here: {_listed(differing)}. Go on as it was, or "
+            f"with reproducible: order, which keeps samples and random numbers but not the last bits."
+        )
+    if within and (found.samples or (before is None and trainer.resume_at == "epoch")):
+        found.end_epoch = not done
+        run.end_epoch_here(before)
+    return found
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    return ", ".join(map(str, changes))
+
+
+def tell_changes(trainer: "Trainer", changes: Changes, rates: Sequence[Change]) -> None:
+    """Say in one message, on rank 0, what differs from the run that was saved, and which of the two counts."""
+    if not trainer.is_global_zero or not (changes.samples or changes.taken or changes.kept):
+        return
+    state, lines = trainer.state, ["The run goes on with other settings than those it was saved with."]
+    if changes.samples:
+        at = f"; epoch {state.epoch} ends here, after {state.epoch_steps} steps" if changes.end_epoch else ""
+        lines.append(f"In the samples of a step, as set now: {_listed(changes.samples)}{at}.")
+    if changes.taken:
+        lines.append(f"As set now: {_listed([*changes.taken, *rates])}.")
+    if changes.kept:
+        kept = ", ".join(f"{name}={was} and not {now}" for name, was, now in changes.kept)
+        lines.append(
+            f"As saved, and not as set now: {kept}. To change that, set it in on_train_start, or begin a new run from "
+            f"the weights (load_from_checkpoint)."
+        )
+    log.warning("%s", "\n".join(lines))
+
+
+def by_names(
+    optimizer: Optimizer, state: dict[str, Any], before: list[list[str]] | None, now: list[list[str]] | None
+) -> dict[str, Any]:
+    """Return an optimizer's saved state with its parameters in the order that they have now.
+
+    Raises CheckpointError, with names, where a parameter is new, gone or in a group with others.
+    """
+    if before is None or now is None or before == now:
+        return state
+    old, new = ({name for group in groups for name in group} for groups in (before, now))
+    kind = kernels.class_of(optimizer)
+    if old != new:
+        lacks, unknown = sorted(new - old), sorted(old - new)
+        parts = [_few("it lacks", lacks)] * bool(lacks) + [_few("it has unknown", unknown)] * bool(unknown)
+        raise CheckpointError(f"The checkpoint's {kind} is of other parameters: {'; '.join(parts)}.")
+    places = {frozenset(group): index for index, group in enumerate(before)}
+    for group in now:
+        if frozenset(group) not in places:
+            was = {name: index for index, names in enumerate(before) for name in names}
+            apart = _few("of", group[:5])
+            raise CheckpointError(
+                f"The checkpoint's {kind} has other parameter groups: {apart} one group is made, in which were groups "
+                f"{sorted({was[name] for name in group})}. Return the groups from before in configure_optimizers."
+            )
+    number = {name: index for index, name in enumerate(name for group in before for name in group)}
+    order = [number[name] for group in now for name in group]
+    groups, start = [], 0
+    for group in now:
+        groups.append(
+            {**state["param_groups"][places[frozenset(group)]], "params": [*range(start, start + len(group))]}
+        )
+        start += len(group)
+    return {
+        "state": {index: state["state"][place] for index, place in enumerate(order) if place in state["state"]},
+        "param_groups": groups,
+    }
+
+
+def load_optimizers(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
+    """Take over the optimizers' states, by the names of parameters where they are known."""
+    run, before = trainer.current_run, (saved.get("fingerprint") or {}).get("optimizers", ())
+    for index, (optimizer, state) in enumerate(
+        zip(run.optimization.optimizers, saved["optimizer_states"], strict=True)
+    ):
+        was = before[index]["parameters"] if index < len(before) else None
+        state = by_names(optimizer, state, was, run.fingerprint["optimizers"][index]["parameters"])
+        try:
+            trainer.strategy.load_optimizer_state(optimizer, state)
+        except ValueError as error:
+            raise CheckpointError(f"The checkpoint's {type(optimizer).__name__} state does not fit: {error}") from error
+        # Else a learning rate scheduler warns, where the resumed run begins with the end of an epoch.
+        mark_stepped(optimizer, trainer.global_step > 0)
+
+
+def keep_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> None:
+    """Note in the run's fingerprint which settings of optimizers count, so that the next resume compares with those."""
+    before, own = (saved.get("fingerprint") or {}).get("optimizers", ()), trainer.current_run.fingerprint["optimizers"]
+    rescheduled = {replay.optimizer for replay in replays.values()}
+    for index, (was, now) in enumerate(zip(before, own, strict=False)):
+        new = fingerprint.SCHEDULED if index in rescheduled else set()
+        for one, other in zip(fingerprint.aligned(was, now), now["groups"], strict=False):
+            other |= {name: one[name] for name in (one.keys() & other.keys()) - new}
 
 
 def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
@@ -150,25 +253,16 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
         if len(own) != len(states):
             raise CheckpointError(f"The checkpoint has {len(states)} {what}, the task now has {len(own)}.")
     require_same_optimizers(run.optimization.optimizers, saved)
-    if run.bitwise:
-        kernels.require_same_numerics(saved.get("numerics", {}), numerics_of(trainer))
-    if saved is run.checkpoint and trainer.is_global_zero:
-        tell_kept_settings(run.optimization.optimizers, saved["optimizer_states"], bool(run.optimization.schedulers))
-    for optimizer, state in zip(run.optimization.optimizers, saved["optimizer_states"], strict=True):
-        try:
-            strategy.load_optimizer_state(optimizer, state)
-        except ValueError as error:
-            raise CheckpointError(f"The checkpoint's {type(optimizer).__name__} state does not fit: {error}") from error
-        # Else a learning rate scheduler warns, where the resumed run begins with the end of an epoch.
-        mark_stepped(optimizer, trainer.global_step > 0)
-    for config, state in zip(run.optimization.schedulers, saved["lr_schedulers"], strict=True):
-        made_for, now = state.get("total_steps"), getattr(config.scheduler, "total_steps", None)
-        if isinstance(made_for, int) and isinstance(now, int) and now > made_for:
-            raise ConfigError(
-                f"{type(config.scheduler).__name__} was made for a run of {made_for} steps and cannot go beyond them; "
-                f"this one would have {now}. Go on with the same max_epochs and max_steps, or begin a new run."
-            )
-        config.scheduler.load_state_dict(state)
+    resumes = saved is run.checkpoint  # else another process of an elastic run hands it over
+    replays = replay_schedules(trainer, saved) if resumes else {}
+    changes = find_changes(trainer, saved, {replay.optimizer for replay in replays.values()}) if resumes else Changes()
+    load_optimizers(trainer, saved)
+    rates = load_schedulers(trainer, saved, replays)
+    tell_changes(trainer, changes, rates)
+    if resumes:
+        keep_settings(trainer, saved, replays)
+    else:
+        run.fingerprint = {name: value for name, value in saved["fingerprint"].items() if name != "samples"}
     strategy.precision.load_state_dict(saved["precision"])
     run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_rank))
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in saved["callback_metrics"].items()})

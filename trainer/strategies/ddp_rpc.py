@@ -376,6 +376,10 @@ class DDPRPCStrategy(DDPStrategy):
                 remote.call(server, remote.load_optimizer_on_shelf, own)
         self.barrier()
 
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """Return None: those on servers have none here, and their order is that of the task."""
+        return None
+
     def _places(self) -> list[tuple[str | None, int]]:
         assert self.task is not None
         return remote.places_of(self.task, self.remotes)

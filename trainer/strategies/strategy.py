@@ -402,6 +402,13 @@ class Strategy:
         """Take over what `optimizer_state` returned, on any layout."""
         optimizer.load_state_dict(state)
 
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """Return the names of the parameters in `optimizer_state`, group by group; None where they are not known."""
+        assert self.task is not None
+        names = {id(parameter): name for name, parameter in self.task.named_parameters()}
+        groups = [[names.get(id(one)) for one in group["params"]] for group in optimizer.param_groups]
+        return None if any(None in group for group in groups) else groups  # type: ignore[return-value]
+
 
 def trainable(task: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters that require a gradient."""

@@ -1,0 +1,280 @@
+"""The fingerprint of a run: what defines it besides config text, data and seed, kept in each checkpoint.
+
+A resume compares the checkpoint's with its own (`compare`): what decides which samples make up a step, what else
+changes the training, and of that what is restored from the checkpoint although it is set otherwise now.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .. import kernels
+from ..data.combined_loader import CombinedLoader, combined, loaders_in
+from ..data.loaders import is_plain_shuffle, length_of
+
+if TYPE_CHECKING:
+    from ..optimizers import SchedulerConfig
+    from ..run import Run
+
+PLAIN = (bool, int, float, str, type(None))
+POSITION = {"base_lrs", "_last_lr"}
+"""Of a new scheduler's state what follows from the optimizer's learning rate, which is compared by itself."""
+SCHEDULER = "learning rate scheduler"
+SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""The settings of a parameter group by which a schedule goes."""
+LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers"}
+"""Of `kernels.numerics` what may differ between machines and layouts: it changes last bits only."""
+MISSING = object()
+
+
+class Change(NamedTuple):
+    """A setting that differs from the checkpoint's."""
+
+    name: str
+    was: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.was} -> {self.now}"
+
+
+@dataclass
+class Changes:
+    """What differs between a checkpoint and the run that goes on from it."""
+
+    samples: list[Change] = field(default_factory=list)
+    """What decides which samples make up a step."""
+    taken: list[Change] = field(default_factory=list)
+    """What else changes the training, as it is set now."""
+    kept: list[Change] = field(default_factory=list)
+    """What is set otherwise now, and restored from the checkpoint."""
+    end_epoch: bool = False
+    """Whether steps of the epoch are left out since they cannot be dealt out as before."""
+
+
+# --- taking it --------------------------------------------------------------------------------------------------------
+def fingerprint_of(run: "Run") -> dict[str, Any]:
+    """Return the fingerprint of a run whose optimizers were just made; for its samples see `samples_of`."""
+    trainer, optimization = run.trainer, run.optimization
+    limit = trainer.gradient_clip_val or None
+    return {
+        "training": {
+            "reproducible": trainer.reproducible,
+            "gradient_clip_val": limit,
+            "gradient_clip_algorithm": None if limit is None else trainer.gradient_clip_algorithm,
+            "nan": trainer.nan,
+            "sync_batchnorm": trainer.sync_batchnorm,
+            "automatic_optimization": run.task.automatic_optimization,
+        },
+        "optimizers": [_describe_optimizer(run, optimizer) for optimizer in optimization.optimizers],
+        "schedulers": [_describe_scheduler(config) for config in optimization.schedulers],
+    }
+
+
+def samples_of(run: "Run") -> dict[str, Any]:
+    """Return what decides which samples make up a step, as far as the training loader tells."""
+    trainer, loader = run.trainer, combined(run.loaders["train"])
+    found: dict[str, Any] = {
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "limit_train_batches": trainer.limit_train_batches,
+        "overfit_batches": trainer.overfit_batches,
+        "use_distributed_sampler": trainer.use_distributed_sampler,
+        "batches of an epoch": run.training_data.rounds,
+    }
+    several = isinstance(loader, CombinedLoader)
+    if several:
+        found |= {"loaders": len(loader.names), "mode": loader.mode}
+    for name, part in zip(loader.names if several else [""], loaders_in(loader), strict=False):
+        described = _describe_loader(part, trainer.use_distributed_sampler)
+        found |= {f"{name}.{key}" if several else key: value for key, value in described.items()}
+    return found
+
+
+def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
+    """Return what a loader tells of its samples; not its length where it may be the share of one process."""
+    batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
+    dataset = getattr(loader, "dataset", None)
+    samples = length_of(dataset) if dataset is not None else length_of(loader)
+    order: Any = None
+    if sampler is not None and samples is not None:
+        own_batches = type(batch_sampler) is not torch.utils.data.BatchSampler and batch_sampler is not None
+        chosen = batch_sampler if own_batches else sampler
+        order = None if own_batches else is_plain_shuffle(sampler, samples)
+        order = type(chosen).__name__ if order is None else order
+    return {
+        "batch_size": _plain(getattr(loader, "batch_size", None)),
+        "dataset length" if dataset is not None else "batches": samples if dealt_out else None,
+        "shuffle": order,
+        "drop_last": _plain(getattr(loader, "drop_last", None)),
+    }
+
+
+def _describe_optimizer(run: "Run", optimizer: Optimizer) -> dict[str, Any]:
+    names = run.strategy.parameter_names(optimizer)
+    return {
+        "class": kernels.class_of(optimizer),
+        "groups": [settings_of(group) for group in optimizer.param_groups],
+        "parameters": names,
+    }
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain settings of an optimizer's parameter group, without those that choose a kernel."""
+    values = {name: _plain(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
+    return {name: value for name, value in values.items() if value is not MISSING}
+
+
+def _describe_scheduler(config: "SchedulerConfig") -> dict[str, Any]:
+    scheduler = config.scheduler
+    state = _plain(scheduler.state_dict())
+    return {
+        "class": type(scheduler).__name__,
+        "interval": config.interval,
+        "frequency": config.frequency,
+        "state": _flat(state) if isinstance(state, dict) else {},
+    }
+
+
+def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested values under dotted names, those of each scheduler in a sequence by themselves."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        inner = dict(enumerate(value)) if isinstance(value, list) else value
+        if isinstance(inner, dict) and any(isinstance(item, dict) for item in inner.values()):
+            found |= _flat({str(number): item for number, item in inner.items()}, f"{prefix}{key}.")
+        elif isinstance(value, dict) and value and not any(name.isdigit() for name in value):
+            found |= _flat(value, f"{prefix}{key}.")
+        elif key not in POSITION:
+            found[prefix + key] = value
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, text and containers of those; MISSING for anything else."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be one
+        return value.item()
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        inner = {str(key): _plain(item) for key, item in value.items()}
+        return {key: item for key, item in inner.items() if item is not MISSING}
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item) for item in value]
+        return MISSING if MISSING in items else items
+    return MISSING
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+def compare(
+    saved: Mapping[str, Any], samples: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Collection[int]
+) -> Changes:
+    """Return what differs between a checkpoint's contents and a run's fingerprint; what one does not tell is equal.
+
+    `rescheduled`: the optimizers whose learning rates follow a new schedule from here on.
+    """
+    was, found = saved.get("fingerprint") or {}, Changes()
+    found.samples = _changed_samples(was.get("samples", {}), samples)
+    found.taken = _changed(was.get("training", {}), own["training"])
+    for index, now in enumerate(own["optimizers"]):
+        number = f"[{index}]" if len(own["optimizers"]) > 1 else ""
+        before = _at(was.get("optimizers", ()), index)
+        states = saved["optimizer_states"][index]
+        if before is None:
+            found.kept += _changed_settings_of_old(states, now, number, bool(own["schedulers"]))
+            continue
+        for group, (one, other) in enumerate(zip(aligned(before, now), now["groups"], strict=False)):
+            place = f"{now['class']}{number}" + (f".param_groups[{group}]" if len(now["groups"]) > 1 else "")
+            same_rate = one.get("lr") == other.get("lr")
+            for change in _changed(
+                one, {name: other[name] for name in other if same_rate or name != "initial_lr"}, f"{place}."
+            ):
+                new = index in rescheduled and change.name.rpartition(".")[2] in SCHEDULED
+                (found.taken if new else found.kept).append(change)
+        if None not in (before["parameters"], now["parameters"]) and before["parameters"] != now["parameters"]:
+            found.taken.append(Change(f"{now['class']}{number}.params", "another order", "matched by name"))
+    for index, now in enumerate(own["schedulers"]):
+        found.taken += changed_schedule(_at(was.get("schedulers", ()), index), saved["lr_schedulers"][index], now)
+    return found
+
+
+def aligned(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the saved settings of an optimizer's groups in the order that the groups have now."""
+    groups, was, names = before["groups"], before["parameters"], now["parameters"]
+    if was is None or names is None:
+        return list(groups)
+    places = {frozenset(group): index for index, group in enumerate(was)}
+    return [groups[places.get(frozenset(group), min(index, len(groups) - 1))] for index, group in enumerate(names)]
+
+
+def changed_schedule(
+    before: Mapping[str, Any] | None, state: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[Change]:
+    """Return which settings of a learning rate scheduler differ from those of the one whose `state` was saved."""
+    name = now["class"]
+    if before is None:  # of an older checkpoint: constructor arguments are told from progress by their names
+        known = set(inspect.signature(getattr(torch.optim.lr_scheduler, name, object)).parameters)
+        was = {key: value for key, value in _flat(_plain(state)).items() if key in known - {"last_epoch"}}
+        return _changed(was, now["state"], f"{name}.")
+    if before["class"] != name:
+        return [Change(SCHEDULER, before["class"], name)]
+    how = _changed(before, {key: now[key] for key in ("interval", "frequency")}, f"{name} ")
+    return how + _changed(before["state"], now["state"], f"{name}.")
+
+
+def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[Change]:
+    """Return how the types of a task's weights differ from those in a checkpoint: one change for each pair of types."""
+    weights = saved.get("state_dict") or {}
+    found: dict[tuple[Any, Any], list[str]] = {}
+    for name, parameter in task.named_parameters():
+        was = getattr(weights.get(name), "dtype", parameter.dtype)
+        if was != parameter.dtype:
+            found.setdefault((was, parameter.dtype), []).append(name)
+    return [
+        Change(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *map(str, pair))
+        for pair, names in found.items()
+    ]
+
+
+def numerics_changed(saved: Mapping[str, Any], own: Mapping[str, Any], every_bit: bool) -> list[Change]:
+    """Return what differs in `kernels.numerics`; where not every bit counts, without what depends on the machine."""
+    return _changed(saved, {name: value for name, value in own.items() if every_bit or name not in LAYOUT})
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[Change]:
+    """Return what differs under the keys that both have."""
+    return [Change(prefix + key, was[key], now[key]) for key in now if key in was and was[key] != now[key]]
+
+
+def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Leave out a limit that leaves as many batches as before, and a number of batches that something else explains."""
+    found, rounds = _changed(was, now), "batches of an epoch"
+    names = {change.name for change in found}
+    limits = {"limit_train_batches"} if now[rounds] is not None and rounds not in names else set()
+    left_out = limits | ({rounds} if names - {rounds} else set())
+    return [change for change in found if change.name not in left_out]
+
+
+def _changed_settings_of_old(
+    state: Mapping[str, Any], now: Mapping[str, Any], number: str, scheduled: bool
+) -> list[Change]:
+    """Compare with the settings in an optimizer's state, where a checkpoint is older than fingerprints.
+
+    Where there are schedulers, what they may have changed is left out, but for the learning rate they began with.
+    """
+    found = []
+    for was, own in zip(state.get("param_groups", ()), now["groups"], strict=False):
+        names = {"initial_lr", "weight_decay"} if scheduled else own.keys() - {"initial_lr"}
+        changes = _changed(settings_of(was), {name: own[name] for name in own if name in names})
+        found += [
+            Change(f"{now['class']}{number}.{name.removeprefix('initial_')}", *values) for name, *values in changes
+        ]
+    return found
+
+
+def _at(sequence: Sequence[Any], index: int) -> Any:
+    return sequence[index] if index < len(sequence) else None
