@@ -2,7 +2,7 @@
 
 import torch
 from ddp_cases import QUIET, flat
-from tiny import Memory
+from tiny import Memory, unchanged
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -218,7 +218,8 @@ def fit(task, batch_size=2, samples=19, resume=None, **options):
     memory = Memory()
     trainer = lg.Trainer(**{**QUIET, "max_epochs": 1, "logger": memory, **options})
     train = DataLoader(data_of(task, samples), batch_size, shuffle=True)
-    trainer.fit(task, train, DataLoader(data_of(task, 7), 2), resume=resume)
+    with unchanged():
+        trainer.fit(task, train, DataLoader(data_of(task, 7), 2), resume=resume)
     trainer.memory = memory
     return trainer
 

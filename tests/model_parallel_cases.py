@@ -2,6 +2,7 @@
 
 import torch
 from ddp_cases import DATA, QUIET, close, flat
+from tiny import unchanged
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Subset, TensorDataset
@@ -90,7 +91,8 @@ def run(task, samples=22, resume=None, **arguments):
     trainer = lg.Trainer(**{**QUIET, **arguments})
     data = Subset(data_of(task), range(samples))
     held_out = DataLoader(Subset(data, range(min(samples, 10))), 4)
-    trainer.fit(task, DataLoader(data, 4, shuffle=True), held_out, resume=resume)
+    with unchanged():
+        trainer.fit(task, DataLoader(data, 4, shuffle=True), held_out, resume=resume)
     return trainer
 
 

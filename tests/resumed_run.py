@@ -7,6 +7,7 @@ import random
 import numpy as np
 import torch
 import torchmetrics
+from tiny import unchanged
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -130,7 +131,8 @@ def loaders(workers=0, dataset=None):
 def fit(folder, callbacks=(), workers=0, resume="auto", weights=0, **arguments):
     trainer = make_trainer(folder, callbacks, **arguments)
     task = Net(weights)
-    trainer.fit(task, *loaders(workers), resume=resume)
+    with unchanged():
+        trainer.fit(task, *loaders(workers), resume=resume)
     return trainer, task
 
 

@@ -1,6 +1,7 @@
 """A small recommender whose embeddings may live elsewhere, its data and its trainer."""
 
 import torch
+from tiny import unchanged
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -73,7 +74,8 @@ def loader(samples=24, batch_size=4, **options):
 
 def fit(task, samples=24, resume=None, **options):
     trainer = lg.Trainer(**{**QUIET, **options})
-    trainer.fit(task, loader(samples, shuffle=True), loader(10), resume=resume)
+    with unchanged():
+        trainer.fit(task, loader(samples, shuffle=True), loader(10), resume=resume)
     return trainer
 
 

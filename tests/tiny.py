@@ -1,5 +1,8 @@
 """The smallest task, data and trainer that can show something."""
 
+import logging
+from contextlib import contextmanager
+
 import torch
 from torch import nn
 from torch.optim import SGD, Adam
@@ -77,6 +80,20 @@ class Two(Tiny):
 
     def configure_optimizers(self):
         return SGD(self.model.parameters(), lr=0.1), Adam(self.second.parameters(), lr=0.01)
+
+
+@contextmanager
+def unchanged():
+    """See that no resume in here says that its settings have changed."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("legato").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("legato").removeHandler(handler)
+    assert not [message for message in said if "with other settings" in message]
 
 
 class Memory(Logger):
