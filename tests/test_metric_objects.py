@@ -286,3 +286,34 @@ def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
     assert expected == pytest.approx([3.0, 4.5, 6.0, 9.0])
     found = run_workers(lambda: measure_means((1, 2, 3, 5), strategy="ddp", devices=2, **options), 2)
     assert found == pytest.approx(expected)
+
+
+class Composed(Tiny):
+    """Logs a sum of two metrics, of which one is logged by itself as well, and a mean state within a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.total, self.running = torchmetrics.MeanMetric(), torchmetrics.SumMetric(), Running()
+        self.both, self.twice = self.mean + self.total, self.running * 2
+
+    def validation_step(self, batch, batch_idx):
+        for metric in (self.mean, self.total, self.running):
+            metric.update(batch[0].sum())
+        self.log_dict({"both": self.both, "mean": self.mean, "twice": self.twice})
+
+
+def measure_composed(**options):
+    made, found = make_trainer("unused", **options), []
+    for count in (1, 3):
+        loader = torch.utils.data.DataLoader([(torch.tensor([float(i)]), 0) for i in range(1, count + 1)], 1)
+        found.append(made.validate(Composed(), loader, verbose=False)[0])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_a_metric_made_of_others_is_that_of_one_process(reproducible):
+    options = {"reproducible": reproducible, "replicas": 2}
+    alone = measure_composed(**options)
+    assert alone == [{"both": 2.0, "mean": 1.0, "twice": 2.0}, {"both": 8.0, "mean": 2.0, "twice": 4.0}]
+    assert run_workers(lambda: measure_composed(strategy="ddp", devices=2, **options), 2) == alone

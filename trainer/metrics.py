@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from .errors import DisagreementError, NonFiniteError, TaskError
 from .series import LOADER_MARK, Reduced, Series, accumulate, read_kind, sort_out, to_floats, total
-from .torch_private import newest_value_of, updates_of
-from .torchmetrics_states import MetricStates, is_metric, read_metrics
+from .torch_private import newest_value_of
+from .torchmetrics_states import MetricStates, is_metric, read_metrics, updates_within
 
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool]
 """prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only: as given to `Task.log`."""
@@ -292,7 +292,7 @@ class Metrics:
 
         Their states stay with `keep`, so that hooks at the end of an epoch may look at them.
         """
-        stale = torch.tensor([series.read_at != updates_of(series.metric) for series in others], dtype=torch.int32)
+        stale = torch.tensor([series.read_at != updates_within(series.metric) for series in others], dtype=torch.int32)
         if self.processes > 1 and others:
             self.collectives.all_reduce(stale, "max")
         unread = [series for series, is_stale in zip(others, stale.tolist(), strict=True) if is_stale]
@@ -301,7 +301,7 @@ class Metrics:
             self.states.merge(metrics, self.collectives)
         values = read_metrics(metrics, self.collectives, 1 if self.states.taking_turns else self.processes, keep)
         for series, value in zip(unread, values, strict=True):
-            series.value, series.read_at = value, updates_of(series.metric)
+            series.value, series.read_at = value, updates_within(series.metric)
         if self.states.taking_turns and keep:
             self.states.stand_together(self.collectives)
         elif self.states.taking_turns:

@@ -11,6 +11,7 @@ samples it cannot be; torchmetrics' own metrics keep a sum and a count for that.
 
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,11 @@ class MetricStates:
         self.together: dict[str, int] = {}
         """While metrics stand for all replicas: how many updates each one stands for."""
 
+    @cached_property
+    def with_states(self) -> dict[str, Any]:
+        """The metrics with states of their own: a sum of two has none, and its `reset` is that of both."""
+        return {path: metric for path, metric in self.by_path.items() if reductions_of(metric)}
+
     def path_of(self, metric: Any) -> str | None:
         """Return under which name the task holds a metric; None where it does not."""
         return next((path for path, module in self.by_path.items() if module is metric), None)
@@ -62,11 +68,12 @@ class MetricStates:
             return
         self.put_aside()
         with torch.inference_mode(False):  # an evaluation's turns also pass through the metrics of the training
-            for path, metric in self.by_path.items():
+            for path, metric in self.with_states.items():
+                if replica not in self.kept[path]:
+                    metric.reset()  # before others are loaded: it may reset those that it is made of
+            for path, metric in self.with_states.items():
                 if replica in self.kept[path]:
                     load_states(metric, self.kept[path][replica])
-                else:
-                    metric.reset()
         self.replica = replica
 
     def put_aside(self) -> None:
@@ -74,7 +81,7 @@ class MetricStates:
         self._part()
         if self.replica is not None:
             with torch.inference_mode(False):
-                for path, metric in self.by_path.items():
+                for path, metric in self.with_states.items():
                     self.kept[path][self.replica] = states_of(metric)
         self.replica = None
 
@@ -84,7 +91,7 @@ class MetricStates:
             self.put_aside()
             return {path: {r: copied(states) for r, states in kept.items()} for path, kept in self.kept.items()}
         found: dict[str, dict[int, States]] = {}
-        for path, metric in self.by_path.items():
+        for path, metric in self.with_states.items():
             own = {name: getattr(metric, name) for name in reductions_of(metric)}
             found[path] = {0: copied({**own, COUNT: updates_of(metric)})}
         return found
@@ -95,21 +102,22 @@ class MetricStates:
             self._part()
             self.kept, self.replica = snapshot, None
             return
-        for path, metric in self.by_path.items():
+        for path, metric in self.with_states.items():
             load_states(metric, snapshot[path][0])
 
     def merge(self, metrics: Iterable[Any], collectives: "Collectives") -> None:
         """Give these metrics the states of all replicas of all ranks, merged in order."""
-        for path, parts in self.gather(metrics, collectives).items():
-            if parts and not any(states[COUNT] for states in parts.values()):
-                self.by_path[path].reset()  # no turn had anything for it; a hook may have, which it takes as it is
-            elif parts:
-                load_states(self.by_path[path], merged_in_order(self.by_path[path], parts))
+        gathered = {path: parts for path, parts in self.gather(metrics, collectives).items() if parts}
+        updated = [path for path, parts in gathered.items() if any(states[COUNT] for states in parts.values())]
+        for path in gathered.keys() - set(updated):
+            self.by_path[path].reset()  # no turn had anything for it; a hook may have, which it takes as it is
+        for path in updated:
+            load_states(self.by_path[path], merged_in_order(self.by_path[path], gathered[path]))
 
     def stand_together(self, collectives: "Collectives") -> None:
         """Let every metric stand for all replicas of all ranks until the next turn, so that hooks may compute it."""
-        self.merge(self.by_path.values(), collectives)
-        for path, metric in self.by_path.items():
+        self.merge(self.with_states.values(), collectives)
+        for path, metric in self.with_states.items():
             self.together[path] = updates_of(metric)
             if updates_of(metric):
                 set_synced(metric, False)  # or torchmetrics would count all of it once for each rank
@@ -128,7 +136,7 @@ class MetricStates:
 
     def forget(self, metrics: Iterable[Any]) -> None:
         """Let these metrics begin anew for every replica."""
-        for metric in metrics:
+        for metric in parts_of(metrics):
             path = self.path_of(metric)
             if path is not None:
                 self.kept[path] = {}
@@ -141,14 +149,15 @@ class MetricStates:
         self.put_aside()
         self.taking_turns = False
         with torch.inference_mode(False):
-            for path, metric in self.by_path.items():
+            for path, metric in self.with_states.items():
                 if self.kept[path]:
                     load_states(metric, merged_in_order(metric, self.kept[path]))
                     self.kept[path] = {}
 
     def gather(self, metrics: Iterable[Any], collectives: "Collectives") -> dict[str, dict[int, States]]:
         """Return the states of these metrics over all ranks, by path and replica; else by a rank's first replica."""
-        paths = [path for path in map(self.path_of, metrics) if path is not None]
+        found = map(self.path_of, parts_of(metrics))
+        paths = [path for path in found if path is not None and path in self.with_states]
         if self.taking_turns:
             self.put_aside()
             own = {path: self.kept[path] for path in paths}
@@ -179,6 +188,17 @@ class MetricStates:
                 load_states(metric, merged_in_order(metric, own))
             else:
                 metric.reset()
+
+
+def parts_of(metrics: Iterable[Any]) -> list[Any]:
+    """Return metrics and those that they are made of (a sum of two, a wrapper), each once."""
+    every = (module for metric in metrics for module in metric.modules() if is_metric(module))
+    return list({id(one): one for one in every}.values())
+
+
+def updates_within(metric: Any) -> int:
+    """Return how often a metric, and those that it is made of, were updated."""
+    return sum(map(updates_of, parts_of([metric])))
 
 
 def copied(states: States) -> States:
@@ -253,10 +273,11 @@ def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, kee
     States that are summed, averaged or compared travel in one collective for each operation and type; lists of
     tensors (and states with a reduction of their own) in one more.
     """
-    before = [states_of(metric) for metric in metrics] if keep else []
+    parts = parts_of(metrics)
+    before = [states_of(part) for part in parts] if keep else []
     fixed: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
     loose: list[tuple[Any, str]] = []
-    for metric in metrics if world > 1 else []:
+    for metric in parts if world > 1 else []:
         for name, reduction in reductions_of(metric).items():
             operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
             state = getattr(metric, name)
@@ -270,8 +291,10 @@ def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, kee
     if loose:
         _gather_together(loose, collectives)
     values = [_compute(metric) for metric in metrics]
-    for metric, states_before in zip(metrics, before, strict=bool(before)):
-        load_states(metric, states_before)
+    for part in parts:
+        part.reset()
+    for part, states_before in zip(parts, before, strict=bool(before)):
+        load_states(part, states_before)
     return values
 
 
@@ -315,13 +338,16 @@ def _on_host(state: Any) -> Any:
 
 def _compute(metric: Any) -> float:
     # the states are those of all ranks already, and a rank without a batch has them too
-    set_updates(metric, max(1, updates_of(metric)))
-    before = set_synced(metric, False)
+    parts = parts_of([metric])
+    before = [(set_synced(part, False), updates_of(part)) for part in parts]
+    for part in parts:
+        set_updates(part, max(1, updates_of(part)))
     try:
         value = metric.compute()
     finally:
-        set_synced(metric, before)
-    metric.reset()
+        for part, (synced, updates) in zip(parts, before, strict=True):
+            set_synced(part, synced)
+            set_updates(part, updates)
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise TaskError(
             f"{type(metric).__name__}.compute() returned {type(value).__name__}, not one number; log its parts by name "
