@@ -125,6 +125,19 @@ def test_names_that_differ_in_the_sanity_check_are_said_to_do_so_there(trainer):
         trainer(num_sanity_val_steps=0, **TWO).fit(Differs(), make_loader(16), make_loader(16))
 
 
+def test_a_complex_number_is_no_value_to_log(play):
+    with pytest.raises(TaskError, match=r"log\('x'\) takes a number.*got a torch\.complex64"):
+        play(Logs(lambda task, loss: task.log("x", torch.tensor(1j))))
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_run_within_a_run_of_the_same_trainer_is_refused(play, stage):
+    task = Logs(lambda task, loss: getattr(task.trainer, stage)(task, make_loader()))
+    with pytest.raises(TaskError, match=f"{stage} was called within fit of the same Trainer"):
+        play(task)
+    play(Validated())
+
+
 # --- names and arguments --------------------------------------------------------------------------------------------
 class OfIterator(Tiny):
     def training_step(self, dataloader_iter, batch_idx):

@@ -23,6 +23,11 @@ DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 @contextmanager
 def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     """Build the run that was asked for, and close it whatever happens. Raises the first error, with notes of others."""
+    if trainer.running:
+        raise TaskError(
+            f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it when that is over; within "
+            f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
+        )
     build.check_task(request.task, request)
     run = trainer.run = Run(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}

@@ -157,10 +157,12 @@ class Metrics:
         if is_metric(value):
             kind = "metric"
             self._refuse_shared(name, value)
-        elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
             kind = read_kind(reduce_fx, name)
         else:
-            came = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            came = type(value).__name__
+            if isinstance(value, Tensor):
+                came = f"a tensor of shape {tuple(value.shape)}" if value.numel() != 1 else f"a {value.dtype}"
             raise TaskError(
                 f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {came}."
             )
