@@ -266,6 +266,10 @@ def test_a_dataclass_task_has_its_fields_as_hyperparameters(trainer, tmp_path):
     assert dict(MoreFields(depth=7).hparams) == {"width": 3, "lr": 0.1, "name": "x", "depth": 7}
 
 
+def test_a_class_is_no_loader(refused):
+    assert "another iterable of batches, got the class DataLoader." in refused(DataError, Tiny(), DataLoader)
+
+
 # --- workers of loaders ---------------------------------------------------------------------------------------------
 class Ends(torch.utils.data.Dataset):
     def __len__(self):

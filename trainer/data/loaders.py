@@ -241,11 +241,10 @@ def length_of(loader: Any) -> int | None:
 
 def require_iterable(loader: Any, name: str) -> None:
     """Raise DataError where `loader` cannot be iterated over or is known to be empty."""
-    if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor)):
+    if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
+        came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         hint = " Give DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
-        raise DataError(
-            f"{name} must be a DataLoader or another iterable of batches, got {type(loader).__name__}.{hint}"
-        )
+        raise DataError(f"{name} must be a DataLoader or another iterable of batches, got {came}.{hint}")
     if length_of(loader) == 0:
         raise DataError(
             f"{name} is empty: it yields no batch. Is its dataset empty, or drop_last with too few samples?"
