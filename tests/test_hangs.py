@@ -16,7 +16,7 @@ from tiny import Tiny, Validated, make_data, make_loader
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
-from legato.trainer.errors import ConfigError, HangError
+from legato.trainer.errors import ConfigError, DataError, HangError, LegatoError
 from legato.trainer.processes.launch import warm_up
 
 TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
@@ -156,6 +156,95 @@ def test_slow_is_not_stuck(trainer):
     made = trainer(hang_timeout=0.8, accumulate_grad_batches=4, num_sanity_val_steps=0)
     made.fit(Slow(), make_loader(24), make_loader(16))
     assert made.global_step == 2
+
+
+# --- without hang_timeout ---------------------------------------------------------------------------------------------
+def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
+    class Slow(Tiny):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 3:
+                time.sleep(4)  # the line that is named
+
+    made = trainer(devices=2, strategy="ddp", hang_report_seconds=1.0, logger=True)
+    made.fit(Slow(), make_loader(48))
+    said = capfd.readouterr().err
+    assert made.global_step == 6
+    assert 1 <= said.count("the run is not ended") <= 2  # after 1 s, and after twice as many
+    line = line_of(Slow.on_train_batch_end, "the line that is named")
+    assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(on_train_batch_end\) since \d s, at step", said), said
+    assert "The others wait for rank 1." in said
+    assert f"line {line} in on_train_batch_end" in stacks(made, 1)
+
+
+def test_the_longest_step_counts(trainer, capfd):
+    class Slow(Tiny):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.5)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_end(self):
+            time.sleep(1.5)
+
+    trainer(hang_report_seconds=0.2).fit(Slow(), make_loader(24))
+    assert "No progress" not in capfd.readouterr().err.replace("at step 1.", "").partition("at step 4")[2]
+
+
+def test_loaders_of_different_lengths_are_refused(trainer):
+    class Uneven(Tiny):
+        def train_dataloader(self):
+            return make_loader(32 if self.trainer.global_rank else 48)
+
+    with pytest.raises(DataError, match=r"Rank 0 and rank 1 have data of different lengths .*training: 48 and 32"):
+        trainer(devices=2, strategy="ddp").fit(Uneven())
+
+
+SILENT = """
+import os, socket, sys
+sys.path.insert(0, {tests!r})
+from tiny import Tiny, make_loader, make_trainer
+silent = socket.create_server(("127.0.0.1", 0))  # accepts, and never answers
+os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(silent.getsockname()[1]))
+make_trainer({folder!r}, strategy="ddp", devices=2, hang_report_seconds=1.0).fit(Tiny(), make_loader())
+"""
+
+
+def test_a_start_up_in_which_nobody_answers(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SILENT.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    said = ""
+    while "No progress" not in said:
+        said += process.stderr.readline()
+        assert process.poll() is None, said
+    process.terminate()  # it is deaf no longer, either
+    said += process.communicate(timeout=20)[1]
+    assert process.returncode in (75, 128 + signal.SIGTERM)
+    assert re.search(r"rank 1 waits for the other processes to meet it \(.*rendezvous.* at start-up", said), said
+
+
+def test_a_surplus_collective(trainer):
+    class Surplus(Tiny):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 1:
+                distributed.all_reduce(torch.ones(100))  # surplus
+
+    with pytest.raises(LegatoError, match=r"of 2 was killed by SIGABRT.* different collectives"):
+        trainer(devices=2, strategy={"name": "ddp", "timeout": {"step": 4.0}}).fit(Surplus(), make_loader(32))
+
+
+def test_a_surplus_collective_at_the_end(trainer):
+    """Rank 1 has done its work while rank 0 waits for it."""
+
+    class Surplus(Tiny):
+        def teardown(self, stage):
+            if self.global_rank == 0:
+                distributed.barrier()  # surplus
+
+    made = trainer(devices=2, strategy={"name": "ddp", "timeout": {"startup": 60, "step": 3.0}})
+    with pytest.raises(RuntimeError) as caught:
+        made.fit(Surplus(), make_loader(32))
+    assert "Timed out" in str(caught.value) or "closed" in str(caught.value)
 
 
 SCRIPT = """

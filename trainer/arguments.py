@@ -145,6 +145,8 @@ class TrainerArguments:
     """How often Legato's launcher starts failed workers again, each time from the newest whole checkpoint."""
     hang_timeout: float | None = None
     """End the run where nothing moves for so many seconds; more than the longest step, save or hook. None: never."""
+    hang_report_seconds: float | None = 120.0
+    """Say which rank is where when nothing moves for so long, and for 20 times the longest step; None: never."""
     signal_grace_seconds: float = 30.0
     """Seconds in which a run must answer SIGTERM or SIGHUP; then its process ends, once a save that moves is done."""
     requeue: bool = False
@@ -176,7 +178,7 @@ LEAST = {
 """Counts, and the least that each may be."""
 MAY_BE_NONE = (
     *("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads"),
-    *("gradient_clip_val", "hang_timeout"),
+    *("gradient_clip_val", "hang_timeout", "hang_report_seconds"),
 )
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 CHOICES = {
@@ -204,7 +206,7 @@ def wanted(name: str, value: Any) -> str | None:
         return f"one of {CHOICES[name]}"
     if name == "gradient_clip_val" and not (number and value >= 0):
         return "a positive number, or 0 for no clipping"
-    if name in ("hang_timeout", "signal_grace_seconds") and not (number and value > 0):
+    if name in ("hang_timeout", "hang_report_seconds", "signal_grace_seconds") and not (number and value > 0):
         return "a positive number of seconds"
     if name == "val_check_interval":
         fits = number and value > 0 and (isinstance(value, int) or value <= 1)

@@ -17,7 +17,7 @@ from .checkpoints import checkpoint, contents, fingerprint, restore, run_directo
 from .checkpoints.saver import new_identity
 from .checkpoints.stored_run import FRESH, StoredRun
 from .data.combined_loader import combined, one_after_another
-from .data.dealing import EvaluationData, training_data
+from .data.dealing import DealtData, EvaluationData, training_data
 from .data.loaders import length_of, require_iterable
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
@@ -37,7 +37,6 @@ from .run import WORDS, Request, Run
 from .signature import count_arguments
 from .torch_private import take_public_ways
 from .torchmetrics_states import MetricStates
-from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -67,7 +66,9 @@ def join(run: Run, request: Request) -> None:
         from .processes.elastic import membership_of
 
         run.membership = membership_of(run)
-    place = run.membership.connect(located(find_place(trainer.cluster) or Place()))
+    run.watchdog.place = located(find_place(trainer.cluster) or Place())
+    run.undo.enter_context(run.watchdog)
+    place = run.membership.connect(run.watchdog.place)
     check_place(trainer, place)
     strategy.join(place, trainer.device_list, trainer.precision)
     call_the_roll(strategy)
@@ -240,7 +241,7 @@ def build(run: Run) -> None:
     open_loggers(run)
     if trainer.hang_timeout is not None:
         strategy.barrier()  # all are watched from the same moment: some may have had much to prepare
-        run.undo.enter_context(Watchdog(run, trainer.hang_timeout))
+    run.watchdog.begin()
 
 
 def prepare_data(run: Run) -> None:
@@ -262,9 +263,36 @@ def make_loaders(run: Run) -> None:
             limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
             if limit and overrides(run.task, Task, "validation_step"):
                 make_evaluation_data(run, "validation", limit)
+        require_same_lengths(run)
         run.plan_validation()
         return
     make_evaluation_data(run, run.doing, getattr(trainer, LIMITS[run.doing]), required=True)
+    require_same_lengths(run)
+
+
+def require_same_lengths(run: Run) -> None:
+    """Refuse data that is dealt out by position and has other lengths on other ranks; every rank calls it.
+
+    Such ranks would end an epoch after different steps, and wait for each other for ever.
+    """
+    if run.strategy.place.world_size == 1 or not run.trainer.use_distributed_sampler:
+        return
+    own: dict[str, int | None] = {}
+    if isinstance(run.data, DealtData):
+        own["training"] = run.data.source.positions(0)
+    for word, data in run.evaluations.items():
+        for index, source in enumerate(data.sources):
+            if isinstance(source, DealtData):
+                own[f"{word} (loader {index})"] = source.source.positions(0)
+    every = run.strategy.gather_objects(own)
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            told = "; ".join(f"{name}: {every[0].get(name)} and {other.get(name)}" for name in {**every[0], **other})
+            raise DataError(
+                f"Rank 0 and rank {rank} have data of different lengths (samples, or batches of one's own sampler): "
+                f"{told}. Each rank must be given all of it, which is then dealt out; where each brings its own share, "
+                f"set trainer.use_distributed_sampler=false."
+            )
 
 
 @contextmanager

@@ -48,9 +48,9 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 
 def named(run: Run, error: BaseException) -> BaseException:
-    """Return the error to raise: for a debugger that had nobody to talk to, one that says what to do."""
+    """Return the error to raise: one that names ranks and cause where a collective, or a debugger, does not."""
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
-        return error
+        return run.watchdog.explain(error)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name not in DEBUGGERS]
     where = f"rank {run.strategy.place.rank} ({frames[-1].filename}:{frames[-1].lineno})"
     return TaskError(
@@ -80,6 +80,7 @@ def close(run: Run, errors: Errors) -> None:
         for logger in trainer.loggers:
             attempt(logger.finalize, "success" if errors.first is None else "failed")
     run.data, run.evaluations, run.step = None, {}, None
+    run.watchdog.succeeded = errors.first is None
     run.undo.close(errors)
 
 
@@ -87,7 +88,6 @@ def tell_of_error(run: Run, errors: Errors) -> None:
     """Call everyone's on_exception; an evaluation that the error left gives the modules their training mode back."""
     error = errors.first
     assert error is not None
-    errors.attempt(run.strategy.timeouts.explain, error)
     for hook in run.hooks["on_exception"]:
         errors.attempt(hook, error)
     if run.datamodule is not None:

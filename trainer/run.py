@@ -28,6 +28,7 @@ from .processes.membership import Membership
 from .series import Reduced, by_loader
 from .signature import count_arguments, fitted
 from .undo import Undo
+from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -133,6 +134,7 @@ class Run:
         self.metrics = Metrics(self.strategy, 1, 1, self.task)
         self.agreement = Agreement(self.strategy, 1, 0, 0.0)
         self.preemption = Preemption(self)
+        self.watchdog = Watchdog(self)
         self.membership = Membership()
         self.ended = False
         """Whether training is over."""
@@ -234,7 +236,7 @@ class Run:
 
     def check_losses(self) -> None:
         """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
-        self.strategy.timeouts.enter("step")
+        self.strategy.timeouts.end_startup()
         if self.trainer.nan == "raise":
             try:
                 self.metrics.check_losses()
@@ -247,7 +249,7 @@ class Run:
 
     def meet(self) -> None:
         """Let the ranks agree between two steps; end the run where one of them was told to."""
-        self.strategy.timeouts.enter("step")
+        self.strategy.timeouts.end_startup()
         self.trainer.agree()
         self.preemption.stop_if_agreed()
         self.membership.heed(self.agreement.roster)

@@ -1,11 +1,13 @@
-"""Watchdog: ends a run that makes no progress, with one message that says which rank is where and who waits for whom.
+"""Watchdog: tells of a run that makes no progress, with one message: which rank is where, and who waits for whom.
 
 A thread in each process looks at what the loop counts anyway, so that the loop itself does nothing for it. Where that
-stands still for `hang_timeout`, every rank writes its stacks to the run directory and tells the others where it is.
+stands still, every rank writes its stacks to the run directory and tells the others where it is; one of them logs the
+message, again at growing intervals. After `hang_timeout`, where one is set, the run ends with it.
 """
 
 import faulthandler
 import json
+import logging
 import os
 import tempfile
 import threading
@@ -19,16 +21,24 @@ from typing import TYPE_CHECKING, Any
 from torch import distributed
 
 from .data.loader_workers import dump_stacks_to
-from .errors import HangError
+from .errors import DisagreementError, HangError, LegatoError
 from .processes.ending import end_process
-from .processes.stacks import describe, stack_of, users_frame, worker_stacks
+from .processes.launch import Place
+from .processes.parcel import is_communication
+from .processes.stacks import Frame, describe, stack_of, stack_of_error, users_frame, worker_stacks
 from .torch_private import default_store
 
 if TYPE_CHECKING:
     from .run import Run
 
+log = logging.getLogger("legato")
+
 ANSWER = 3.0
 """Seconds that ranks have to say where they are."""
+LONGEST_STEPS = 20
+"""A report is due after so many times the longest step so far."""
+LISTEN_AFTER = 1.0
+"""Seconds without progress after which a rank looks whether another one asks where it is."""
 WORDS = {"train": "training", "sanity_check": "the sanity check"}
 
 Position = dict[str, Any]
@@ -36,18 +46,32 @@ Position = dict[str, Any]
 
 
 class Watchdog:
-    """Watches this process's part of a run, while it is entered. `seconds`: the longest time without any progress."""
+    """Watches this process's part of a run, while it is entered, from before the processes meet."""
 
-    def __init__(self, run: "Run", seconds: float) -> None:
-        self.run, self.seconds = run, seconds
+    def __init__(self, run: "Run") -> None:
+        self.run = run
+        self.place = Place()
+        """Where this process will stand once the processes have met."""
+        self.end_after: float | None = run.trainer.hang_timeout
+        """Seconds without progress after which the run ends, once training or evaluation has begun; None: never."""
+        self.report_after = float("inf") if run.trainer.hang_report_seconds is None else run.trainer.hang_report_seconds
+        self.begun = False
+        """Whether start-up is over."""
+        self.longest = 0.0
+        """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
+        self.reports = 0
+        self.succeeded = False
+        """Whether the run is closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
         self.watched = threading.get_ident()
         self.done = threading.Event()
-        self.stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed when the run is left)
+        self.stacks: Any = None
         self.store: Any = None
         self.store_of: Any = None
 
     def __enter__(self) -> "Watchdog":
+        self.stacks = tempfile.TemporaryFile("w+")
+        self.watched = threading.get_ident()
         dump_stacks_to(self.stacks)
         self.thread.start()
         return self
@@ -59,28 +83,49 @@ class Watchdog:
         self.thread.join()
         with suppress(RuntimeError):
             self._connect()
-            self._say({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""})
+            if self.succeeded:
+                self._say({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""}, "done")
         dump_stacks_to(None)
         self.stacks.close()
 
     # --- watching ---------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Note that start-up is over: from now on `hang_timeout` holds, for all ranks alike."""
+        self.begun = True
+
     def _watch(self) -> None:
-        interval = min(1.0, self.seconds / 10)
-        place, since = self._progress(), time.monotonic()
+        interval = min(1.0, self.report_after / 10, (self.end_after or 10.0) / 10)
+        place, since, report_at, changes = self._progress(), time.monotonic(), self.report_after, 0
         while not self.done.wait(interval):
-            now = self._progress()
+            now, moment = self._progress(), time.monotonic()
             if now != place:
-                place, since = now, time.monotonic()
-            stalled = time.monotonic() - since
+                changes += self.begun
+                self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
+                place, since = now, moment
+                report_at = max(self.report_after, LONGEST_STEPS * self.longest)
+            stalled = moment - since
             with suppress(RuntimeError):  # the store has gone, and with it the run: somebody else tells why
                 self._connect()
-                if stalled >= self.seconds or (self.store is not None and self.store.check(["alarm"])):
+                ends = self.begun and self.end_after is not None and stalled >= self.end_after
+                if ends or self._asks(stalled, "end"):
                     self._end(stalled)
+                elif stalled >= report_at or self._asks(stalled, f"report {self.reports}"):
+                    report_at = 2 * max(stalled, report_at)
+                    self._report(stalled)
+                elif self._asks(stalled, "failed"):
+                    self._say(self._look(stalled), "failed")
+                    self.done.wait(ANSWER)
+
+    def _asks(self, stalled: float, topic: str) -> bool:
+        """Return whether another rank asks where this one is, where this one does not move either."""
+        listens = stalled >= min(LISTEN_AFTER, (self.end_after or LISTEN_AFTER) / 2)
+        return listens and self.store is not None and bool(self.store.check([f"{topic}/alarm"]))
 
     def _progress(self) -> tuple[Any, ...]:
         """Return something that changes with every step, batch and stage."""
         run = self.run
-        return run.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *run.metrics.turns.values()
+        turns = tuple(run.metrics.turns.values())
+        return self.begun, run.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *turns
 
     def _connect(self) -> None:
         """Open a connection of our own to the store at which the ranks have met; the other one's user may be stuck."""
@@ -91,39 +136,93 @@ class Watchdog:
                 store = default_store()
                 if store is not None:
                     self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                self.reports = 0
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- what it tells ----------------------------------------------------------------------------------------------
     def _end(self, stalled: float) -> None:
         """Write the stacks, tell the others, and end the process with what they have told."""
-        first = self.store is None or self.store.add("alarm", 1) == 1
+        first, head = self._is_first("end"), f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
+        own = self._look(stalled)
         try:
-            own = self._look(stalled)
-            message = self._exchange(own, first)
+            message = self._exchange(own, first, "end", head)
         except RuntimeError:  # the store has gone
-            message = self._message({self._rank: own})
+            message = self._message({self._rank: own}, head)
         end_process(HangError(message), tell=first)
+
+    def _report(self, stalled: float) -> None:
+        """Log where all ranks are, on the one that found it first; the run goes on."""
+        topic = f"report {self.reports}"
+        self.reports += 1
+        first, own = self._is_first(topic), self._look(stalled)
+        head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
+        if first:
+            log.warning("%s", self._exchange(own, first, topic, head))
+        else:
+            self._say(own, topic)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error of a collective: one that says which rank is where, where that is known."""
+        text = str(error)
+        late = "Timed out waiting" in text or "Wait timeout" in text
+        unlike = "op.preamble" in text or "enforce fail" in text
+        if not isinstance(error, RuntimeError) or isinstance(error, LegatoError) or self.place.world_size == 1:
+            return error
+        try:
+            self._connect()
+            left = self.store is not None and any(self.store.check([f"done/{rank}"]) for rank in range(self._size))
+            if self.store is None or not (late or unlike or (left and is_communication(error))):
+                return error
+            where, waits = describe(stack_of_error(error), alone=False)
+            first = self._is_first("failed")
+            own: Position = {"where": where, "waits": waits, "seconds": 0.0, "at": self._moment(stack_of_error(error))}
+            timeouts = self.run.strategy.timeouts
+            limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
+            if late:
+                head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
+                return HangError(self._exchange(own, first, "failed", head))
+            head = "The ranks called different collectives: each must call the same ones in the same order."
+            return DisagreementError(self._exchange(own, first, "failed", head))
+        except RuntimeError:  # the store has gone
+            return error
+
+    def _is_first(self, topic: str) -> bool:
+        """Return whether this rank is the first to raise the alarm, and so the one that words the message."""
+        return self.store is None or self.store.add(f"{topic}/alarm", 1) == 1
 
     @property
     def _rank(self) -> int:
-        return self.run.strategy.place.rank
+        return (self.run.strategy.place if self.store is not None else self.place).rank
+
+    @property
+    def _size(self) -> int:
+        return (self.run.strategy.place if self.store is not None else self.place).world_size
+
+    def _moment(self, stack: list[Frame]) -> str:
+        """Say where in the run this process is, given its stack."""
+        run = self.run
+        if not self.begun:
+            return "start-up"
+        at = f"step {run.state.global_step + 1}"
+        if run.doing == "train":
+            ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
+            return f"the end of epoch {run.state.epoch}, after step {run.state.global_step}" if ended else at
+        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {WORDS.get(run.doing, run.doing)}"
 
     def _look(self, stalled: float) -> Position:
         """Write down the stacks of this process and its loaders' workers; return where it stands."""
-        place, run = self.run.strategy.place, self.run
-        where, waits = describe(stack_of(self.watched), alone=place.world_size == 1)
+        stack = stack_of(self.watched)
+        where, waits = describe(stack, alone=self._size == 1)
         workers = worker_stacks(self.stacks)
         if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
             where = f"waits for a loader's worker, which is in {frame}"
-        at = f"step {run.state.global_step + 1}"
-        if run.doing != "train":
-            at += f", batch {run.metrics.turns.get(run.metrics.stage, 0)} of {WORDS.get(run.doing, run.doing)}"
-        header = f"Rank {place.rank} {where} since {stalled:.1f} s, at {at}.\n\n"
+        at = self._moment(stack)
+        header = f"Rank {self._rank} {where} since {stalled:.1f} s, at {at}.\n\n"
         folder = self._folder
         if folder is None:
             faulthandler.dump_traceback(2, all_threads=True)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"rank-{place.rank}.txt").open("w", encoding="utf-8") as file:
+            with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
                 file.write(header)
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
@@ -134,50 +233,54 @@ class Watchdog:
     def _folder(self) -> Path | None:
         return None if self.run.trainer.run_dir is None else self.run.trainer.run_dir / "hang"
 
-    def _say(self, position: Position) -> None:
+    def _say(self, position: Position, topic: str) -> None:
         if self.store is not None:
-            self.store.set(f"position/{self._rank}", json.dumps(position))
+            self.store.set(f"{topic}/{self._rank}", json.dumps(position))
 
-    def _exchange(self, own: Position, first: bool) -> str:
+    def _exchange(self, own: Position, first: bool, topic: str, head: str) -> str:
         """Tell the others where this rank is; return the message that the first one makes of what all have told."""
         if self.store is None:
-            return self._message({self._rank: own})
-        self._say(own)
-        ranks, deadline = range(self.run.strategy.place.world_size), time.monotonic() + ANSWER
+            return self._message({self._rank: own}, head)
+        self._say(own, topic)
+        ranks, deadline = range(self._size), time.monotonic() + ANSWER
         told: dict[int, Position] = {}
         while len(told) < len(ranks) and time.monotonic() < deadline + (0 if first else ANSWER):
-            if not first and self.store.check(["message"]):
-                return str(self.store.get("message").decode())
+            if not first and self.store.check([f"{topic}/message"]):
+                return str(self.store.get(f"{topic}/message").decode())
             for rank in ranks:
-                if rank not in told and self.store.check([f"position/{rank}"]):
-                    told[rank] = json.loads(self.store.get(f"position/{rank}"))
+                for place in (topic, "done"):
+                    if rank not in told and self.store.check([f"{place}/{rank}"]):
+                        told[rank] = json.loads(self.store.get(f"{place}/{rank}"))
             time.sleep(0.05)
         while not first and time.monotonic() < deadline + ANSWER:
-            if self.store.check(["message"]):
-                return str(self.store.get("message").decode())
+            if self.store.check([f"{topic}/message"]):
+                return str(self.store.get(f"{topic}/message").decode())
             time.sleep(0.05)
-        message = self._message(told)
-        self.store.set("message", message)
+        message = self._message(told, head)
+        self.store.set(f"{topic}/message", message)
         return message
 
-    def _message(self, told: Mapping[int, Position]) -> str:
+    def _message(self, told: Mapping[int, Position], head: str) -> str:
         """Say which rank is where since when, what the others wait for, and where the stacks are."""
-        lines = [f"No progress for {self.seconds:g} s (trainer.hang_timeout)."]
+        lines = [head]
         alike: dict[str, list[int]] = {}
-        for rank in range(self.run.strategy.place.world_size):
+        for rank in range(self._size) if self.store is not None else [self._rank]:
             position = told.get(rank)
             words = "does not answer: its process is stopped, or gone, or in code that lets no other thread run"
             if position is not None:
-                since = f" since {position['seconds']:.0f} s, at {position['at']}" if position["at"] else ""
+                seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
+                since = f"{seconds}, at {position['at']}" if position["at"] else ""
                 words = f"{position['where']}{since}"
             alike.setdefault(words, []).append(rank)
-        alone = self.run.strategy.place.world_size == 1
+        alone = self._size == 1
         lines += [f"  {'The process' if alone else name_ranks(ranks)} {words}" for words, ranks in alike.items()]
         to_blame = [rank for words, ranks in alike.items() for rank in ranks if not told.get(rank, {}).get("waits")]
-        if not alone and to_blame and len(to_blame) < self.run.strategy.place.world_size:
+        if not alone and to_blame and len(to_blame) < sum(map(len, alike.values())):
             lines.append(f"The others wait for {name_ranks(sorted(to_blame))}.")
         elif not alone and not to_blame:
             lines.append("All wait, for each other: they must call the same collectives in the same order.")
+            if len({position["at"] for position in told.values()}) > 1:
+                lines.append("They are at different steps: their loaders may have different lengths.")
         where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
         lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto goes on.")
         return "\n".join(lines)

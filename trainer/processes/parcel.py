@@ -303,7 +303,8 @@ class Failure:
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
         remedy = {
             "SIGKILL": "; the system does that to a process when memory runs out, see `dmesg`",
-            "SIGABRT": "; its own last words are above, if it had any",
+            "SIGABRT": "; its own last words are above, if it had any. gloo ends a process so where ranks called "
+            "different collectives, or with different shapes: see each stack for a call that not all make",
             "SIGSEGV": "; the stack of its threads is above",
         }
         return cls(time.monotonic(), f"was killed by {name}{remedy.get(name, '')}", killed_by=-exitcode)

@@ -6,6 +6,7 @@ import re
 import sys
 import sysconfig
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -51,6 +52,12 @@ def stack_of(thread: int) -> list[Frame]:
     return found
 
 
+def stack_of_error(error: BaseException) -> list[Frame]:
+    """Return the stack from which an error was raised, innermost frame first."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
+
+
 def describe(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     """Say where a stack stands, and whether it waits for other ranks; `alone`: there are none."""
     users = next((frame for frame in stack if frame.is_users), None)
@@ -61,6 +68,8 @@ def describe(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
     if innermost is None:
         return "has no stack", False
+    if innermost.is_in("/trainer/processes/rendezvous"):
+        return f"waits for the other processes to meet it ({innermost})", True
     if innermost.is_in("torch/autograd/"):
         return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
     if not alone and innermost.is_in("/trainer/strategies/"):

@@ -1,6 +1,5 @@
 """How long ranks wait for each other, by what the run is doing: starting up, training, or writing a checkpoint."""
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,7 +11,6 @@ Phase = Literal["startup", "step", "checkpoint"]
 Timeout = float | Mapping[Phase, float]
 """Seconds; one number for all phases, or one for each."""
 PHASES: tuple[Phase, ...] = ("startup", "step", "checkpoint")
-log = logging.getLogger("legato")
 DEFAULT = 1800.0
 """Seconds for a phase of which nothing is said; torch's own default."""
 
@@ -52,6 +50,11 @@ class Timeouts:
         if changes and distributed.is_initialized():
             set_group_timeouts(self.limits[phase])
 
+    def end_startup(self) -> None:
+        """Let the limit of steps hold where that of start-up does; within a save that of saves stays."""
+        if self.phase == "startup":
+            self.enter("step")
+
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """Let the limit of `phase` hold for this context."""
@@ -61,13 +64,3 @@ class Timeouts:
             yield
         finally:
             self.enter(before)
-
-    def explain(self, error: BaseException) -> None:
-        """Say what it means where `error` is torch's for a collective that ran into the limit."""
-        if isinstance(error, RuntimeError) and "Timed out waiting" in str(error):
-            log.warning(
-                "This rank has waited %g s for another, which is slow, stands still or has gone: the limit of the "
-                "phase %r (trainer.strategy.timeout). With trainer.hang_timeout the run says where each rank is.",
-                self.limits[self.phase].total_seconds(),
-                self.phase,
-            )
