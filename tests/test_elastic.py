@@ -1,5 +1,6 @@
 """Elastic runs: processes die, are replaced and join while the run goes on, and its result stays the same."""
 
+import itertools
 import json
 import os
 import signal
@@ -43,21 +44,20 @@ def folder(tmp_path):
 
 
 def points(trainer):
-    """The lines of metrics.jsonl by step; each step must be there once."""
+    """The lines of metrics.jsonl by step, without what tells the time; each step must be there once, in order."""
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps))
-    return {line["step"]: line for line in lines}
+    timed = ("time", "throughput/")
+    return {line["step"]: {name: value for name, value in line.items() if not name.startswith(timed)} for line in lines}
 
 
 def assert_same(task, trainer, undisturbed):
-    """The result is that of the undisturbed run, bit for bit, and so are the points of validation."""
+    """The result is that of the undisturbed run, bit for bit, and so is every point of the log."""
     assert trainer.global_step == undisturbed[1].global_step
     assert trainer.state.samples_seen == undisturbed[1].state.samples_seen
     assert digest(task) == digest(undisturbed[0])
-    found = points(trainer)
-    assert found.keys() == undisturbed[2].keys()
-    assert [line.get("val") for line in found.values()] == [line.get("val") for line in undisturbed[2].values()]
+    assert points(trainer) == undisturbed[2]
 
 
 # --- any process, any moment ------------------------------------------------------------------------------------------
@@ -425,7 +425,6 @@ class Counts(Net):
 
 
 def test_torchmetrics_count_a_repeated_step_once(tmp_path, folder):
-    """Of the epoch in which a process dies what it had counted is lost; every other one is whole."""
 
     def plan(killer):
         hold = folder / "hold-0.05"
@@ -438,10 +437,114 @@ def test_torchmetrics_count_a_repeated_step_once(tmp_path, folder):
         _, trainer = fit(tmp_path, folder, task=Counts(folder), elastic=True, devices=3)
     lines = [line for line in points(trainer).values() if "validated" in line]
     assert [line["validated"] for line in lines] == [8.0] * EPOCHS
-    counted = [line["trained"] for line in lines]
-    whole = float(REPLICAS * STEPS_PER_EPOCH)
-    assert all(count <= whole for count in counted)
-    assert counted.count(whole) >= EPOCHS - 2
+    assert [line["trained"] for line in lines] == [float(REPLICAS * STEPS_PER_EPOCH)] * EPOCHS
+
+
+# --- what was logged, and what is decided by it ----------------------------------------------------------------------
+COMMUNICATION = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
+
+
+class Judged(Net):
+    """Logs in every way, and dies where it is told to: member -> (at which collective or step, before or after)."""
+
+    def __init__(self, folder=None, deaths=()):
+        super().__init__(folder)
+        self.deaths = dict(deaths)
+        self.error, self.unseen = torchmetrics.MeanSquaredError(), torchmetrics.SumMetric()
+        self.kept = torchmetrics.CatMetric()
+
+    def on_train_start(self):
+        super().on_train_start()
+        run = self.trainer.current_run
+        member = getattr(run.membership, "member", None)
+        if member is not None and member.id in self.deaths:
+            nth, after = self.deaths[member.id]
+            called = itertools.count(1)
+
+            def deadly(function):
+                def call(*arguments, **options):
+                    here = next(called) == nth
+                    if here and not after:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    result = function(*arguments, **options)
+                    if here:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return result
+
+                return call
+
+            for name in COMMUNICATION:
+                setattr(torch.distributed, name, deadly(getattr(torch.distributed, name)))
+            run.count = deadly(run.count)
+
+    def on_train_epoch_start(self):
+        self.log("begun", 1.0, reduce_fx="sum", rank_zero_only=True)
+        self.log("epoch", self.current_epoch + 0.1)
+
+    def training_step(self, batch, batch_idx):
+        found = self.model(batch[0])
+        loss = torch.nn.functional.mse_loss(found, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("greatest", batch[0].max(), on_epoch=True, reduce_fx="max")
+        self.log("all", batch[0].sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.error(found.detach().squeeze(1), batch[1].squeeze(1))
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.kept.update(loss.detach())
+        self.unseen.update(1.0)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True)
+
+    def on_train_epoch_end(self):
+        self.log("steps", self.unseen)
+        self.log("closing", self.current_epoch + 0.1)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss_epoch"}}
+
+
+def judged(root, folder=None, deaths=(), **options):
+    """Train three epochs at most, with decisions by what training logs; return task and trainer."""
+    callbacks = [
+        lg.callbacks.EarlyStopping("loss_epoch", patience=2, min_delta=0.5),
+        lg.callbacks.Checkpoint(monitor="error_epoch", every_n_train_steps=7, save_top_k=2),
+        lg.callbacks.LearningRateMonitor(),
+    ]
+    task = Judged(folder, deaths)
+    trainer = trainer_of(root, max_epochs=4, log_every_n_steps=1, callbacks=callbacks, **options)
+    trainer.fit(task, loader(shuffle=True), loader(32))
+    return task, trainer
+
+
+def decisions(trainer):
+    stopping, saving = trainer.callbacks[0], trainer.checkpoint_callback
+    return trainer.global_step, stopping.wait_count, stopping.best_score, saving.scores
+
+
+@pytest.fixture(scope="module")
+def unjudged(tmp_path_factory):
+    """The undisturbed run of `judged`."""
+    task, trainer = judged(tmp_path_factory.mktemp("judged"))
+    assert trainer.global_step == 3 * STEPS_PER_EPOCH  # it was stopped
+    return digest(task), points(trainer), decisions(trainer)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: (30, False), 1: (101, True)},  # rank 0 first
+        {2: (60, True), 1: (60, True)},  # two at once
+        {1: (95, False), 2: (96, False)},  # about the end of the first epoch
+        {0: (139, True), 2: (158, True)},
+    ],
+)
+def test_no_death_shows_in_what_was_logged_nor_in_what_was_decided_by_it(tmp_path, folder, unjudged, deaths):
+    task, trainer = judged(tmp_path, folder, deaths, elastic=True, devices=3)
+    assert len(list(folder.glob("built-*"))) == 3
+    assert (digest(task), points(trainer), decisions(trainer)) == unjudged
 
 
 def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):

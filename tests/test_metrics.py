@@ -152,7 +152,7 @@ def test_the_epoch_mean_of_the_loss_is_the_mean_over_samples(play):
 def test_any_values_in_any_order_of_replicas(values, kind):
     from legato.trainer.metrics import Metrics
 
-    metrics = Metrics(None, processes=1, replicas=4, task=torch.nn.Linear(1, 1))
+    metrics = Metrics(None, processes=1, task=torch.nn.Linear(1, 1))
     metrics.open("train")
     for value, samples, replica in values:
         metrics.open_turn(replica, samples)

@@ -83,7 +83,8 @@ def join(run: Run, request: Request) -> None:
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     run.layout = Layout(state.replicas, strategy.data_size)
     run.local_replicas = len(run.layout.owned(strategy.data_rank))
-    run.metrics = Metrics(strategy.data_ranks, strategy.data_size, state.replicas, run.task)
+    shares = strategy.elastic is not None and run.stage == "fit"
+    run.metrics = Metrics(strategy.data_ranks, strategy.data_size, run.task, shares)
     run.metrics.describe_place = run.describe_place
     run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_rank).start
     newest = run.membership.newest
@@ -218,7 +219,8 @@ def build(run: Run) -> None:
     if trainer.sync_batchnorm and stage == "fit":
         run.undo.callback(strategy.sync_batch_norm(task, run.state.replicas))
     strategy.place_task(task)
-    run.metrics.states = MetricStates(task, run.layout.owned(strategy.data_rank), by_replica=run.bitwise)
+    owned, shares = run.layout.owned(strategy.data_rank), run.metrics.shares
+    run.metrics.states = MetricStates(task, owned, by_replica=run.bitwise or shares, shared=shares)
     if run.checkpoint is not None:
         run.hooks.call("on_load_checkpoint", run.checkpoint)
         run.other_dtypes = fingerprint.other_dtypes(task, run.checkpoint)

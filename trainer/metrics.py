@@ -5,16 +5,16 @@ are read in one go. Sums are kept for each replica and added up in the order of 
 logged mean is the same number on any number of processes.
 """
 
-import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .errors import DisagreementError, NonFiniteError, TaskError
-from .series import LOADER_MARK, Reduced, Series, accumulate, read_kind, sort_out, to_floats, total
+from .exchange import PRESENT, Collectives, Exchange, Row
+from .series import LOADER_MARK, Description, Reduced, Series, accumulate, joined, read_kind, sort_out, to_floats, total
 from .torch_private import newest_value_of
 from .torchmetrics_states import MetricStates, is_metric, read_metrics, updates_within
 
@@ -25,20 +25,22 @@ PENDING_LIMIT = 1024
 """Values, or losses, that may wait on the device before they are read although no point is due."""
 
 
-class Collectives(Protocol):
-    """The part of a strategy that metrics need."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor: ...  # noqa: D102
-    def gather_objects(self, value: Any) -> list[Any]: ...  # noqa: D102
-    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor: ...  # noqa: D102
+CLOSING = 1 << 62
+"""In the place of the step, while hooks at the end of the training epoch log: those values count only if it ends."""
+NO_STEP = -2
+ONCE = -2
+"""In the place of the replica, for what a hook logs once in each process: where values are shared those of the first
+process count, since the number of processes may change."""
+NEVER = float("inf")
 
 
 class Metrics:
     """What the tasks and callbacks of a run log."""
 
-    def __init__(self, collectives: Collectives, processes: int, replicas: int, task: nn.Module) -> None:
-        self.collectives, self.processes, self.task = collectives, processes, task
-        self.most_replicas = -(-replicas // processes)
+    def __init__(self, collectives: Collectives, processes: int, task: nn.Module, shares: bool = False) -> None:
+        """`shares`: every rank keeps what all logged in training, lest a rank that dies take it along; see `share`."""
+        self.collectives, self.processes, self.task, self.shares = collectives, processes, task, shares
+        self.exchange = Exchange(collectives)
         self.states = MetricStates(task, [0], by_replica=False)
         self.stages: dict[str, dict[str, Series]] = {}
         self.series: dict[str, Series] | None = None
@@ -46,7 +48,7 @@ class Metrics:
         self.in_step = False
         self.first_replica = self.replica = 0
         self.samples = 1
-        self.step = -2  # none has begun; -1 is the step of a series without values
+        self.step = self.newest = NO_STEP  # none has begun; -1 is the step of a series without values
         self.suffix, self.loader = "", 0
         """What is added to a name that a loader of several logs, and the index of that loader."""
         self.turns: dict[str, int] = {}
@@ -68,8 +70,10 @@ class Metrics:
         self.losses: list[tuple[Tensor, int]] = []
         self.loss: Tensor | None = None
         """The newest loss."""
-        self.incomplete = False
-        """Whether sums of the training epoch may be lost, with processes that died: then ranks know different names."""
+        self.unshared: list[Row] = []
+        """Values of the training that other ranks do not know yet, where they are shared."""
+        self.exchanges = 0
+        """How often values were shared: of two ranks at the same step the one that did so more often is ahead."""
         self.bad_loss: tuple[int, float] | None = None
         """The first step of this process whose loss was seen not to be finite, and that loss."""
 
@@ -79,7 +83,10 @@ class Metrics:
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
+        self.leave_turns(1)
         self.loaders, self.loaders_seen, self.loaders_of = loaders if loaders > 1 else 0, set(), {}
+        if fresh and stage == "train":
+            self.unshared = []
         if fresh or stage not in self.stages:
             self.stages[stage], self.turns[stage] = {}, 0
         self.series = self.stages[stage]
@@ -95,6 +102,15 @@ class Metrics:
             self.flush()
         if self.states.taking_turns:
             self.states.open_replica(replica)
+
+    def leave_turns(self, samples: int) -> None:
+        """Count what is logged from now on to no batch, but to this process: hooks that come once log it."""
+        counts = self.first_replica == 0 or not self.shares or self.stage != "train"
+        self.replica, self.samples = self.first_replica if counts else ONCE, samples
+
+    def return_to_turn(self, replica: int, samples: int) -> None:
+        """Count what is logged from now on to the batch of a turn that was opened before."""
+        self.replica, self.samples = replica, samples
 
     def open_loader(self, index: int) -> None:
         """Name what is logged from now on after an evaluation's loader, where it has several."""
@@ -176,6 +192,7 @@ class Metrics:
         series = Series(full, kind, on_step, on_epoch, prog_bar, logger is not False)
         series.metric = value if kind == "metric" else None
         series.alone, series.in_step = rank_zero_only, self.in_step
+        series.description = self._describe(series)
         self.series[full] = series
         return series
 
@@ -210,37 +227,62 @@ class Metrics:
     def flush(self) -> None:
         """Read every pending value from its device, in one go for each device and type, and add it to its sums."""
         pending, self.pending = self.pending, []
-        newest = self.step
-        for (series, _, weight, replica, step), value in zip(
-            pending, to_floats([item[1] for item in pending]), strict=True
-        ):
+        values = to_floats([item[1] for item in pending])
+        shares = self.shares and self.stage == "train"
+        for (series, _, weight, replica, step), value in zip(pending, values, strict=True):
             if step == self.dropped:
                 continue
-            if series.metric is None:
-                accumulate(series.sums, replica, series.kind, value, weight)
-            if series.on_step and step == newest:
-                if series.step_at != step:
-                    series.step, series.step_at = {}, step
-                accumulate(series.step, replica, series.kind, value, weight)
+            if shares:
+                self.unshared.append(Row(series, replica, value, weight, step))
+            else:
+                self._count(series, replica, value, weight, step)
         self.dropped = -1
+
+    def _count(self, series: Series, replica: int, value: float, weight: float, step: int) -> None:
+        """Add a value to the sums of its replica, those of the epoch and those of the newest step."""
+        if replica == ONCE:
+            return
+        if step == CLOSING:
+            accumulate(series.closing, replica, series.kind, value, weight)
+            return
+        if series.kind != "metric" and series.on_epoch:
+            accumulate(series.sums, replica, series.kind, value, weight)
+        if series.on_step and step == self.step:
+            if series.step_at != step:
+                series.step, series.step_at = {}, step
+            accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
         """Let what is logged for the newest step count for nothing."""
         self.pending = [item for item in self.pending if item[4] not in (self.step, self.dropped)]
+        self.unshared = [row for row in self.unshared if row.step not in (self.step, self.dropped)]
         self.dropped = self.step
+
+    def begin_closing(self) -> None:
+        """The epoch's steps are over; what is logged from now on counts only if the epoch ends here."""
+        self.newest, self.step = self.step, CLOSING
+        self.leave_turns(1)
 
     def check_losses(self) -> None:
         """Raise NonFiniteError, naming the first step whose loss was not finite, on every rank."""
-        self._read_losses()
-        own = self.bad_loss
-        first = 2**62 if own is None else own[0]
+        first = self._first_bad_loss()
         if self.processes > 1:
-            first = int(self.collectives.all_reduce(torch.tensor([first]), "min").item())
-        if first < 2**62:
+            first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
+        self._refuse_bad_loss(first)
+
+    def _first_bad_loss(self) -> float:
+        """Return the first step of this process whose loss is not finite; NEVER where there is none."""
+        self._read_losses()
+        return NEVER if self.bad_loss is None else float(self.bad_loss[0])
+
+    def _refuse_bad_loss(self, first: float) -> None:
+        if first != NEVER:
+            own = self.bad_loss
             came = f"is {own[1]}" if own is not None and own[0] == first else "is not finite on another rank"
             raise NonFiniteError(
-                f"The loss of step {first + 1} {came}. Lower the learning rate, clip gradients (gradient_clip_val) or "
-                f"look for the cause with detect_anomaly=true; nan=ignore trains on. Earlier checkpoints are untouched."
+                f"The loss of step {int(first) + 1} {came}. Lower the learning rate, clip gradients "
+                f"(gradient_clip_val) or look for the cause with detect_anomaly=true; nan=ignore trains on. Earlier "
+                f"checkpoints are untouched."
             )
 
     def _read_losses(self) -> None:
@@ -251,43 +293,81 @@ class Metrics:
                 self.bad_loss = step, value
 
     def reduce_step(self) -> Reduced:
-        """Return the newest step's values of the present stage, over all replicas."""
-        self.flush()
-        if self.series is None:
-            return Reduced()
-        mine = [series for series in self.series.values() if series.on_step and series.step_at == self.step]
-        shared = [series for series in mine if not series.alone]
-        chosen = self._agree(shared, self.series, absent=self.turns_of_step == 0)
-        sums = [series.step if series.step_at == self.step else {} for series in chosen]
-        found = list(zip(chosen, self._combine(chosen, sums), strict=True))
-        found += [(series, total(series.kind, series.step)) for series in mine if series.alone]
-        return sort_out(found, "_step")
+        """Return the newest step's values of the present stage, over all replicas; every rank calls it."""
+        return self.log_point(checks_losses=False, said=())[0]
+
+    def newest_values(self) -> Reduced:
+        """Return the newest step's values while the step is being counted, where shared ones need no collective."""
+        return sort_out(self._totals_of_step(), "_step") if self.shares else self.reduce_step()
+
+    def log_point(self, checks_losses: bool, said: Sequence[float]) -> tuple[Reduced, list[float]]:
+        """Return the newest step's values over all replicas, and the highest of each number that a rank has `said`.
+
+        Both in one collective, and with `checks_losses` what `check_losses` does too.
+        """
+        said = [-self._first_bad_loss() if checks_losses else -NEVER, *said]
+        if self.shares and self.stage == "train":
+            heard = self._share(said)
+            found = self._totals_of_step()
+        else:
+            self.flush()
+            mine = self._with_values_of_step()
+            rows = [
+                Row(one, replica, value, weight, one.step_at)
+                for one in mine
+                for replica, (value, weight) in one.step.items()
+            ]
+            gathered, heard = self._gather([row for row in rows if not row.series.alone], self.turns_of_step == 0, said)
+            found = [(one, total(one.kind, sums)) for one, sums in gathered]
+            found += [(one, total(one.kind, one.step)) for one in mine if one.alone]
+        self._refuse_bad_loss(-heard[0])
+        return sort_out(found, "_step"), heard[1:]
+
+    def _with_values_of_step(self) -> list[Series]:
+        known = (self.series or {}).values()
+        return [one for one in known if one.on_step and one.step_at == self.step and one.step]
+
+    def _totals_of_step(self) -> list[tuple[Series, float]]:
+        return [(series, total(series.kind, series.step)) for series in self._with_values_of_step()]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
         """Return the present stage's values over the whole epoch; unless told to `keep` them, close the stage."""
+        if self.shares and self.stage == "train":
+            self._share(())
         self.flush()
         assert self.series is not None
-        mine = [
-            series for series in self.series.values() if series.on_epoch and (series.sums or series.metric is not None)
-        ]
-        absent = self.turns[self.stage] == 0 or len(self.loaders_seen) < self.loaders
-        absent |= self.incomplete and self.stage == "train"
-        chosen = self._agree([s for s in mine if not s.alone], self.series, absent)
-        plain = [series for series in chosen if series.metric is None]
-        found = [(series, total(series.kind, series.sums)) for series in mine if series.alone and series.sums]
-        found += list(zip(plain, self._combine(plain, [series.sums for series in plain]), strict=True))
-        others = [series for series in chosen if series.metric is not None]
+        gathered = self._gather_epoch()
+        found = [(series, total(series.kind, sums)) for series, sums in gathered if series.kind != "metric"]
+        others = [series for series, _ in gathered if series.kind == "metric"]
         self._read_metrics(others, keep)
-        found += [(series, series.value) for series in others]
-        if not keep:
+        found += [(one, one.value) for one in others]
+        if self.step == CLOSING:
+            self.step = self.newest
+        if keep:
+            for series in self.series.values():
+                series.closing = {}
+        else:
             for series in self.series.values():
                 if series.metric is not None:
                     series.metric.reset()
             self.stages[self.stage], self.series = {}, None
             self.turns[self.stage] = 0
             self.turns_left_out *= self.stage != "train"
-            self.incomplete &= self.stage != "train"
         return sort_out(found, "_epoch")
+
+    def _gather_epoch(self) -> list[tuple[Series, dict[int, list[float]]]]:
+        """Return every series of the epoch with its sums over all replicas; every rank calls it."""
+        assert self.series is not None
+        mine = [one for one in self.series.values() if one.on_epoch]
+        mine = [one for one in mine if one.sums or one.closing or one.metric is not None]
+        sums = {one.name: joined(one.kind, one.sums, one.closing) for one in mine}
+        shared = self.shares and self.stage == "train"  # then all ranks have all sums, but perhaps not all metrics
+        here = [one for one in mine if one.alone or (shared and one.kind != "metric")]
+        asked = [one for one in mine if not (one.alone or (shared and one.kind != "metric"))]
+        absent = self.turns[self.stage] == 0 or len(self.loaders_seen) < self.loaders
+        skipped = shared and not self.states.by_path
+        gathered = [] if skipped else self._gather(rows_of(asked, sums), absent, ())[0]
+        return [(one, sums[one.name]) for one in here] + gathered
 
     def _read_metrics(self, others: list[Series], keep: bool) -> None:
         """Read torchmetrics objects over all ranks, but not twice where none has updated one since it was read.
@@ -309,61 +389,69 @@ class Metrics:
         elif self.states.taking_turns:
             self.states.forget(series.metric for series in others)
 
-    def _combine(self, chosen: list[Series], sums: list[dict[int, list[float]]]) -> list[float]:
-        """Return one number for each of `chosen`: the same on every rank, whatever the number of processes."""
-        if self.processes > 1 and chosen:
-            sums = self._gather(sums)
-        return [total(series.kind, own) for series, own in zip(chosen, sums, strict=True)]
+    def _gather(
+        self, rows: Sequence[Row], absent: bool, said: Sequence[float]
+    ) -> tuple[list[tuple[Series, dict[int, list[float]]]], list[float]]:
+        """Return each series that all ranks logged with the sums of all replicas, and the highest of each number.
 
-    def _gather(self, local: list[dict[int, list[float]]]) -> list[dict[int, list[float]]]:
-        """Gather every rank's sums in one collective: (series, replica of the rank, [replica, value, weight])."""
-        table = torch.full((len(local), self.most_replicas, 3), -1.0, dtype=torch.float64)
-        for row, sums in enumerate(local):
-            for column, (replica, (value, weight)) in enumerate(sums.items()):
-                table[row, column] = torch.tensor([replica, value, weight], dtype=torch.float64)
-        ranks = self.collectives.all_gather(table).tolist()
-        return [{int(r): [v, w] for rank in ranks for r, v, w in rank[row] if r >= 0} for row in range(len(local))]
-
-    def _agree(self, mine: list[Series], known: dict[str, Series], absent: bool) -> list[Series]:
-        """Return what all ranks logged; this one may have logged less if it had not its share of batches (`absent`).
-
-        What it lacks is added to the `known` series of the stage.
+        This rank may have logged less if it had not its share of batches (`absent`). What it lacks is added to what is
+        known of the stage. Where values are shared every rank has all sums, and only the names are compared.
 
         Raises DisagreementError, naming ranks and names, where ranks that had their share logged different names.
         """
+        found: dict[str, tuple[Series, dict[int, list[float]]]] = {}
         if self.processes == 1:
-            return mine
-        names = [series.name for series in mine]
-        key = int.from_bytes(hashlib.sha256("\0".join(names).encode()).digest()[:7], "little")
-        sent = [-1, -(2**60), 1] if absent else [key, -key, 0]
-        highest, lowest, some_absent = self.collectives.all_reduce(torch.tensor(sent), "max").tolist()
-        if highest == -lowest and not some_absent:
-            return mine
-        gathered = self.collectives.gather_objects((absent, [self._describe(series) for series in mine]))
-        whole = [own for is_absent, own in gathered if not is_absent] or [own for _, own in gathered]
-        chosen = {name: rest for own in whole for name, *rest in own}
-        logged = [[name for name, *_ in own] for _, own in gathered]
+            for series, replica, value, weight, _ in rows:
+                sums = found.setdefault(series.name, (series, {}))[1]
+                if replica != PRESENT:
+                    sums[replica] = [value, weight]
+            return list(found.values()), list(said)
+        ranks, heard = self.exchange.gather(rows, [float(absent), *said])
+        self._compare([[row[0] for row in rank] for rank in ranks], [bool(own[0]) for own in heard])
+        known = self.series if self.series is not None else {}
+        for rank in ranks:
+            for number, replica, value, weight, _ in rank:
+                series = self._series_at(number, known)
+                sums = found.setdefault(series.name, (series, {}))[1]
+                if replica != PRESENT:
+                    sums[replica] = [value, weight]
+        return list(found.values()), [max(column) for column in zip(*heard, strict=True)][1:]
+
+    def _compare(self, logged: list[list[int]], absent: list[bool]) -> None:
+        """Raise DisagreementError where the numbers of the series that ranks logged are not the same in one order."""
+        own = [list(dict.fromkeys(numbers)) for numbers in logged]
+        whole = [numbers for numbers, is_absent in zip(own, absent, strict=True) if not is_absent] or own
+        chosen = list(dict.fromkeys(number for numbers in whole for number in numbers))
         odd = {
             rank
-            for rank, (is_absent, _) in enumerate(gathered)
-            if (not is_absent and logged[rank] != list(chosen)) or set(logged[rank]) - chosen.keys()
+            for rank, (numbers, is_absent) in enumerate(zip(own, absent, strict=True))
+            if (not is_absent and numbers != chosen) or not set(numbers) <= set(chosen)
         }
         if odd:
-            compared = {rank: own for rank, own in enumerate(logged) if rank in odd or not gathered[rank][0]}
+            names = [[self.exchange.descriptions[number][0] for number in numbers] for numbers in own]
+            compared = {rank: names[rank] for rank in range(len(own)) if rank in odd or not absent[rank]}
             raise DisagreementError(self._disagreement(compared))
-        for name, rest in chosen.items():
-            if name not in known:
-                known[name] = self._series_of([name, *rest])
-        return [known[name] for name in chosen]
 
-    def _describe(self, series: Series) -> list[Any]:
-        path = self.states.path_of(series.metric)
-        return [series.name, series.kind, series.on_step, series.on_epoch, series.prog_bar, series.to_loggers, path]
+    def _series_at(self, number: int, known: dict[str, Series]) -> Series:
+        """Return the `known` series of a number that the ranks agreed on; an empty one where this rank had none."""
+        description = self.exchange.descriptions[number]
+        found = known.get(description[0])
+        if found is None:
+            found = known[description[0]] = self._series_of(description)
+        return found
 
-    def _series_of(self, description: list[Any]) -> Series:
+    def _describe(self, series: Series) -> Description:
+        path = self.states.path_of(series.metric) if series.metric is not None else None
+        flags = series.on_step, series.on_epoch, series.prog_bar, series.to_loggers
+        return (series.name, series.kind, *flags, path, series.alone)
+
+    def _series_of(self, description: Sequence[Any]) -> Series:
         """Return an empty series as `_describe` described it."""
-        name, kind, on_step, on_epoch, prog_bar, to_loggers, path = description
-        return Series(name, kind, on_step, on_epoch, prog_bar, to_loggers, self.states.by_path.get(path))
+        name, kind, on_step, on_epoch, prog_bar, to_loggers, path, *alone = description
+        series = Series(name, kind, on_step, on_epoch, prog_bar, to_loggers, self.states.by_path.get(path))
+        series.alone = any(alone)
+        series.description = self._describe(series)
+        return series
 
     def _disagreement(self, names: dict[int, list[str]]) -> str:
         common = set.intersection(*(set(own) for own in names.values()))
@@ -377,11 +465,55 @@ class Metrics:
         )
 
     # --- elastic runs -----------------------------------------------------------------------------------------------
+    def share_step(self) -> None:
+        """Give every rank what all have logged in this step so far; every rank calls it, before weights are changed.
+
+        So no rank can have finished a step of which another one's values may be lost with it. What is logged in the
+        step after that goes with the next one's, or with the next point.
+        """
+        self._share((), names=True)
+
+    def share(self) -> None:
+        """Give every rank what others have logged since the last time; every rank calls it."""
+        self._share(())
+
+    def _share(self, said: Sequence[float], names: bool = False) -> list[float]:
+        """Share, and return the highest of each number that a rank has `said`; an error leaves all as it was."""
+        if self.stage == "train":
+            self.flush()
+        known = self.stages.setdefault("train", {})
+        states = self.states.own()
+        if self.processes == 1:
+            for own in self.unshared:
+                self._count(*own)
+            self.unshared, self.exchanges = [], self.exchanges + 1
+            return list(said)
+        absent = self.turns_of_step == 0
+        ranks, heard = self.exchange.gather(self.unshared, [float(bool(states)), float(absent), *said])
+        if names:
+            self._compare([self._logged_in_step(rank) for rank in ranks], [bool(own[1]) for own in heard])
+        states_of_all = self.collectives.gather_objects(states) if any(own[0] for own in heard) else []
+        for rank in ranks:
+            for number, replica, value, weight, step in rank:
+                self._count(self._series_at(number, known), replica, value, weight, step)
+        for states in states_of_all:
+            self.states.accept(states)
+        self.unshared, self.exchanges = [], self.exchanges + 1
+        return [max(column) for column in zip(*heard, strict=True)][2:]
+
+    def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
+        """Return the numbers of the series that rows of the newest step belong to, but for replica 0's own."""
+        alone = {number for number, description in enumerate(self.exchange.descriptions) if description[-1]}
+        return [row[0] for row in rows if row[4] == self.step and row[0] not in alone]
+
     def rewind(self, step: int) -> None:
         """Drop what was logged in `step` and later, which will be done again, and stand where the step before ended."""
         self.pending = [item for item in self.pending if item[4] < step]
+        self.unshared = [row for row in self.unshared if row.step < step]
         self.losses = [item for item in self.losses if item[1] < step]
-        self.step, self.suffix, self.incomplete = step - 1 if step else -2, "", True
+        self.step, self.suffix = step - 1 if step else NO_STEP, ""
+        for series in self.stages["train"].values():
+            series.closing = {}
         self.open("train", fresh=False)
 
     def forget_epoch(self) -> None:
@@ -396,39 +528,70 @@ class Metrics:
         """From now on the replicas of this process are these."""
         self.processes, self.states.replicas = processes, list(replicas)
         self.first_replica = self.replica = replicas.start
+        self.exchange.reset()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the training epoch's sums so far, over all ranks; every rank calls it."""
-        self.flush()
+        """Return the training epoch's sums so far, over all ranks; every rank calls it.
+
+        Where they are shared nothing is communicated, and what this rank has shared last is what it knows.
+        """
         known = self.stages.setdefault("train", {})
-        own = [series for series in known.values() if series.on_epoch and not series.alone]
-        series = self._agree(own, known, absent=not own or self.incomplete)
-        gathered = self.collectives.gather_objects([one.sums for one in series])
+        if self.shares:
+            series = [(one, one.sums) for one in known.values()]
+            return {
+                "series": [
+                    {
+                        "description": list(one.description),
+                        "sums": _listed(sums),
+                        "step": _listed(one.step),
+                        "at": one.step_at,
+                    }
+                    for one, sums in series
+                ],
+                "states": self.states.all(),
+            }
+        self.flush()
+        own = [one for one in known.values() if one.on_epoch and not one.alone]
+        stage, self.series = self.series, known
+        gathered, _ = self._gather(rows_of(own, {one.name: one.sums for one in own}), absent=not own, said=())
+        self.series = stage
+        metrics = [one.metric for one, _ in gathered if one.metric is not None]
         return {
-            "series": [
-                {
-                    "description": self._describe(one),
-                    "sums": [[replica, *sums[index][replica]] for sums in gathered for replica in sorted(sums[index])],
-                }
-                for index, one in enumerate(series)
-            ],
-            "states": self.states.gather([one.metric for one in series if one.metric is not None], self.collectives),
-            "incomplete": self.incomplete,
+            "series": [{"description": list(one.description), "sums": _listed(sums)} for one, sums in gathered],
+            "states": self.states.gather(metrics, self.collectives),
         }
 
     def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
-        """Take over the sums of `replicas`, this process's own."""
+        """Take over the sums of `replicas`, this process's own; where they are shared, those of all."""
         owned, known = set(replicas), self.stages.get("train", {})
-        self.incomplete = state["incomplete"]
-        self.stages["train"] = {name: series for name, series in known.items() if series.alone or not series.on_epoch}
+        kept = {name: one for name, one in known.items() if not self.shares and (one.alone or not one.on_epoch)}
+        self.stages["train"], self.pending, self.unshared = kept, [], []
         for saved in state["series"]:
             name = saved["description"][0]
-            series = self.stages["train"][name] = known.get(name) or self._series_of(saved["description"])
+            series = kept[name] = known.get(name) or self._series_of(saved["description"])
             series.sums = {
-                int(replica): [value, weight] for replica, value, weight in saved["sums"] if replica in owned
+                int(replica): [value, weight]
+                for replica, value, weight in saved["sums"]
+                if self.shares or replica in owned
             }
-        plain = [series for series in self.stages["train"].values() if series.metric is None]
+            if self.shares and "step" in saved:
+                series.step_at = saved["at"]
+                series.step = {int(replica): [value, weight] for replica, value, weight in saved["step"]}
+        plain = [series for series in kept.values() if series.metric is None]
         # 0: the replicas that are this process's now had no batch in the epoch so far
         self.turns["train"] = sum(bool(series.sums) for series in plain) if plain else len(state["series"])
         self.states.load(state["states"])
+
+
+def rows_of(chosen: Iterable[Series], sums: dict[str, dict[int, list[float]]]) -> list[Row]:
+    """Return what the ranks tell each other of the epoch's sums; of a series that has none, that it is there."""
+    rows: list[Row] = []
+    for series in chosen:
+        entries = sums[series.name] or {PRESENT: [0.0, 0.0]}
+        rows += [Row(series, replica, value, weight, 0) for replica, (value, weight) in entries.items()]
+    return rows
+
+
+def _listed(sums: dict[int, list[float]]) -> list[list[float]]:
+    return [[replica, *sums[replica]] for replica in sorted(sums)]

@@ -42,7 +42,10 @@ class Optimization:
             or bool(run.hooks["on_before_optimizer_step"])
         )
         self.prepares_steps = (
-            self.looks_at_gradients or self.own_optimizer_step or run.strategy.precision.scaler is not None
+            self.looks_at_gradients
+            or self.own_optimizer_step
+            or run.strategy.precision.scaler is not None
+            or run.metrics.shares
         )
         """Whether anything comes before an optimizer's step or after it."""
         self.epoch = -1
@@ -76,6 +79,7 @@ class Optimization:
 
     def _call_zero_grad(self, step: StepInput) -> None:
         batch_idx = step.turns[0].batch_idx if step.turns else self.run.state.epoch_rounds
+        self.run.metrics.leave_turns(step.samples)
         for optimizer in self.optimizers:
             self.run.hooks.call("on_before_zero_grad", optimizer)
             self.task.optimizer_zero_grad(self.run.state.epoch, batch_idx, optimizer)
@@ -90,7 +94,8 @@ class Optimization:
         return self._prepared(step) if self.prepares_steps else self.optimizers
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
-        strategy, trainer = self.run.strategy, self.trainer
+        strategy, trainer, shares = self.run.strategy, self.trainer, self.run.metrics.shares
+        self.run.metrics.leave_turns(step.samples)
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
                 strategy.unscale(optimizer)
@@ -98,6 +103,9 @@ class Optimization:
                 self.task.configure_gradient_clipping(
                     optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
                 )
+            if shares:  # once a step, and before any of its updates
+                self.run.metrics.share_step()
+                shares = False
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
             else:
@@ -118,7 +126,7 @@ class Optimization:
         for config in self.schedulers:
             if config.is_due(interval, count):
                 if config.reduce_on_plateau and interval == "step":
-                    self.trainer.callback_metrics.update(self.run.metrics.reduce_step().tensors())
+                    self.trainer.callback_metrics.update(self.run.metrics.newest_values().tensors())
                 metric = self._monitored(config) if config.reduce_on_plateau else None
                 if metric is not None or not config.reduce_on_plateau:
                     self.task.lr_scheduler_step(config.scheduler, metric)

@@ -131,7 +131,7 @@ class Run:
         """How the types of weights differ from the checkpoint's."""
         self.hooks = Hooks(trainer, self.task, [])
         self.layout = Layout(1, 1)
-        self.metrics = Metrics(self.strategy, 1, 1, self.task)
+        self.metrics = Metrics(self.strategy, 1, self.task)
         self.agreement = Agreement(self.strategy, 1, 0, 0.0)
         self.preemption = Preemption(self)
         self.watchdog = Watchdog(self)
@@ -205,6 +205,7 @@ class Run:
         What these callbacks log then counts for nothing.
         """
         if turn is not None:
+            self.metrics.return_to_turn(turn.replica, turn.samples)
             for hook in self.hooks["on_train_batch_end"]:
                 hook(outputs, batch, turn.batch_idx)
             return
@@ -221,9 +222,24 @@ class Run:
             for logger in self.trainer.loggers:
                 logger.log_metrics(self.point[1], self.point[0])
 
-    def reduce_step(self) -> Reduced:
-        """Return the newest step's values over all replicas."""
-        reduced = self.metrics.reduce_step()
+    def log_point(self) -> Reduced:
+        """Return the newest step's values over all replicas, and agree as `Trainer.agree` does.
+
+        Where the same ranks do both it is one collective: losses, names, values, and whether to stop. Raises
+        NonFiniteError, on every rank, if a loss since the last look was not finite.
+        """
+        self.strategy.timeouts.end_startup()
+        checks, agreement, step = self.trainer.nan == "raise", self.agreement, self.state.global_step
+        together = self.strategy.data_ranks is self.strategy
+        words = agreement.words(step, self.trainer.should_stop, self.preemption.signal) if together else []
+        try:
+            reduced, highest = self.metrics.log_point(checks, words)
+        except NonFiniteError as error:
+            raise explained(self, error) from None
+        if together:
+            agreement.settle(step, highest)
+        else:
+            self.trainer.agree()
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
         return reduced
@@ -250,7 +266,7 @@ class Run:
     def meet(self) -> None:
         """Let the ranks agree between two steps; end the run where one of them was told to."""
         self.strategy.timeouts.end_startup()
-        self.trainer.agree()
+        self.agreement.meet(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
         self.preemption.stop_if_agreed()
         self.membership.heed(self.agreement.roster)
 
@@ -265,6 +281,12 @@ class Run:
             self.count_epoch()
         self.hooks.call("on_train_start")
         self.trainer.agree()
+
+    def call_epoch_start(self) -> None:
+        """Call the hooks that begin an epoch; where one goes on, what they log of it is in its sums already."""
+        self.metrics.muted = self.state.epoch_steps > 0
+        self.hooks.call("on_train_epoch_start")
+        self.metrics.muted = False
 
     def end_training(self) -> None:
         """Tell everyone that training is over."""
@@ -289,6 +311,8 @@ class Run:
         name = f"on_{word}_epoch_end"
         if self.hooks[name]:
             self._show(self.metrics.reduce_epoch(keep=True))
+        if word == "train":
+            self.metrics.begin_closing()
         (self.hooks.call_early if word == "train" else self.hooks.call)(name)
 
     def _show(self, reduced: Reduced) -> None:

@@ -16,6 +16,13 @@ AVERAGED = ("mean", "metric")
 """A metric's value for one batch is averaged over the batches of a step; its value for an epoch is its own affair."""
 
 
+Description = tuple[Any, ...]
+"""What makes a series, as others are told: name, kind, on_step, on_epoch, prog_bar, to_loggers, path, alone.
+
+`path` is where the task holds its metric, None where it has none.
+"""
+
+
 @dataclass(slots=True)
 class Series:
     """The values logged under one name in one stage."""
@@ -39,8 +46,11 @@ class Series:
     step_at: int = -1
     in_step: bool | None = None
     """Whether steps log it, or what is called between them; None where that is not known yet."""
+    closing: dict[int, list[float]] = field(default_factory=dict)
+    """The same for what hooks at the end of the epoch logged, which counts only if the epoch ends there."""
     alone: bool = False
     """Whether it is replica 0's own affair (`rank_zero_only`): shown, but no metric of the run."""
+    description: Description = ()
 
 
 @dataclass
@@ -98,11 +108,31 @@ def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: flo
     entry[1] += weight
 
 
+def joined(kind: str, sums: dict[int, list[float]], more: dict[int, list[float]]) -> dict[int, list[float]]:
+    """Return sums by replica with `more` added to them."""
+    if not more:
+        return sums
+    found = {replica: list(entry) for replica, entry in sums.items()}
+    for replica, (value, weight) in more.items():
+        entry = found.get(replica)
+        if entry is None:
+            found[replica] = [value, weight]
+        else:
+            entry[0] = (
+                min(entry[0], value) if kind == "min" else max(entry[0], value) if kind == "max" else entry[0] + value
+            )
+            entry[1] += weight
+    return found
+
+
 def total(kind: str, sums: dict[int, list[float]]) -> float:
     """Return what the sums of all replicas come to, added up in the order of the replicas."""
     entries = [sums[replica] for replica in sorted(sums)]
     values = [value for value, _ in entries]
     if kind in AVERAGED:
+        value, weight = entries[0] if entries else (0.0, 0.0)
+        if weight and entries.count(entries[0]) == len(entries):
+            return value / weight  # what each process logs alike, as hooks of an epoch do: the same for any number
         weight = sum(weight for _, weight in entries)
         return sum(values) / weight if weight else float("nan")
     if kind == "sum":

@@ -21,7 +21,7 @@ from .errors import TaskError
 from .torch_private import reductions_of, set_synced, set_updates, updates_of
 
 if TYPE_CHECKING:
-    from .metrics import Collectives
+    from .exchange import Collectives
 
 OPERATIONS = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 MERGED_EARLY = ("sum", "max", "min")
@@ -41,14 +41,16 @@ def is_metric(value: Any) -> bool:
 class MetricStates:
     """The metrics of a task. With `by_replica` each replica has states of its own, which take turns in the metrics."""
 
-    def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool) -> None:
-        """`replicas` are those of this process."""
+    def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool, shared: bool = False) -> None:
+        """`replicas` are those of this process; with `shared` it also keeps what others told it of theirs."""
         self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
-        self.replicas, self.by_replica = list(replicas), by_replica
+        self.replicas, self.by_replica, self.shared = list(replicas), by_replica, shared
         self.taking_turns = by_replica and bool(self.by_path)
         self.apart: set[str] = set()
         """The metrics for whose sake all take turns until those are read, also without `by_replica`."""
         self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
+        self.told: set[str] = set()
+        """The metrics of which others were told, where they are."""
         self.replica: int | None = None
         self.together: dict[str, int] = {}
         """While metrics stand for all replicas: how many updates each one stands for."""
@@ -89,7 +91,7 @@ class MetricStates:
         """Return copies of all states of this process, by path and replica, which `restore` takes back."""
         if self.taking_turns:
             self.put_aside()
-            return {path: {r: copied(states) for r, states in kept.items()} for path, kept in self.kept.items()}
+            return {path: {r: copied(kept[r]) for r in kept if r in self.replicas} for path, kept in self.kept.items()}
         found: dict[str, dict[int, States]] = {}
         for path, metric in self.with_states.items():
             own = {name: getattr(metric, name) for name in reductions_of(metric)}
@@ -100,7 +102,12 @@ class MetricStates:
         """Put the states back that `snapshot` returned."""
         if self.taking_turns:
             self._part()
-            self.kept, self.replica = snapshot, None
+            for path, own in snapshot.items():
+                others = {
+                    replica: states for replica, states in self.kept[path].items() if replica not in self.replicas
+                }
+                self.kept[path] = {**others, **own}
+            self.replica = None
             return
         for path, metric in self.with_states.items():
             load_states(metric, snapshot[path][0])
@@ -160,11 +167,37 @@ class MetricStates:
         paths = [path for path in found if path is not None and path in self.with_states]
         if self.taking_turns:
             self.put_aside()
-            own = {path: self.kept[path] for path in paths}
+            own = {path: self._own(path) for path in paths}
         else:
             own = {path: {self.replicas[0]: states_of(self.by_path[path])} for path in paths}
         ranks = collectives.gather_objects(own)
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
+
+    def _own(self, path: str) -> dict[int, States]:
+        return {replica: states for replica, states in self.kept[path].items() if replica in self.replicas}
+
+    def own(self) -> dict[str, dict[int, States]]:
+        """Return the states of this process's replicas, of every metric that has some or had some; turns go on."""
+        if not self.taking_turns:
+            return {}
+        replica = self.replica
+        self.put_aside()
+        self.replica = replica
+        found = {path: self._own(path) for path in self.kept}
+        self.told |= {path for path, own in found.items() if any(states[COUNT] for states in own.values())}
+        return {path: own for path, own in found.items() if path in self.told}
+
+    def accept(self, states: Mapping[str, Mapping[int, States]]) -> None:
+        """Keep what another process told of its replicas, or this one of its own."""
+        for path, others in states.items():
+            self.kept[path] |= {replica: own for replica, own in others.items() if replica not in self.replicas}
+
+    def all(self) -> dict[str, dict[int, States]]:
+        """Return what is known of every replica's states, by path and replica."""
+        replica = self.replica
+        self.put_aside()
+        self.replica = replica
+        return {path: dict(kept) for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values())}
 
     def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
         """Take over this process's part of what `gather` returned, on any number of processes.
@@ -181,7 +214,7 @@ class MetricStates:
         self.taking_turns |= bool(self.apart)
         for path, states_of_all in saved.items():
             metric = self.by_path[path]
-            own = {replica: states for replica, states in states_of_all.items() if replica in self.replicas}
+            own = {r: states for r, states in states_of_all.items() if self.shared or r in self.replicas}
             if self.taking_turns:
                 self.kept[path] = own
             elif own:

@@ -182,7 +182,7 @@ class Trainer(TrainerView):
             build.make_loaders(run)
         run.metrics.open("train", fresh=False)
         seed_generators(mix(state.seed, EPOCH, state.epoch))
-        run.hooks.call("on_train_epoch_start")
+        run.call_epoch_start()
         if state.epoch_steps and run.validation_is_due():
             self.validate_now()
 
@@ -230,11 +230,9 @@ class Trainer(TrainerView):
         run, state = self.current_run, self.state
         if state.logged_at == state.global_step:
             return
-        run.check_losses()
-        reduced = run.reduce_step()
+        reduced = run.log_point()
         state.logged_at = state.global_step
         self.publish(reduced)
-        self.agree()
 
     def publish(self, reduced: Reduced) -> None:
         """Hand reduced values to whoever looks at them."""

@@ -49,6 +49,8 @@ class Saver:
             if trainer.training and step and step % trainer.log_every_n_steps == 0:
                 trainer.log_step()
             require_finite(trainer.current_run)
+            if trainer.current_run.metrics.shares:
+                trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)
             if trainer.is_global_zero:
                 for logger in trainer.loggers:

@@ -52,10 +52,18 @@ class Agreement:
 
         Every rank calls it after the same step. Once a signal or another roster is known, the next one is due at once.
         """
+        words = self.words(step, wish, signal)
+        self.settle(step, words if self.processes == 1 else self._highest(*words))
+
+    def words(self, step: int, wish: bool, signal: int = 0) -> list[float]:
+        """Return what this rank says where they meet; what `settle` takes is the highest of each number of any rank."""
         now = time.monotonic()
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
-        own = float(wish), float(signal), now - self._started, pace, float(self.newest())
-        stop, signal_of_any, self.elapsed, pace, roster, *said = self._highest(*own, *self.speak())
+        return [float(wish), float(signal), now - self._started, pace, float(self.newest()), *self.speak()]
+
+    def settle(self, step: int, highest: Sequence[float]) -> None:
+        """Take over what the ranks have agreed on after `step`."""
+        stop, signal_of_any, self.elapsed, pace, roster, *said = highest
         changed = 0 < self.roster < int(roster)  # to be heeded between two steps, and not where a point is logged
         self.stop, self.signal, self.roster = bool(stop), int(signal_of_any), int(roster)
         self._steps_between = _interval(pace, self._steps_between)

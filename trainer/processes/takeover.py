@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PARCEL_BYTES = 64 << 20
 """How much of a state travels at once."""
 
-Progress = tuple[int, int, bool, int, int]
+Progress = tuple[int, int, bool, int, int, int]
 Point = tuple[int, dict[str, float]]
 
 
@@ -39,7 +39,8 @@ class Standing:
     whole: bool
     """Whether its weights and its loop state belong together."""
     progress: Progress
-    """Step, epoch, whether the epoch has ended, and the steps of the newest validation and of the newest point."""
+    """Step, epoch, whether the epoch has ended, the steps of the newest validation and of the newest point, and how
+    often logged values were shared: who did that once more has them, also those of ranks that did not come so far."""
     epoch_steps: int
     elapsed: float
     stop: bool
@@ -53,7 +54,8 @@ class Standing:
     def of(cls, run: "Run", whole: bool) -> "Standing":
         """Look where this process stands."""
         state = run.state
-        progress = (state.global_step, state.epoch, state.epoch_ended, state.validated_at, state.logged_at)
+        counted = state.global_step, state.epoch, state.epoch_ended
+        progress = (*counted, state.validated_at, state.logged_at, run.metrics.exchanges)
         elapsed, stop = run.agreement.now(), run.agreement.stop
         first_step = run.preemption.first_step
         return cls(whole, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.point, first_step)
@@ -70,7 +72,6 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
         run.preemption.leave_evaluation()
     layout = Layout(run.state.replicas, place.world_size)
     strategy.regroup(place, layout)
-    metrics.processes, metrics.most_replicas = place.world_size, layout.replicas  # sums are still where they were
     own = Standing.of(run, whole)
     standings: list[Standing] = strategy.gather_objects(own)
     source = max(range(len(standings)), key=lambda rank: (standings[rank].whole, standings[rank].progress, -rank))
@@ -82,10 +83,7 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
     if own.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
         metrics.forget_epoch()
     behind = [one.progress != newest.progress or not one.whole for one in standings]
-    if any(behind) and not behind[place.rank]:
-        saved = contents.contents(trainer, weights_only=False)
-    else:
-        saved = {"metrics": metrics.state_dict()}  # its collectives are those of `contents`
+    saved = contents.contents(trainer, weights_only=False) if any(behind) and not behind[place.rank] else {}
     if any(behind):
         saved = spread(saved, source, place.rank)
     # Nothing is communicated from here on, until all of it is taken over.
@@ -93,12 +91,11 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
     metrics.take_replicas(place.world_size, layout.owned(place.rank))
     if behind[place.rank]:
         _load(run, saved)
-    else:
-        metrics.load_state_dict(saved["metrics"], layout.owned(place.rank))
     _stand_at(run, place, newest)
     if opens_loggers:
         build.open_loggers(run)
-    if place.rank == 0 and newest.point is not None and newest.point[0] == run.state.global_step:
+    wrote = own.point == newest.point and not opens_loggers
+    if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:
         for logger in trainer.loggers:  # the one that wrote them may have gone before it did
             logger.log_metrics(newest.point[1], newest.point[0])
 
@@ -128,6 +125,7 @@ def _stand_at(run: "Run", place: Place, newest: Standing) -> None:
     sources = [run.training_data, *(source for data in run.evaluations.values() for source in data.sources)]
     for source in sources:
         source.dealing = replace(source.dealing, layout=run.layout, process=place.rank)
+    run.metrics.exchanges = newest.progress[-1]
     run.metrics.open("train", fresh=False)
 
 

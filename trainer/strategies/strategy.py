@@ -13,8 +13,8 @@ from ..blocks import Recomputing
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
 from ..errors import ConfigError, TaskError
+from ..exchange import Collectives
 from ..finite import are_finite
-from ..metrics import Collectives
 from ..outputs import describe_bad_loss
 from ..precision import Precision, nothing
 from ..processes.board import Terms
