@@ -140,8 +140,10 @@ class Checkpoint(Retention):
         Raises ConfigError where a run that begins anew would write over another one's.
         """
         self.find_folder(trainer)
-        if self._given is not None and trainer.global_step == 0 and not trainer.fast_dev_run:
-            self._refuse_anothers(trainer)
+        if self.dirpath is not None and self._given is not None and not trainer.fast_dev_run:
+            trainer.saver.hold_for_all(self.dirpath)
+            if trainer.global_step == 0:
+                self._refuse_anothers(trainer)
         self.scores = trainer.broadcast(self._present(trainer))
         # where nothing is trained, nothing is saved
         self._newest_step = trainer.global_step
@@ -211,6 +213,8 @@ class Checkpoint(Retention):
         if self.dirpath is None:
             return
         trainer.saver.wait()
+        if self._given is not None:
+            trainer.saver.hold_for_all(self.dirpath, patient=True)
         present = self._present(trainer)
         spoilt = self._wanted_step == trainer.global_step and f"step-{trainer.global_step:08d}" not in present
         newest = min(self._newest_step, trainer.global_step - 1) if spoilt else self._newest_step

@@ -76,6 +76,7 @@ def join(run: Run, request: Request) -> None:
     run.undo.enter_context(kernels.settings(trainer.deterministic or run.bitwise, trainer.detect_anomaly, threads))
     run.undo.callback(strategy.teardown)
     seed_generators(mix(trainer.seed))
+    run.undo.callback(trainer.saver.release)
     find_directory(run, request)
     run.membership.introduce()
     restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
@@ -160,14 +161,21 @@ def decide_directory(trainer: "Trainer", request: Request) -> tuple[Path | None,
     """Return the run directory, made if need be, and the checkpoint to start from."""
     root = Path(trainer.default_root_dir)
     if isinstance(request.resume, StoredRun):
+        assert request.resume.directory is not None
+        trainer.saver.hold(request.resume.directory, request.stage)
         found, source = request.resume.to_resume()
+        if found is None:
+            trainer.saver.release(request.resume.directory)
     else:
-        found, source = run_directory.find(root, trainer.run_name, named_checkpoint(trainer, request.resume))
+        resume = named_checkpoint(trainer, request.resume)
+        found, source = run_directory.find(root, trainer.run_name, resume, trainer.saver)
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request)
     directory = trainer.run_dir or found
     if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
         directory = run_directory.create(root, trainer.run_name)
+    if directory is not None and trainer.given_dir is None:  # else whoever gave it holds it, or it is a trial's
+        trainer.saver.hold(directory, request.stage)
     return directory, source
 
 
@@ -198,6 +206,7 @@ def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path 
 def build(run: Run) -> None:
     """Call the set-up hooks, place the task, make loaders and optimizers, and take over the checkpoint."""
     trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
+    trainer.saver.attend(trainer.run_dir)
     task.trainer = trainer
     if run.datamodule is not None:
         run.datamodule.trainer = trainer

@@ -5,11 +5,16 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint
+from .run_lock import is_left_by_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
 from .run_names import CONFIG, VERSION, fault_of_name
+
+if TYPE_CHECKING:
+    from .saver import Saver
 
 log = logging.getLogger("legato")
 
@@ -72,7 +77,24 @@ def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
     return None
 
 
-def find(root: Path, name: str, resume: str | Path | None) -> tuple[Path | None, Path | None]:
+def newest_held(root: Path, name: str, saver: "Saver") -> tuple[Path, Path] | None:
+    """Return what `newest_checkpoint` does, with the directory held before anything is read in it.
+
+    Raises ConfigError where another run of this name writes to it, or to a newer one that has no checkpoint yet.
+    """
+    for directory in reversed(versions(root, name)):
+        if any((directory / CHECKPOINTS).glob("*step-*")) or is_left_by_training(directory):
+            saver.hold(directory, "fit")
+            found = newest_in(directory)
+            if found is not None:
+                return directory, found
+            saver.release(directory)
+    return None
+
+
+def find(
+    root: Path, name: str, resume: str | Path | None, saver: "Saver | None" = None
+) -> tuple[Path | None, Path | None]:
     """Return the directory and the checkpoint that `resume` leads to; None for a new directory, or for no checkpoint.
 
     "auto" goes on in the newest run directory of this name that holds a whole checkpoint, if there is one. A path (a
@@ -81,7 +103,7 @@ def find(root: Path, name: str, resume: str | Path | None) -> tuple[Path | None,
     if resume is None:
         return None, None
     if resume == "auto":
-        found = newest_checkpoint(root, name)
+        found = newest_checkpoint(root, name) if saver is None else newest_held(root, name, saver)
         if found is None:
             log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", root / name)
         return found if found is not None else (None, None)

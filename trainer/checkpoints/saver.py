@@ -6,13 +6,14 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
 from ..finite import require_finite
 from . import checkpoint, manifest
 from .background import Writer
-from .commit import Owner, remove
+from .commit import Owner, make_folder, remove
 from .contents import contents, left_by_workers
 from .progress import SAVES
+from .run_lock import RunLock
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -32,6 +33,48 @@ class Saver:
         self.writer = Writer()
         self.run_id = ""
         """The identity of the run, in the manifest of each of its checkpoints. A resume keeps it."""
+        self.locks: dict[Path, RunLock] = {}
+        """Of the folders that this process may write to."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave here what writes and what is held, when the trainer travels to another process."""
+        return {"trainer": self.trainer, "writer": Writer(), "run_id": self.run_id, "locks": {}}
+
+    # --- the right to write -----------------------------------------------------------------------------------------
+    def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
+        """Let no other run write to a folder, until `release`; raises ConfigError where another one does."""
+        folder = folder.resolve()
+        if folder not in self.locks:
+            lock = RunLock(folder, stage)
+            lock.take(patient)
+            self.locks[folder] = lock
+
+    def attend(self, folder: Path | None) -> None:
+        """Be known as one of the processes of the run that writes to a folder, where this one does not hold it."""
+        if folder is not None and (folder := folder.resolve()) not in self.locks:
+            self.locks[folder] = RunLock(folder, "rank")
+            self.locks[folder].attend()
+
+    def hold_for_all(self, folder: Path, patient: bool = False) -> None:
+        """Hold one more folder on rank 0, which may be another process than before; every rank calls it."""
+        problem = None
+        if not self.trainer.is_global_zero:
+            self.release(folder)
+        else:
+            try:
+                make_folder(folder)
+                self.hold(folder, "fit", patient)
+            except (ConfigError, OSError) as error:
+                problem = str(error)
+        problem = self.trainer.broadcast(problem)
+        if problem is not None:
+            raise ConfigError(problem)
+
+    def release(self, *folders: Path) -> None:
+        """Let others write to these folders, by default to all."""
+        for folder in [one.resolve() for one in folders] or list(self.locks):
+            if folder in self.locks:
+                self.locks.pop(folder).release()
 
     # --- saving -----------------------------------------------------------------------------------------------------
     def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
@@ -62,6 +105,8 @@ class Saver:
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
         writers, owner = self.trainer.strategy.writers, Owner(self.run_id, self._owns(path.parent))
         ranks = checkpoint.ALONE if writers is None else writers
+        for lock in self.locks.values():
+            lock.check()
         if asynchronous:
             self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the one before, and raises its error
             return

@@ -76,14 +76,14 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
     node = 0 if elastic is not None else launch.node_rank(trainer.num_nodes)
-    if node > 0:  # node 0 decides for all, and speaks for all
-        trainer.strategy.place = launch.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
-    elif elastic is None or elastic.join is None:
-        trainer.run_dir, source = build.decide_directory(trainer, request)
-    before, trainer.given_dir = trainer.given_dir, trainer.run_dir
-    trainer.run = None  # the workers make their own
+    before, trainer.run = trainer.given_dir, None  # the workers make their own
     processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:
+        if node > 0:  # node 0 decides for all, and speaks for all
+            trainer.strategy.place = launch.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
+        elif elastic is None or elastic.join is None:
+            trainer.run_dir, source = build.decide_directory(trainer, request)
+        trainer.given_dir = trainer.run_dir
         task = partial(work, trainer, request, source)
         if elastic is not None:
             outcome = launch.run_elastic(task, processes, elastic, max_restarts=trainer.max_restarts, grace=grace)
@@ -93,6 +93,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             )
     finally:
         trainer.given_dir = before
+        trainer.saver.release()
     if outcome is None:  # another launcher's processes have brought the run to its end, and have its result
         return None
     if outcome.parts is None and outcome.weights:

@@ -1,0 +1,350 @@
+"""RunLock: at most one run at a time writes to a folder, and one that has died does not keep it.
+
+The holder has an exclusive `flock` on `.lock` in the folder, which says who it is: host, process, start time. The
+system drops the flock with the process, however it ends. Other processes of the same run (workers that it has started,
+further ranks) have a shared one on `.lock-ranks`, so that the next holder waits until none of a dead run's is left.
+
+On a network file system a flock may hold within one machine only, or not be had at all. There the holder touches the
+file every few seconds, and who finds another machine's name in it looks on for a while whether that goes on; without
+flock, the process itself is looked for where it is one of this machine.
+"""
+
+import errno
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ..errors import CheckpointError, ConfigError
+
+if sys.platform != "win32":
+    import fcntl
+
+log = logging.getLogger("legato")
+
+LOCK, RANKS = ".lock", ".lock-ranks"
+BEAT = 5.0
+"""Seconds between two signs of life, where they are needed."""
+SILENCE = 30.0
+"""Seconds without one after which a run on another machine counts as dead."""
+MOMENT = 1.0
+"""Seconds in which a holder that is about to end may do so."""
+ENDING = 5.0
+"""Seconds in which the system drops what a killed process had, and in which its workers end."""
+CONTEST = 1.0
+"""Seconds after which the last of several that have written their name without flock is the holder."""
+GLANCE = 0.05
+LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "ramfs", "bcachefs", "jfs", "apfs"}
+"""File systems that one machine has for itself."""
+
+
+class RunLock:
+    """The right to write to a folder, from `take` to `release`.
+
+    The files are open in this process only: a child that is forked closes them, and one that is started has none.
+    """
+
+    open_files: ClassVar[Any] = weakref.WeakSet()
+    watches_forks: ClassVar[bool] = False
+
+    def __init__(self, folder: Path, stage: str) -> None:
+        self.folder, self.path, self.stage = folder, folder / LOCK, stage
+        self.shared = not is_local(folder)
+        """Whether other machines may see the folder."""
+        self.record: dict[str, Any] = {}
+        """What the holder has written into the file; {} where this is none."""
+        self._file: int | None = None
+        self._over = threading.Event()
+        self._beating: threading.Thread | None = None
+
+    # --- the holder -------------------------------------------------------------------------------------------------
+    def take(self, patient: bool = False) -> None:
+        """Take the lock; `patient`: give a holder that is alive a moment to let go.
+
+        Raises ConfigError that names the holder, where there is one.
+        """
+        began = time.monotonic()
+        while self._file is None:
+            try:
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except OSError as error:
+                raise ConfigError(f"{self.folder} cannot be written to: {error.strerror}.") from error
+            try:
+                if self._try(file, patient, time.monotonic() - began):
+                    self._file = file
+            finally:
+                if self._file is None:
+                    os.close(file)
+                    time.sleep(GLANCE)
+        _watch_forks()
+        self.open_files.add(self)
+        self._wait_for_ranks()
+        if self.shared:
+            self._over.clear()
+            self._beating = threading.Thread(target=self._beat, name="legato-lock", daemon=True)
+            self._beating.start()
+
+    def _try(self, file: int, patient: bool, waited: float) -> bool:
+        """Return whether the lock is this one's now; False: look again, the holder is on its way out."""
+        locked = _flock(file, "exclusive")
+        holder = _read(file)
+        if locked is False:
+            exists = _exists(holder) if holder else False
+            if exists is None and self.shared and not self._beats(file, holder):
+                if _is_at(file, self.path):  # its machine has died, and the server does not know yet
+                    self.path.unlink(missing_ok=True)
+            elif waited > (MOMENT if exists is not False and not patient else ENDING):
+                raise ConfigError(self._refusal(holder))
+            return False
+        if not _is_at(file, self.path):
+            return False  # the holder has ended and taken the file away
+        if holder and self._lives(holder, file, bool(locked)):
+            raise ConfigError(self._refusal(holder))
+        self.record = _own_record(self.stage)
+        os.ftruncate(file, 0)
+        os.pwrite(file, json.dumps(self.record).encode(), 0)
+        if locked is None:
+            os.fsync(file)
+            time.sleep(CONTEST)
+            if (winner := _read_path(self.path)) != self.record:
+                raise ConfigError(self._refusal(winner))
+        return True
+
+    def _lives(self, holder: dict[str, Any], file: int, locked: bool) -> bool:
+        """Return whether the holder that a file names is at work, where the flock does not tell."""
+        here = holder.get("boot") == _boot() if holder.get("boot") else holder.get("host") == socket.gethostname()
+        if locked and (here or not self.shared):
+            return False
+        exists = _exists(holder)
+        if exists is not None:
+            return exists
+        return self._beats(file, holder)
+
+    def _beats(self, file: int, holder: dict[str, Any]) -> bool:
+        """Look on for a while; return whether the holder, on another machine, gives a sign of life."""
+        log.info(
+            "%s names process %s on %s; looking on for up to %g s whether it is at work.",
+            self.path, holder.get("pid"), holder.get("host"), SILENCE,
+        )  # fmt: skip
+        seen, deadline = os.fstat(file).st_mtime_ns, time.monotonic() + SILENCE
+        while time.monotonic() < deadline:
+            time.sleep(GLANCE)
+            try:  # opened anew, since a network file system looks at its server then
+                again = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return False
+            changed = os.fstat(again).st_mtime_ns != seen
+            os.close(again)
+            if changed:
+                return True
+        return False
+
+    def _refusal(self, holder: dict[str, Any]) -> str:
+        who = "another run"
+        if holder:
+            stage, since = holder.get("stage"), holder.get("since")
+            who = f"process {holder.get('pid')} on {holder.get('host')} ({stage}, since {since})"
+        return (
+            f"{self.folder} is being written to by {who}; nothing was changed. Wait until it ends, or end it; for a "
+            f"run beside it set another run.name, or leave resume out."
+        )
+
+    def check(self) -> None:
+        """Raise CheckpointError where another run has taken the lock in spite of this one."""
+        if self._file is None or not self.record:
+            return
+        if not self.path.exists() and self.folder.is_dir():  # somebody has tidied up
+            self.release()
+            try:
+                self.take()
+            except ConfigError as error:
+                raise CheckpointError(str(error)) from error
+        elif (found := _read_path(self.path)) != self.record:
+            raise CheckpointError(f"This run has lost its folder: {self._refusal(found)}")
+
+    def release(self) -> None:
+        """Give the folder free."""
+        self._over.set()
+        if self._beating is not None:
+            self._beating.join()
+            self._beating = None
+        if self._file is not None:
+            if self.record and _is_at(self._file, self.path) and _read(self._file) == self.record:
+                self.path.unlink(missing_ok=True)
+                (self.folder / RANKS).unlink(missing_ok=True)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file in this process."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            file = self._file
+            if file is None:
+                return
+            try:
+                os.utime(file)
+            except OSError:
+                return
+
+    # --- the other processes of its run -----------------------------------------------------------------------------
+    def attend(self) -> None:
+        """Be known as a process of the holder's run until `release`; where that cannot be, it is not known."""
+        path = self.folder / RANKS
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return
+        if _flock(file, "shared") is not True:
+            os.close(file)
+            return
+        self._file, self.path = file, path
+        _watch_forks()
+        self.open_files.add(self)
+
+    def _wait_for_ranks(self) -> None:
+        """Wait until no process of a run before this one is left; they end with it, but some a moment later."""
+        path, deadline = self.folder / RANKS, time.monotonic() + ENDING
+        if not path.exists():
+            return
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            while _flock(file, "exclusive") is False:
+                if time.monotonic() > deadline:
+                    self.release()
+                    raise ConfigError(
+                        f"{self.folder}: processes of a run that has died are still at work there. End them first."
+                    )
+                time.sleep(GLANCE)
+            path.unlink(missing_ok=True)
+        finally:
+            os.close(file)
+
+
+def _watch_forks() -> None:
+    """Let children that are forked from now on close what is open: else they would keep a dead one's lock."""
+    if not RunLock.watches_forks and hasattr(os, "register_at_fork"):
+        RunLock.watches_forks = True
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    for lock in list(RunLock.open_files):
+        lock.close()
+
+
+def is_left_by_training(folder: Path) -> bool:
+    """Return whether a run that trains holds a folder, or died holding it."""
+    return bool(_read_path(folder / LOCK).get("stage") == "fit")
+
+
+def _flock(file: int, kind: str) -> bool | None:
+    """Return whether the lock is had; None where the file system has none."""
+    if sys.platform == "win32":
+        return None
+    try:
+        fcntl.flock(file, (fcntl.LOCK_EX if kind == "exclusive" else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
+    return True
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Return whether an open file still is the one at `path`."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except OSError:
+        return False
+
+
+def _read(file: int) -> dict[str, Any]:
+    """Return the holder that a file names; {} where it names none."""
+    try:
+        found = json.loads(os.pread(file, 4096, 0))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_path(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _own_record(stage: str) -> dict[str, Any]:
+    record = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "boot": _boot()}
+    return {**record, "space": _space(), "stage": stage, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+
+
+def _exists(holder: dict[str, Any]) -> bool | None:
+    """Return whether the process of a record is there; None where it is of another machine or container."""
+    pid, started = holder.get("pid"), holder.get("started")
+    if holder.get("host") != socket.gethostname() or holder.get("boot") != _boot() or holder.get("space") != _space():
+        return None
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # it is there, and somebody else's
+        return True
+    return _started(pid) == started and not _is_dead(pid)
+
+
+def _started(pid: int) -> str:
+    """Return when a process was started, in ticks since the system's start; "" where nobody says."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+def _is_dead(pid: int) -> bool:
+    """Return whether a process has ended and its parent has not asked how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (OSError, IndexError):
+        return False
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _space() -> str:
+    """Return the name of this process's space of process numbers."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def is_local(folder: Path) -> bool:
+    """Return whether only this machine sees a folder; True where the system does not say."""
+    try:
+        mounts = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    except OSError:
+        return True
+    real = os.path.realpath(folder)
+    best, kind = "", ""
+    for fields in mounts:
+        point = fields[4].encode().decode("unicode_escape")
+        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
+            best, kind = point, fields[fields.index("-") + 1]
+    return not kind or kind in LOCAL
