@@ -23,8 +23,8 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Print the table."""
-        if trainer.is_global_zero:
-            print(summarize(task, self.max_depth), flush=True)
+        if trainer.is_global_zero:  # else nothing need be counted
+            trainer.print(summarize(task, self.max_depth), flush=True)
 
 
 def summarize(task: "nn.Module", max_depth: int = 1) -> str:

@@ -115,7 +115,7 @@ class ProgressBar(Callback):
             ]
             if total != NEVER and pace > 0:
                 parts.append(f"eta {timedelta(seconds=round(max(total - step, 0) / pace))}")
-            print(*parts, metrics, file=sys.stderr, flush=True)
+            print(*parts, metrics, file=_stderr(), flush=True)
             self._next = self._next_line = now + SECONDS_BETWEEN_LINES
         self._mark = (now, trainer.global_step)
 
@@ -175,7 +175,7 @@ class ProgressBar(Callback):
             self._next_of_evaluation = time.monotonic() + SECONDS_BETWEEN_DRAWINGS
         else:
             of = "" if self._total is None else f"/{self._total}"
-            print(f"{self._word} batch {done}{of}", file=sys.stderr, flush=True)
+            print(f"{self._word} batch {done}{of}", file=_stderr(), flush=True)
             self._next_of_evaluation = time.monotonic() + SECONDS_BETWEEN_LINES
 
     def _close(self) -> None:
@@ -198,7 +198,14 @@ def _make_bar(**options: Any) -> "tqdm[Any]":
     _have_room_made(Bar.external_write_mode)
     known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     width = {"dynamic_ncols": True} if known else {"ncols": 80}
-    return Bar(file=sys.stderr, mininterval=0.0, miniters=0, **width, **options)
+    return Bar(file=_stderr(), mininterval=0.0, miniters=0, **width, **options)
+
+
+def _stderr() -> Any:
+    """Return stderr, which falls silent where nobody reads it any more."""
+    from ..trainer import messages
+
+    return messages.STDERR
 
 
 def _have_room_made(by: Any) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, LegatoError, did_you_mean
+from .messages import STDERR, STDOUT
 
 if TYPE_CHECKING:
     from .config.config import Config, Run
@@ -36,7 +37,7 @@ def fit(arguments: Sequence[str]) -> None:
         run = _build(config)
         run.trainer.fit(run.task, datamodule=run.data, resume=_resume(run))
         if run.trainer.is_global_zero:
-            print(summary(run.trainer))
+            print(summary(run.trainer), file=STDOUT, flush=True)
 
 
 def validate(arguments: Sequence[str]) -> None:
@@ -57,7 +58,7 @@ def predict(arguments: Sequence[str]) -> None:
         from .predictions import write_predictions
 
         folder = run.trainer.run_dir or Path(run.trainer.default_root_dir) / run.trainer.run_name
-        print(f"Predictions  {write_predictions(found, folder)}")
+        print(f"Predictions  {write_predictions(found, folder)}", file=STDOUT, flush=True)
 
 
 def show_config(arguments: Sequence[str]) -> None:
@@ -248,7 +249,7 @@ def _weights(run: "Run") -> Any:
 
 def _report(error: LegatoError, code: int) -> int:
     notes: list[str] = getattr(error, "__notes__", [])
-    print("\n".join([f"legato: {error}", *notes]), file=sys.stderr)
+    print("\n".join([f"legato: {error}", *notes]), file=STDERR, flush=True)
     return code
 
 

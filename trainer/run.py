@@ -219,8 +219,9 @@ class Run:
         """Write a point of the log, on rank 0."""
         self.point = (self.state.global_step, {**values, "epoch": self.state.epoch})
         if self.trainer.is_global_zero:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(self.point[1], self.point[0])
+            with self.trainer.saver.writing():
+                for logger in self.trainer.loggers:
+                    logger.log_metrics(self.point[1], self.point[0])
 
     def log_point(self) -> Reduced:
         """Return the newest step's values over all replicas, and agree as `Trainer.agree` does.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from .arguments import TrainerArguments
+from .messages import STDOUT
 from .optimizers import ManualOptimizer, SchedulerConfig
 from .state import State
 
@@ -282,6 +283,6 @@ class TrainerView(TrainerArguments):
         return self.strategy.broadcast(value)
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """Print on rank 0 only."""
+        """Print on rank 0 only; where nobody reads it any more, nothing happens."""
         if self.is_global_zero:
-            print(*arguments, **options)
+            print(*arguments, **{"file": STDOUT, **options})

@@ -4,12 +4,22 @@ import os
 import re
 from pathlib import Path
 
+from ..errors import ConfigError
+
 VERSION = re.compile(r"version_(\d+)")
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 """Where a run directory keeps the config that it was made from."""
 LONGEST = 255
 """Bytes of a file's name, on all usual file systems."""
+
+
+def gone(folder: Path) -> ConfigError:
+    """Return the error for a run directory that is not there any more."""
+    return ConfigError(
+        f"The run directory {folder} is gone: somebody has deleted or moved it. The run ends here; resume from a "
+        f"checkpoint that is left (resume=PATH), or begin anew."
+    )
 
 
 def fault_of_name(name: str) -> str | None:

@@ -1,8 +1,11 @@
 """Saver: the one owner of a trainer's saves. Nothing else writes, clears up or removes checkpoints of a run."""
 
+import errno
 import logging
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +17,15 @@ from .commit import Owner, make_folder, remove
 from .contents import contents, left_by_workers
 from .progress import SAVES
 from .run_lock import RunLock
+from .run_names import gone
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
 
 log = logging.getLogger("legato")
+
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOSPC)
+"""What the system says of a folder in which nothing can be written."""
 
 
 class Saver:
@@ -35,10 +42,12 @@ class Saver:
         """The identity of the run, in the manifest of each of its checkpoints. A resume keeps it."""
         self.locks: dict[Path, RunLock] = {}
         """Of the folders that this process may write to."""
+        self._run_dir: os.stat_result | None = None
+        """The run directory as it was found when the run began."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave here what writes and what is held, when the trainer travels to another process."""
-        return {"trainer": self.trainer, "writer": Writer(), "run_id": self.run_id, "locks": {}}
+        return {"trainer": self.trainer, "writer": Writer(), "run_id": self.run_id, "locks": {}, "_run_dir": None}
 
     # --- the right to write -----------------------------------------------------------------------------------------
     def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
@@ -51,6 +60,7 @@ class Saver:
 
     def attend(self, folder: Path | None) -> None:
         """Be known as one of the processes of the run that writes to a folder, where this one does not hold it."""
+        self._run_dir = None if folder is None else folder.stat()
         if folder is not None and (folder := folder.resolve()) not in self.locks:
             self.locks[folder] = RunLock(folder, "rank")
             self.locks[folder].attend()
@@ -76,6 +86,29 @@ class Saver:
             if folder in self.locks:
                 self.locks.pop(folder).release()
 
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Say which run directory cannot be written to, where something in this context fails by that."""
+        self.require_run_dir()
+        try:
+            yield
+        except OSError as error:
+            self.require_run_dir()
+            folder = self.trainer.run_dir
+            if folder is None or error.errno not in UNWRITABLE:
+                raise
+            raise ConfigError(f"The run directory {folder} cannot be written to: {error}.") from error
+
+    def require_run_dir(self) -> None:
+        """Raise ConfigError where somebody has deleted the run directory, moved it or put another in its place."""
+        folder = self.trainer.run_dir
+        if folder is None or self._run_dir is None:
+            return
+        with suppress(OSError):
+            if os.path.samestat(folder.stat(), self._run_dir):
+                return
+        raise gone(folder)
+
     # --- saving -----------------------------------------------------------------------------------------------------
     def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
         """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
@@ -96,8 +129,9 @@ class Saver:
                 trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)
             if trainer.is_global_zero:
-                for logger in trainer.loggers:
-                    logger.save()  # what a resume counts as logged must be on disk before the checkpoint that says so
+                with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
+                    for logger in trainer.loggers:
+                        logger.save()
             if trainer.strategy.writers is not None or trainer.is_global_zero:
                 self._write(path, found, asynchronous)
             trainer.strategy.barrier()
@@ -105,6 +139,8 @@ class Saver:
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
         writers, owner = self.trainer.strategy.writers, Owner(self.run_id, self._owns(path.parent))
         ranks = checkpoint.ALONE if writers is None else writers
+        if self.trainer.running:
+            self.require_run_dir()
         for lock in self.locks.values():
             lock.check()
         if asynchronous:

@@ -6,10 +6,14 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from ..checkpoints.run_names import gone
 from .logger import Logger
+
+log = logging.getLogger("legato")
 
 FILE_NAME = "metrics.jsonl"
 
@@ -55,6 +59,7 @@ class JSONLinesLogger(Logger):
         """Write the line of this step, or what it lacks of `metrics`. Does nothing before `open`."""
         if self._file is None:
             return
+        self._follow_path()
         values = {
             f"{name}_" if name in ("step", "time") else name: _json_value(value) for name, value in metrics.items()
         }
@@ -73,6 +78,20 @@ class JSONLinesLogger(Logger):
         # one system call, so that a kill leaves either the old line or the new one
         self._file.write(opening + json.dumps(self._line, allow_nan=False).encode())
         self._file.truncate()
+
+    def _follow_path(self) -> None:
+        """Begin the file anew, with a warning, where somebody has deleted or moved it; its folder must be there."""
+        assert self.path is not None
+        assert self._file is not None
+        with suppress(FileNotFoundError):
+            if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+                return
+        self._close()
+        if not self.path.parent.is_dir():
+            raise gone(self.path.parent)
+        self._file = self.path.open("w+b", buffering=0)
+        self._resume_step = None
+        log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self.path)
 
     def save(self) -> None:
         """Sync the file to the disk."""
@@ -121,7 +140,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
         os.fsync(new.fileno())
     os.replace(partial, path)
     if dropped:
-        logging.getLogger("legato").warning("%s: dropped %d line(s) that are no JSON record.", path, dropped)
+        log.warning("%s: dropped %d line(s) that are no JSON record.", path, dropped)
     return last, start, size
 
 

@@ -1,17 +1,22 @@
 """TensorBoardLogger: event files for TensorBoard, each point in them once, however often the run was resumed."""
 
+import logging
 import os
 import re
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.run_names import gone
 from .logger import Logger, NoExperiment
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("legato")
 
 
 class TensorBoardLogger(Logger):
@@ -86,6 +91,7 @@ class TensorBoardLogger(Logger):
         """Write the scalars of one point as one event, a quarter of the cost of five `add_scalar`; no repeats."""
         if self._writer is None:
             return
+        self._follow_folder()
         if not self._session_started:
             self._start_session()
         before = self._recorded if step == self._resume_step else ()
@@ -111,11 +117,15 @@ class TensorBoardLogger(Logger):
     def save(self) -> None:
         """Wait until every event is written."""
         if self._writer is not None:
+            self._follow_folder()
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
         """Write hyperparameters with final metrics and close the file. `experiment` opens a new one if it is used."""
         if self._writer is None or self._writer.file_writer is None:
+            return
+        if self._events is not None and not self._events.is_dir():
+            self._let_go()
             return
         self._start_session()
         absent = {name: value for name, value in self._final.items() if name not in self._points}
@@ -130,6 +140,30 @@ class TensorBoardLogger(Logger):
             self._add(experiment.value)
             self._add(end.value)
         self._writer.close()
+
+    def _follow_folder(self) -> None:
+        """Begin anew, with a warning, where somebody has deleted or moved the folder of the events.
+
+        Raises ConfigError where the whole run directory is gone. Tensorboard would write a traceback, on a thread.
+        """
+        if self._events is None or self._events.is_dir():
+            return
+        self._let_go()
+        if self._own is None and self._directory is not None and not self._directory.is_dir():
+            raise gone(self._directory)
+        log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self._events)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events.mkdir(parents=True)
+        self._writer, self._resume_step, self._session_started = SummaryWriter(str(self._events)), None, False
+
+    def _let_go(self) -> None:
+        """Leave the file whose folder is gone: tensorboard opens it by name for each write, on a thread."""
+        inner: Any = getattr(self._writer.file_writer.event_writer, "_async_writer", None)
+        if hasattr(getattr(inner, "_worker", None), "_record_writer"):
+            inner._writer = inner._worker._record_writer = NoExperiment()
+            with suppress(OSError):
+                self._writer.close()
 
     def _start_session(self) -> None:
         # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads the

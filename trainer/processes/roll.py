@@ -1,13 +1,13 @@
 """The roll: which processes a run has, on which nodes and devices, held against the config and said once."""
 
 import socket
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import ConfigError
+from ..messages import STDERR
 from .launch import Place
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def call_the_roll(strategy: "Strategy") -> None:
     own: Entry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
     entries = strategy.gather_objects(own)
     if place.rank == 0:
-        print(describe(entries, place, strategy.meeting), file=sys.stderr, flush=True)
+        print(describe(entries, place, strategy.meeting), file=STDERR, flush=True)
 
 
 def describe(entries: Sequence[Entry], place: Place, meeting: str) -> str:
