@@ -16,7 +16,7 @@ from tiny import Tiny, Validated, make_data, make_loader
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
 
-from legato.trainer.errors import ConfigError, DataError, HangError, LegatoError
+from legato.trainer.errors import ConfigError, DataError, DisagreementError, HangError, LegatoError
 from legato.trainer.processes.launch import warm_up
 
 TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
@@ -221,6 +221,21 @@ def test_a_start_up_in_which_nobody_answers(tmp_path):
     said += process.communicate(timeout=20)[1]
     assert process.returncode in (75, 128 + signal.SIGTERM)
     assert re.search(r"rank 1 waits for the other processes to meet it \(.*rendezvous.* at start-up", said), said
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_an_epoch_that_one_rank_leaves(trainer, ranks):
+    class Leaves(Tiny):
+        def on_train_batch_start(self, batch, batch_idx):
+            return -1 if batch_idx == 2 and self.global_rank in ranks else None
+
+    made = trainer(devices=2, strategy="ddp", max_epochs=2)
+    if ranks == [0, 1]:
+        made.fit(Leaves(), make_loader(48))
+        assert made.global_step == 4
+        return
+    with pytest.raises(DisagreementError, match=r"returned -1 on rank 1 at step 3 .*but rank 0 went on"):
+        made.fit(Leaves(), make_loader(48))
 
 
 def test_a_surplus_collective(trainer):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -172,6 +173,39 @@ def test_a_wakeup_descriptor_of_an_event_loop_hears_signals_too(trainer):
     os.close(reader)
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 3.0])
+def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, seconds):
+    """The server that workers are forked from is told, too."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert wait_until((tmp_path / "begun").exists, 60)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == RESUME_ME, errors
+    assert "Traceback" not in errors
+
+
+STARTS = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from tiny import Tiny, make_loader, make_trainer
+
+class Long(Tiny):
+    def __getstate__(self):
+        (Path({folder!r}) / "begun").touch()
+        return super().__getstate__() if hasattr(Tiny, "__getstate__") else self.__dict__
+
+if __name__ == "__main__":
+    make_trainer({folder!r}, strategy="ddp", devices=2, max_epochs=100000).fit(Long(), make_loader(32))
+"""
 TORCHRUN = """
 import sys
 sys.path.insert(0, {tests!r})
@@ -183,8 +217,6 @@ unanswered_run.run(Path({folder!r}), "library", 1, devices=2, strategy="ddp")
 
 def test_torchrun(tmp_path):
     """The agent passes SIGTERM on; the ranks end themselves, before the agent would kill them without a word."""
-    import subprocess
-
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN.format(tests=str(Path(__file__).parent), folder=str(tmp_path)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]

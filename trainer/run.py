@@ -182,6 +182,7 @@ class Run:
             if hook(batch, batch_idx) == -1:
                 self.epoch_skipped = True
         if self.epoch_skipped:
+            self.watchdog.require_all_leave(batch_idx)
             self.metrics.step = -2  # the step that had begun is none
             self.strategy.abandon_step()
         return self.epoch_skipped

@@ -60,6 +60,8 @@ class Watchdog:
         self.longest = 0.0
         """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
         self.reports = 0
+        self.left = ""
+        """The newest step at which this rank left an epoch."""
         self.succeeded = False
         """Whether the run is closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
@@ -106,6 +108,7 @@ class Watchdog:
             stalled = moment - since
             with suppress(RuntimeError):  # the store has gone, and with it the run: somebody else tells why
                 self._connect()
+                self._stay(stalled)
                 ends = self.begun and self.end_after is not None and stalled >= self.end_after
                 if ends or self._asks(stalled, "end"):
                     self._end(stalled)
@@ -115,6 +118,39 @@ class Watchdog:
                 elif self._asks(stalled, "failed"):
                     self._say(self._look(stalled), "failed")
                     self.done.wait(ANSWER)
+
+    def require_all_leave(self, batch_idx: int) -> None:
+        """Wait until every rank leaves the epoch at this step; raise DisagreementError where one stays in it.
+
+        One that stays waits in its backward for the others; its own watchdog sees that, and says so.
+        """
+        state, size = self.run.state, self._size
+        self._connect()
+        if self.store is None or size == 1 or self.run.strategy.elastic is not None:
+            return
+        topic = f"leave {state.epoch} {state.global_step}"
+        self.left = topic
+        self.store.set(f"{topic}/{self._rank}", "left")
+        self.store.set("leaving", topic)
+        ranks = [f"{topic}/{rank}" for rank in range(size)]
+        while not self.store.check(ranks):
+            if self.store.check([f"{topic}/stays"]):
+                others = [rank for rank, key in enumerate(ranks) if not self.store.check([key])]
+                raise DisagreementError(
+                    f"on_train_batch_start returned -1 on rank {self._rank} at step {state.global_step + 1} (batch_idx "
+                    f"{batch_idx}), but {name_ranks(others)} went on: {self.store.get(f'{topic}/stays').decode()}. All "
+                    f"ranks must leave an epoch together; decide by something that is the same on all of them."
+                )
+            time.sleep(0.01)
+
+    def _stay(self, stalled: float) -> None:
+        """Tell a rank that leaves the epoch that this one stays in it, where it does and waits for that rank."""
+        if stalled < LISTEN_AFTER or self.store is None or not self.store.check(["leaving"]):
+            return
+        topic = self.store.get("leaving").decode()
+        where, waits = describe(stack_of(self.watched), alone=False)
+        if waits and topic != self.left and topic.split()[2] == str(self.run.state.global_step):
+            self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
 
     def _asks(self, stalled: float, topic: str) -> bool:
         """Return whether another rank asks where this one is, where this one does not move either."""
