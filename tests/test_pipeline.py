@@ -48,6 +48,28 @@ def piped(**options):
 
 
 GPIPE, INTERLEAVED = {"schedule": "gpipe"}, {"schedule": "interleaved"}
+
+
+class Freezes(Chain):
+    """Freezes the parameters of its first blocks, or of its last, after the second step."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.net[self.blocks].requires_grad_(False)
+
+
+def freezes_first():
+    return Freezes(slice(0, 3))
+
+
+def freezes_last():
+    return Freezes(slice(3, 7))
+
+
 OF_TWO = [
     *((make, 1e-6, {}, {}) for make in (Chain, digits, sgd_text)),
     *((make, 1e-6, {**GPIPE, "micro_batches": 1}, {}) for make in (with_norm, sgd_text)),
@@ -55,6 +77,8 @@ OF_TWO = [
     (Chain, 1e-6, {"split": [2, 5], "micro_batches": 2}, {"replicas": 3}),
     (Chain, 1e-6, {**GPIPE, "micro_batches": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
     (Chain, 1e-6, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    (freezes_first, 1e-6, {}, {"gradient_clip_val": 0.05}),
+    (freezes_last, 1e-6, {}, {"gradient_clip_val": 0.05}),
     (sgd_text, 1e-6, GPIPE, {"activation_checkpointing": ["Block"]}),
     (Chain, 1e-3, {}, {"precision": "bf16-mixed"}),
     (Chain, 1e-3, {}, {"precision": "16-mixed", "gradient_clip_val": 0.5}),

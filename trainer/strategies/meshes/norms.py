@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from ...torch_private import unscale_each
 from .whole import local_of
 
+CPU = torch.device("cpu")
+
 
 def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the gradients of an optimizer's parameters."""
@@ -19,21 +21,28 @@ def gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def total_norm(gradients: Iterable[Tensor], ranks: int) -> Tensor:
+def device_of(optimizer: Optimizer) -> torch.device:
+    """Return the device of an optimizer's parameters, as far as this rank has them."""
+    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    return next((device for device in devices if device.type != "meta"), CPU)
+
+
+def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
     """Return the 2-norm of all gradients together, the same on each of `ranks` ranks, by one all-reduce.
 
     Every rank adds what it holds, divided by how many ranks hold the same: so parameters of several meshes, and plain
-    ones that each rank has whole, count once each. The gradients must not be partial sums.
+    ones that each rank has whole, count once each. The gradients must not be partial sums. `device`: where the ranks
+    meet if this one has no gradient.
     """
     shares: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         local = local_of(gradient)
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         shares.setdefault(local.device, []).append(norm.double().square() * (parts(gradient) / ranks))
-    if not shares:
-        return torch.zeros(())
-    total = sum(torch.stack(own).sum().to(next(iter(shares))) for own in shares.values())
-    assert isinstance(total, Tensor)
+    device = next(iter(shares), device)
+    total = torch.zeros((), dtype=torch.float64, device=device)  # with no gradient here, too: others may have some
+    for own in shares.values():
+        total += torch.stack(own).sum().to(device)
     dist.all_reduce(total)
     return total.sqrt().float()
 
@@ -53,7 +62,7 @@ def parts(tensor: Tensor) -> int:
 def clip_norm(optimizer: Optimizer, limit: float, ranks: int) -> Tensor:
     """Scale the gradients down where their norm is above `limit`; return the norm before."""
     gradients = gradients_of(optimizer)
-    norm = total_norm(gradients, ranks)
+    norm = total_norm(gradients, ranks, device_of(optimizer))
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
     for gradient in gradients:
         local = local_of(gradient)
