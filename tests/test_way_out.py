@@ -64,7 +64,7 @@ def test_two_processes(two_processes, point, fails):
 )
 def test_what_only_rank_0_has_fails(tmp_path, point, fails):
     before = state_of_process()
-    error = run(tmp_path, point, fails, strategy="ddp", devices=2)
+    error = run(tmp_path, point, fails, (0,), strategy="ddp", devices=2)
     said, notes = say(error)
     assert said == ("Users: the user's" if fails else "Injected: injected")
     assert not differences(before, state_of_process())

@@ -60,12 +60,12 @@ def failing(name: str) -> Callable[..., None]:
 class Wrong(Tiny):
     """Validates; its training_step fails where it is to."""
 
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, fails: bool, ranks: tuple[int, ...]) -> None:
         super().__init__()
-        self.fails = fails
+        self.fails, self.ranks = fails, ranks
 
     def training_step(self, batch, batch_idx):
-        if self.fails and batch_idx == 1:
+        if self.fails and batch_idx == 1 and self.global_rank in self.ranks:
             raise Users("the user's")
         self.log("loss", 0.0)
         return super().training_step(batch, batch_idx)
@@ -84,10 +84,10 @@ class Data(lg.DataModule):
         return make_loader(8)
 
 
-def run(folder: Path, point: str, fails: bool, **options: Any) -> BaseException | None:
+def run(folder: Path, point: str, fails: bool, ranks: tuple[int, ...] = (0, 1), **options: Any) -> BaseException | None:
     """Fit with a failure at `point`, and in training_step where it `fails`; return what reached the caller."""
     owner, _, name = point.partition(".")
-    task, data, logger = Wrong(fails), Data(), Memory()
+    task, data, logger = Wrong(fails, ranks), Data(), Memory()
     callback, saver = lg.Callback(), Checkpoint(every_n_train_steps=1)
     if owner == "background save":
         saver = Checkpoint(dirpath=folder / "taken", every_n_train_steps=1, asynchronous=True)
