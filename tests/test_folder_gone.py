@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,43 @@ def test_a_run_directory_that_is_gone_is_named(
     assert f"The run directory {lost[0]} is gone" in str(caught.value)
     assert len(capfd.readouterr().err.splitlines()) < 5
     assert not lost[0].exists() or "asynchronous" in options  # one may have been on its way
+
+
+def take_rights(run_dir: Path) -> None:
+    for path in [*run_dir.rglob("*"), run_dir]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+
+def run_without_rights(folder: Path) -> None:
+    """Run, as somebody who is not root, in a directory to which nobody may write from the seventh step on."""
+    train(folder / "before", lambda run_dir: None)  # what is imported as root is there
+    tempfile.tempdir = str(folder)
+    if os.geteuid() == 0:
+        os.setgid(65534)
+        os.setuid(65534)
+    for name, options in {"log": {}, "save": {"logger": False}}.items():
+        with pytest.raises(LegatoError) as caught:
+            train(folder / name, take_rights, **options)
+        said = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+        (folder / name / "said").write_text(said)
+
+
+def test_a_run_directory_without_rights_is_named() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # others than root cannot come to pytest's own
+        folder = Path(name)
+        for path in (folder, folder / "log", folder / "save"):
+            path.mkdir(exist_ok=True)
+            path.chmod(0o777)
+        process = Forked(run_without_rights, folder)
+        _, errors = process.communicate(100)
+        assert process.returncode == 0, errors
+        assert "Traceback" not in errors
+        where = "default/version_0"
+        said = (folder / "log" / "said").read_text()
+        assert f"The run directory {folder / 'log' / where} cannot be written to: no right to" in said
+        said = (folder / "save" / "said").read_text()
+        assert f"{folder / 'save' / where}/checkpoints/step-00000007 could not be written: Permission denied" in said
+        assert said.endswith(" ")  # and nothing failed after that
 
 
 def run_into_closed_pipe(folder: Path, devices: int) -> None:

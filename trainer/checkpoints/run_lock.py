@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -176,8 +177,9 @@ class RunLock:
             self._beating = None
         if self._file is not None:
             if self.record and _is_at(self._file, self.path) and _read(self._file) == self.record:
-                self.path.unlink(missing_ok=True)
-                (self.folder / RANKS).unlink(missing_ok=True)
+                with suppress(OSError):  # what stays there is nobody's, since the flock goes
+                    self.path.unlink(missing_ok=True)
+                    (self.folder / RANKS).unlink(missing_ok=True)
             self.close()
 
     def close(self) -> None:

@@ -22,6 +22,14 @@ def gone(folder: Path) -> ConfigError:
     )
 
 
+def unwritable(folder: Path, reason: object) -> ConfigError:
+    """Return the error for a run directory in which nothing can be written any more."""
+    return ConfigError(
+        f"The run directory {folder} cannot be written to: {reason}. The run ends here; see to its rights, or go "
+        f"on elsewhere from one of its checkpoints (resume=PATH, run.root)."
+    )
+
+
 def fault_of_name(name: str) -> str | None:
     """Say what keeps a run's name from being a folder below the root; None where nothing does."""
     parts = Path(name).parts

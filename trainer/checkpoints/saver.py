@@ -17,7 +17,7 @@ from .commit import Owner, make_folder, remove
 from .contents import contents, left_by_workers
 from .progress import SAVES
 from .run_lock import RunLock
-from .run_names import gone
+from .run_names import gone, unwritable
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -97,7 +97,7 @@ class Saver:
             folder = self.trainer.run_dir
             if folder is None or error.errno not in UNWRITABLE:
                 raise
-            raise ConfigError(f"The run directory {folder} cannot be written to: {error}.") from error
+            raise unwritable(folder, error.strerror) from error
 
     def require_run_dir(self) -> None:
         """Raise ConfigError where somebody has deleted the run directory, moved it or put another in its place."""

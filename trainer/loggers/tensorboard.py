@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.run_names import gone
+from ..checkpoints.run_names import gone, unwritable
 from .logger import Logger, NoExperiment
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class TensorBoardLogger(Logger):
         """Write hyperparameters with final metrics and close the file. `experiment` opens a new one if it is used."""
         if self._writer is None or self._writer.file_writer is None:
             return
-        if self._events is not None and not self._events.is_dir():
+        if self._events is not None and not os.access(self._events, os.W_OK):
             self._let_go()
             return
         self._start_session()
@@ -144,11 +144,14 @@ class TensorBoardLogger(Logger):
     def _follow_folder(self) -> None:
         """Begin anew, with a warning, where somebody has deleted or moved the folder of the events.
 
-        Raises ConfigError where the whole run directory is gone. Tensorboard would write a traceback, on a thread.
+        Raises ConfigError where the whole run directory is gone, or not to be written to. Tensorboard would write a
+        traceback, on a thread.
         """
-        if self._events is None or self._events.is_dir():
+        if self._events is None or os.access(self._events, os.W_OK):
             return
         self._let_go()
+        if self._events.is_dir():
+            raise unwritable(self._directory or self._events, f"no right to write to {self._events}")
         if self._own is None and self._directory is not None and not self._directory.is_dir():
             raise gone(self._directory)
         log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self._events)
