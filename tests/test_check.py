@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from waiting import free_port
+from waiting import free_port, own_lines
 
 import legato as lg
 from legato.callbacks import Checkpoint, EarlyStopping
@@ -76,8 +76,8 @@ def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
     first, second = in_two_terminals("check", "line.yaml", "trainer.replicas=3")
     assert first.returncode == 0
     assert re.fullmatch(r"2 processes on 1 node, started by environment, met at .*\n  node 0 .*\n", first.stderr)
-    assert (second.returncode, second.stdout, second.stderr) == (0, "", "")
-    rows = dict(line.split(maxsplit=1) for line in first.stdout.splitlines()[:2])
+    assert (second.returncode, own_lines(second.stdout), second.stderr) == (0, [], "")
+    rows = dict(line.split(maxsplit=1) for line in own_lines(first.stdout)[:2])
     assert rows == {"Worked": "fit, resume, test", "Processes": "2"}
     for words in (
         "for 15 steps",

@@ -5,17 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from rpc_cases import QUIET, RPC, Ratings, fit, flat, in_one, loader, on_server
+from shared_processes import run_cases
 from torch import nn
 
 import legato as lg
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
 from legato.trainer.errors import ConfigError, TaskError, WorkerError
-from legato.trainer.processes.launch import Place, run_workers
+from legato.trainer.processes.launch import Place
 from legato.trainer.strategies import DDPRPCStrategy
 
 
@@ -35,30 +37,34 @@ CASES = {
 }
 
 
-def cases():
-    """Everything that two trainers and a server can do in one start: runs, and then what is refused."""
+def run_on_server(name):
     torch.set_num_threads(1)
-    found, said = {}, {}
-    for name, (task, options) in CASES.items():
-        found[name] = on_server(Ratings(**task), **options)
-    for name, (task, options, _) in REFUSED.items():
-        try:
-            fit(task(), **{**RPC, **options})
-            said[name] = ""
-        except (ConfigError, TaskError) as error:
-            said[name] = str(error)
-    return found, said
+    task, options = CASES[name]
+    return on_server(Ratings(**task), **options)
+
+
+def refusal(name):
+    task, options, _ = REFUSED[name]
+    try:
+        fit(task(), **{**RPC, **options})
+    except (ConfigError, TaskError) as error:
+        return str(error)
+    return ""
 
 
 @pytest.fixture(scope="module")
-def found():
-    return run_workers(cases, 3, threads=1)
+def found(tmp_path_factory):
+    """Everything that two trainers and a server can do in one start: runs, and then what is refused."""
+    cases = {name: partial(run_on_server, name) for name in CASES} | {
+        ("refused", name): partial(refusal, name) for name in REFUSED
+    }
+    return run_cases(cases, 3, tmp_path_factory.mktemp("found"), threads=1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_trainers_and_servers_do_as_one_process_does(found, name):
     task, options = CASES[name]
-    assert_close(found[0][name], in_one(Ratings(**task), **options))
+    assert_close(found[name], in_one(Ratings(**task), **options))
 
 
 def test_two_servers_share_the_modules():
@@ -148,7 +154,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_go_is_refused_by_name(found, name):
-    assert REFUSED[name][2] in found[1][name]
+    assert REFUSED[name][2] in found["refused", name]
 
 
 @pytest.mark.parametrize(

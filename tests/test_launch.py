@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from waiting import free_port
+from waiting import free_port, own_lines
 
 from legato.trainer.errors import ConfigError
 from legato.trainer.processes import launch
@@ -138,7 +138,7 @@ def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
         command = [sys.executable, str(script), json.dumps(meetings)]
         processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
     try:
-        outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+        outputs = [own_lines(process.communicate(timeout=60)[0]) for process in processes]
     finally:
         for process in processes:
             process.kill()

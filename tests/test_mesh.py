@@ -1,6 +1,7 @@
 """The mesh: on every layout the loss curve and the weights of one process, and what goes with sharded parameters."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mesh_cases import (
     mesh,
     outcome,
 )
+from shared_processes import run_cases
 
 from legato.trainer.processes.launch import run_workers
 
@@ -25,28 +27,28 @@ TOLERANCE = 2e-6
 """Of weights and losses near 1: what another order of additions changes in a few steps. 5e-7 was the most seen."""
 
 
-def layouts(processes, kinds):
-    """Return the outcome of every layout of so many processes, by layout, task and optimizer; in each process."""
-    return {
-        (layout, kind.__name__, optimizer): outcome(
-            kind(optimizer), strategy=strategy, devices=processes, **RUNS[optimizer]
-        )
-        for layout, strategy in LAYOUTS[processes].items()
-        for kind, optimizer in kinds
-    }
+KINDS = {2: [(GPT, "adamw"), (CNN, "sgd"), (CNN, "adamw")], 4: [(GPT, "sgd"), (CNN, "adamw")]}
+CASES = {
+    processes: [(layout, kind, optimizer) for layout in LAYOUTS[processes] for kind, optimizer in kinds]
+    for processes, kinds in KINDS.items()
+}
+"""Every layout of so many processes, with the tasks and optimizers that it trains."""
 
 
-def with_features():
-    """Return the outcome of every feature, and the devices on which its task was built; in each of two processes."""
-    found = {}
+def with_layout(processes, layout, kind, optimizer):
+    """Return the outcome; in each process."""
+    return outcome(kind(optimizer), strategy=LAYOUTS[processes][layout], devices=processes, **RUNS[optimizer])
+
+
+def with_feature(name):
+    """Return the outcome of a feature, and the devices on which its task was built; in each of two processes."""
     # torch's compiler asks a block's input for its gradient, and hides the warning that comes of it where it is shown
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-    for name, (kind, options) in FEATURES.items():
-        task = kind()
-        trainer = fit(task, devices=2, **options)
-        built = trainer.strategy.gather_objects(getattr(task, "devices_seen", []))
-        found[name] = (flat(task), curve(trainer)), built
-    return found
+    kind, options = FEATURES[name]
+    task = kind()
+    trainer = fit(task, devices=2, **options)
+    built = trainer.strategy.gather_objects(getattr(task, "devices_seen", []))
+    return (flat(task), curve(trainer)), built
 
 
 def half_gathered():
@@ -55,10 +57,17 @@ def half_gathered():
 
 
 @pytest.fixture(scope="module")
-def two():
+def two(tmp_path_factory):
     """Everything that two processes do, in the same ones."""
-    kinds = [(GPT, "adamw"), (CNN, "sgd"), (CNN, "adamw")]
-    return run_workers(lambda: (layouts(2, kinds), with_features(), half_gathered()), 2)
+    cases = {case: partial(with_layout, 2, *case) for case in CASES[2]}
+    cases |= {name: partial(with_feature, name) for name in FEATURES}
+    return run_cases({**cases, "half": half_gathered}, 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    """The layouts of four processes, in the same ones."""
+    return run_cases({case: partial(with_layout, 4, *case) for case in CASES[4]}, 4, tmp_path_factory.mktemp("four"))
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +80,14 @@ def test_one_process_of_a_mesh_is_one_process(alone):
         assert difference(outcome(GPT("adamw"), strategy=strategy, **RUNS["adamw"]), alone["GPT", "adamw"]) == 0.0
 
 
-def test_every_layout_of_two_processes_is_one_process(two, alone):
-    for (layout, *case), found in two[0].items():
-        assert difference(found, alone[tuple(case)]) < TOLERANCE, (layout, case)
+@pytest.mark.parametrize("case", CASES[2], ids=str)
+def test_every_layout_of_two_processes_is_one_process(case, two, alone):
+    assert difference(two[case], alone[case[1].__name__, case[2]]) < TOLERANCE
 
 
-def test_every_layout_of_four_processes_is_one_process(alone):
-    found = run_workers(lambda: layouts(4, [(GPT, "sgd"), (CNN, "adamw")]), 4)
-    for (layout, *case), ours in found.items():
-        assert difference(ours, alone[tuple(case)]) < TOLERANCE, (layout, case)
+@pytest.mark.parametrize("case", CASES[4], ids=str)
+def test_every_layout_of_four_processes_is_one_process(case, four, alone):
+    assert difference(four[case], alone[case[1].__name__, case[2]]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -88,18 +96,18 @@ def test_with_every_feature_it_is_the_run_of_one_process(name, two):
     alone = {"replicas": 2, **options, "strategy": "single", "compile": False}
     if "tensor" in options["strategy"] and "replicas" not in options:
         alone["replicas"] = 1
-    ours, theirs = two[1][name][0], outcome(kind(), **alone)
+    ours, theirs = two[name][0], outcome(kind(), **alone)
     tolerance = {"bf16-true": 1e-2, "16-mixed, cut": 2e-3}.get(name, TOLERANCE)
     assert len(ours[1]) == len(theirs[1])
     assert difference(ours, theirs) < tolerance
 
 
 def test_only_rank_0_builds_what_is_built_late(two):
-    assert two[1]["built on rank 0"][1] == [["cpu"], ["meta"]]
+    assert two["built on rank 0"][1] == [["cpu"], ["meta"]]
 
 
 def test_weights_gathered_in_half_precision_train_almost_the_same(two):
-    exact, half = two[2]
+    exact, half = two["half"]
     assert 0 < (exact - half).abs().max() < 0.02
 
 

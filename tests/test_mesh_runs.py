@@ -6,6 +6,7 @@ import pytest
 import torch
 from ddp_cases import QUIET, flat
 from mesh_cases import CNN, GPT, IMAGES, LAYOUTS, Tied, data_of, difference, fit, mesh
+from shared_processes import run_cases
 from torch import distributed, nn
 from torch.utils.data import DataLoader, Subset
 from torchmetrics.classification import MulticlassAccuracy
@@ -13,7 +14,6 @@ from torchmetrics.classification import MulticlassAccuracy
 import legato as lg
 from legato.trainer.blocks import modules_named
 from legato.trainer.errors import CheckpointError, ConfigError, NonFiniteError, TaskError
-from legato.trainer.processes.launch import run_workers
 from legato.trainer.strategies.mesh import MeshStrategy
 from legato.trainer.strategies.meshes.sharding import find_blocks
 from legato.trainer.strategies.meshes.sizes import fit_sizes, read_sizes
@@ -27,35 +27,40 @@ def two(tmp_path_factory):
     legs(folder, 1, ["single"], 1)
     fit(CNN(norm=False), strategy="single").save_checkpoint(folder / "other")
 
-    def work():
-        legs(folder, 2, [mesh(shard=2), "zero1", mesh(tensor=2), "ddp", mesh(shard=2, cpu_offload=True)], 2)
+    def saved():
         task = CNN("adamw")
         fit(task, strategy=SHARD, devices=2).save_checkpoint(folder / "two")
-        return {
-            "folder": folder,
-            "weights": flat(task),
-            "evaluations": all_evaluations(2),
-            "refusals": refusals(),
-            "left out": left_out(),
-            "emptied": emptied(),
-            "another model": read_another_model(folder / "other"),
-            "diverged": (diverged("batch"), diverged("weights", max_steps=1)),
-        }
+        return flat(task)
 
-    return run_workers(work, 2)
+    ways = [mesh(shard=2), "zero1", mesh(tensor=2), "ddp", mesh(shard=2, cpu_offload=True)]
+    cases = {
+        "legs": lambda: legs(folder, 2, ways, 2),
+        "weights": saved,
+        "evaluations": lambda: all_evaluations(2),
+        "refusals": refusals,
+        "left out": left_out,
+        "emptied": emptied,
+        "another model": lambda: read_another_model(folder / "other"),
+        "diverged": lambda: (diverged("batch"), diverged("weights", max_steps=1)),
+    }
+    found = run_cases(cases, 2, folder / "cases")
+    found["folder"] = folder
+    return found
 
 
 @pytest.fixture(scope="module")
 def four(two):
     """The same of four."""
     folder = two["folder"]
-    legs(folder, 7, ["single"], 1)
 
-    def work():
-        weights = legs(folder, 8, [mesh(data=2, shard=2), mesh(shard=2, tensor=2)], 4)
-        return {"folder": folder, "weights": weights, "evaluations": all_evaluations(4)}
+    def more_legs():
+        return legs(folder, 8, [mesh(data=2, shard=2), mesh(shard=2, tensor=2)], 4)
 
-    return run_workers(work, 4)
+    if (folder / "step-6").exists():  # else the test of two's legs tells why
+        legs(folder, 7, ["single"], 1)
+    found = run_cases({"weights": more_legs, "evaluations": lambda: all_evaluations(4)}, 4, folder / "four")
+    found["folder"] = folder
+    return found
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
@@ -103,7 +108,8 @@ def legs(folder, first, strategies, devices):
     return flat(task)
 
 
-def test_a_run_goes_from_strategy_to_strategy(four):
+def test_a_run_goes_from_strategy_to_strategy(two, four):
+    assert two["legs"] is not None
     folder, last = four["folder"], four["weights"]
     found = legs(folder, 10, ["single"], 1)
     alone = Scheduled()

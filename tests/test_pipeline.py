@@ -1,12 +1,14 @@
 """The axis `pipeline` of a mesh: a model whose layers are dealt out over processes trains as in one process."""
 
 import re
+from functools import partial
 from itertools import pairwise
 
 import pytest
 import torch
 from ddp_cases import QUIET, close, flat
 from model_parallel_cases import DATA, Chain, digits, run, text
+from shared_processes import run_cases
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
@@ -97,27 +99,48 @@ OF_FOUR = [
 """What makes the task, how far its weights may be from those of one process, the strategy's options, the trainer's."""
 
 
-def in_stages(cases, processes):
-    """Run every case; return weights and metrics."""
-    found = []
-    for make, _, options, arguments in cases:
-        task = make()
-        trainer = run(task, devices=processes, strategy=piped(**options), **{"max_epochs": 1, **arguments})
-        found.append((flat(task), {name: float(value) for name, value in trainer.callback_metrics.items()}))
-    return found
+def in_stages(processes, case):
+    """Return weights and metrics."""
+    make, _, options, arguments = case
+    task = make()
+    trainer = run(task, devices=processes, strategy=piped(**options), **{"max_epochs": 1, **arguments})
+    return flat(task), {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize(("cases", "processes"), [(OF_TWO, 2), (OF_FOUR, 4)])
-def test_stages_train_as_one_process(cases, processes):
-    spread = run_workers(lambda: in_stages(cases, processes), processes)
-    for (make, tolerance, options, arguments), (ours, metrics) in zip(cases, spread, strict=True):
-        task = make()
-        trainer = run(task, **{"max_epochs": 1, "replicas": 1, **arguments})
-        case = make.__name__, options, arguments
-        assert close(ours, flat(task), tolerance), (case, (ours - flat(task)).abs().max())
-        assert metrics.keys() == trainer.callback_metrics.keys()
-        for name, value in trainer.callback_metrics.items():
-            assert metrics[name] == pytest.approx(float(value), abs=max(tolerance, 1e-5)), (case, name)
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Every case, those of so many processes in the same ones."""
+    return {
+        processes: run_cases(
+            {index: partial(in_stages, processes, case) for index, case in enumerate(cases)},
+            processes,
+            tmp_path_factory.mktemp("spread"),
+        )
+        for processes, cases in ((2, OF_TWO), (4, OF_FOUR))
+    }
+
+
+def named(case):
+    make, _, options, arguments = case
+    return f"{make.__name__} {options} {arguments}"
+
+
+@pytest.mark.parametrize(
+    ("processes", "index", "case"),
+    [
+        pytest.param(processes, index, case, id=f"{processes} {named(case)}")
+        for processes, cases in ((2, OF_TWO), (4, OF_FOUR))
+        for index, case in enumerate(cases)
+    ],
+)
+def test_stages_train_as_one_process(processes, index, case, spread):
+    (make, tolerance, _, arguments), (ours, metrics) = case, spread[processes][index]
+    task = make()
+    trainer = run(task, **{"max_epochs": 1, "replicas": 1, **arguments})
+    assert close(ours, flat(task), tolerance), (ours - flat(task)).abs().max()
+    assert metrics.keys() == trainer.callback_metrics.keys()
+    for name, value in trainer.callback_metrics.items():
+        assert metrics[name] == pytest.approx(float(value), abs=max(tolerance, 1e-5)), name
 
 
 def test_batch_norm_sees_pieces_and_its_buffers_come_back():

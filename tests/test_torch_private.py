@@ -12,6 +12,7 @@ import torch
 import torchmetrics
 from ddp_cases import flat
 from mesh_cases import CNN, FEATURES, GPT, difference, fit, mesh, outcome
+from shared_processes import run_cases
 from tiny import Tiny, make_loader
 from torch import distributed, nn
 
@@ -20,7 +21,6 @@ from legato.trainer import torch_private
 from legato.trainer.arguments import TrainerArguments
 from legato.trainer.check import check
 from legato.trainer.errors import ConfigError, TaskError
-from legato.trainer.processes import launch
 from legato.trainer.torch_private import SHORTCUTS, Shortcut, public_only
 
 
@@ -136,10 +136,10 @@ def sharded_twice():
 
 
 @pytest.fixture(scope="module")
-def two():
+def two(tmp_path_factory):
     """What two processes do, in the same ones."""
     work = (left_epochs, sharded_twice, groups_with_limits, group_names)
-    return launch.run_workers(lambda: {one.__name__: one() for one in work}, 2)
+    return run_cases({one.__name__: one for one in work}, 2, tmp_path_factory.mktemp("two"))
 
 
 def test_limits_of_process_groups(two):

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from waiting import free_port, runs, wait_until
+from waiting import free_port, own_lines, runs, wait_until
 
 SCRIPT = """
 from dataclasses import dataclass
@@ -171,9 +171,9 @@ def test_one_launcher_a_node(tmp_path: Path) -> None:
         for node in ("0", "1")
     ]
     try:
-        outputs = [process.communicate(timeout=60)[0].strip() for process in processes]
+        outputs = [own_lines(process.communicate(timeout=60)[0]) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    assert outputs == ["0 0 0 2 2 2.0", "1 0 1 2 2 2.0"]
+    assert outputs == [["0 0 0 2 2 2.0"], ["1 0 1 2 2 2.0"]]

@@ -21,6 +21,11 @@ def runs(process: int) -> bool:
         return False
 
 
+def own_lines(output: str) -> list[str]:
+    """Return the lines of a program's standard output without gloo's, which torch 2.10 writes for each group."""
+    return [line for line in output.splitlines() if not line.startswith("[Gloo] ")]
+
+
 def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
     """Wait until a condition holds; return whether it came to that within so many seconds."""
     deadline = time.monotonic() + seconds

@@ -46,6 +46,8 @@ class Stage(nn.Module):
             given = (block(*given),)
         for buffer, value in zip(buffers, before, strict=True):
             buffer.data.copy_(value)  # past autograd, which may have kept the buffer for backward
+        if self.calls == 1:
+            torch.clear_autocast_cache()  # until torch 2.11 it keeps weights that were cast without a gradient
         return given[0]
 
 
