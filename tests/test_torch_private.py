@@ -15,12 +15,14 @@ from mesh_cases import CNN, FEATURES, GPT, difference, fit, mesh, outcome
 from shared_processes import run_cases
 from tiny import Tiny, make_loader
 from torch import distributed, nn
+from torch.utils.tensorboard import SummaryWriter
 
 import legato as lg
 from legato.trainer import torch_private
 from legato.trainer.arguments import TrainerArguments
 from legato.trainer.check import check
 from legato.trainer.errors import ConfigError, TaskError
+from legato.trainer.loggers.logger import NoExperiment
 from legato.trainer.torch_private import SHORTCUTS, Shortcut, public_only
 
 
@@ -319,6 +321,21 @@ def test_metrics(way):
         assert torch_private.newest_value_of(metric) is None
         with pytest.raises(TaskError, match=r"how the states of a MeanMetric are merged .* Log the number"):
             torch_private.reductions_of(metric)
+
+
+def test_schedulers_within_another_one(way):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(()))])
+    inner = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    outer = torch.optim.lr_scheduler.ChainedScheduler([inner])
+    assert list(torch_private.schedulers_within(outer)) == ([inner] if way == "private" else [])
+    assert list(torch_private.schedulers_within(inner)) == []
+
+
+def test_events_that_can_be_written_no_more(way, tmp_path):
+    writer = SummaryWriter(str(tmp_path))
+    writer.add_scalar("some", 1.0)
+    assert torch_private.drop_events(writer, NoExperiment()) == (way == "private")
+    writer.close()
 
 
 def test_a_run_by_public_ways_is_the_same(trainer):

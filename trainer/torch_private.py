@@ -11,7 +11,7 @@ import inspect
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -692,6 +692,23 @@ def mark_stepped(optimizer: Any, stepped: bool = True) -> None:
         warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler.step\(\)` before")
 
 
+def _has_schedulers() -> bool:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))])
+    return bool(lr_scheduler.ChainedScheduler([lr_scheduler.ConstantLR(optimizer)])._schedulers)
+
+
+SCHEDULERS = Shortcut(
+    "ChainedScheduler._schedulers and SequentialLR._schedulers",
+    "a resume with other settings does not see a ReduceLROnPlateau within another scheduler",
+    _has_schedulers,
+)
+
+
+def schedulers_within(scheduler: Any) -> Sequence[Any]:
+    """Return the learning rate schedulers that another one calls."""
+    return getattr(scheduler, "_schedulers", ()) if SCHEDULERS.usable else ()
+
+
 REDUCED = Shortcut(
     "DistributedDataParallel._check_reducer_finalized",
     "ddp names parameters without a gradient at the step after",
@@ -900,3 +917,27 @@ def set_synced(metric: Any, wanted: bool) -> bool:
     if METRICS.usable:
         before, metric._to_sync = metric._to_sync, wanted
     return before
+
+
+# --- tensorboard ------------------------------------------------------------------------------------------------------
+def _has_event_writer() -> bool:
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriter, _AsyncWriterThread
+
+    names = (*_AsyncWriter.__init__.__code__.co_names, *_AsyncWriterThread.__init__.__code__.co_names)
+    return "_record_writer" in names and "_worker" in names
+
+
+EVENTS = Shortcut(
+    "tensorboard's EventFileWriter._async_writer",
+    "where the folder of a TensorBoardLogger was deleted, tensorboard prints a traceback",
+    _has_event_writer,
+)
+
+
+def drop_events(writer: Any, instead: Any) -> bool:
+    """Let `instead` get what a SummaryWriter has not written to its file yet; return whether it will."""
+    inner = getattr(writer.file_writer.event_writer, "_async_writer", None) if EVENTS.usable else None
+    if inner is None:
+        return False
+    inner._writer = inner._worker._record_writer = instead
+    return True

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..errors import CheckpointError, ConfigError
-from ..torch_private import mark_stepped
+from ..torch_private import mark_stepped, schedulers_within
 from . import fingerprint
 from .fingerprint import Change
 
@@ -76,7 +76,7 @@ def _steps_of(state: Mapping[str, Any]) -> int | None:
 
 
 def _has_plateau(scheduler: Any) -> bool:
-    return isinstance(scheduler, ReduceLROnPlateau) or any(map(_has_plateau, getattr(scheduler, "_schedulers", ())))
+    return isinstance(scheduler, ReduceLROnPlateau) or any(map(_has_plateau, schedulers_within(scheduler)))
 
 
 def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:

@@ -162,9 +162,9 @@ class TensorBoardLogger(Logger):
 
     def _let_go(self) -> None:
         """Leave the file whose folder is gone: tensorboard opens it by name for each write, on a thread."""
-        inner: Any = getattr(self._writer.file_writer.event_writer, "_async_writer", None)
-        if hasattr(getattr(inner, "_worker", None), "_record_writer"):
-            inner._writer = inner._worker._record_writer = NoExperiment()
+        from ..torch_private import drop_events
+
+        if drop_events(self._writer, NoExperiment()):
             with suppress(OSError):
                 self._writer.close()
 
