@@ -285,7 +285,7 @@ def test_bitwise_refuses_other_micro_batches(tmp_path):
     saver = Checkpoint(every_n_train_steps=1)
     settings = {"enable_checkpointing": True, "default_root_dir": tmp_path, "callbacks": [saver]}
     trainer = run(Chain(), devices=2, strategy=parts(), reproducible="bitwise", max_steps=1, **settings)
-    with pytest.raises(ConfigError, match="micro_batches was 1, is 2"):
+    with pytest.raises(ConfigError, match="micro_batches: 1 -> 2"):
         run(
             Chain(),
             devices=2,
