@@ -42,32 +42,45 @@ class LearningRateMonitor(Callback):
             log_weight_decay,
         )
         self._logged_step = -1
+        self._read: tuple[int, dict[str, float]] | None = None
+        """The rates of the step that is under way, which counts only when it is done: a hook may leave the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Log the rates of the step that this batch belongs to, once, if it is a logging step."""
+        """Read the rates of the step that this batch belongs to, once, if it is a logging step."""
         step = trainer.state.global_step + 1
         if step % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
-            self._log(trainer, "step", step)
+            self._read = (step, self._rates(trainer, "step"))
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log what was read, when the step is done."""
+        if self._read is not None and trainer.state.global_step == self._read[0]:
+            self._log(trainer, *self._read)
+            self._read = None
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
         """Log the step that is repeated, which another process may have logged before."""
-        self._logged_step = -1
+        self._logged_step, self._read = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the rates of the epoch, unless a resume goes on within it."""
+        """Log the rates of the epoch, unless a resume goes on within it; what a step before it began is void."""
+        self._logged_step, self._read = -1, None
         if trainer.state.epoch_steps == 0:
-            self._log(trainer, "epoch", trainer.global_step)
+            self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))
 
-    def _log(self, trainer: "Trainer", interval: str, step: int) -> None:
-        if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
-            return
+    def _log(self, trainer: "Trainer", step: int, values: dict[str, float]) -> None:
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step)
+
+    def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
+        """Return the rates that are logged in an interval, by their names; nothing on other ranks than 0."""
         values: dict[str, float] = {}
+        if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
+            return values
         for name, optimizer, own_interval in self._optimizers(trainer):
             if self.logging_interval is not None or own_interval == interval:
                 values.update(self._values(name, optimizer))
-        for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step)
+        return values
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
         """Yield each optimizer with its name and the interval in which it is logged."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from together.scene import Scene
+from together.scene import Counts, Draws, Logs, Reads, Saves, Says, Scene, Validates
 
 from legato.callbacks import (
     Checkpoint,
@@ -123,6 +123,10 @@ SHAPING = [
     Feature("min epochs", arguments(min_epochs=2, max_steps=3, max_epochs=None), group="max steps"),
     Feature("three replicas", arguments(replicas=3), group="replicas"),
     Feature("reload", arguments(reload_dataloaders_every_n_epochs=1)),
+    Feature("fp16", arguments(precision="16-mixed"), group="precision"),
+    Feature("two optimizers", task(**{"two optimizers": True}), group="scheduler"),
+    Feature("hooks log", callback(lambda folder: Logs())),
+    Feature("saves itself", callback(lambda folder: Saves())),
     Feature("sparse log", arguments(log_every_n_steps=3)),
     Feature("save by steps", lambda scene: scene.checkpoint.update(every_n_train_steps=2), group="saves"),
     Feature("save all", lambda scene: scene.checkpoint.update(save_top_k=-1), group="saves"),
@@ -157,6 +161,12 @@ NEUTRAL = [
     Feature("recompute", arguments(activation_checkpointing=["Sequential"])),
     Feature("bitwise", arguments(reproducible="bitwise"), tolerance=ROUNDING),
     Feature("no inference mode", arguments(inference_mode=False)),
+    Feature("draws", callback(lambda folder: Draws())),
+    Feature("reads", callback(lambda folder: Reads())),
+    Feature("says", callback(lambda folder: Says())),
+    Feature("saves itself async", callback(lambda folder: Saves(asynchronous=True)), group="saves itself"),
+    Feature("validates inside", callback(lambda folder: Validates()), apart=("strategy",)),
+    Feature("counts", callback(lambda folder: Counts())),
     Feature("fit before", around("fit before")),
     Feature("validate before", around("validate before")),
     Feature("evaluate after", around("evaluate after")),
@@ -202,7 +212,7 @@ STRATEGIES = [
         group="strategy",
         tolerance=ROUNDING,
         processes=True,
-        refused=LOCKSTEP | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
+        refused=LOCKSTEP | {"two optimizers": "optimizer", "ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
     ),
 ]
 DISTURBANCES = [

@@ -26,6 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+from together.by_hand import MODELLED, check_by_hand
 from together.features import DISTURBANCES, NAMED, NEUTRAL, STRATEGIES, Feature, can_meet, refusal
 from together.play import Result, Unexpected, differences, play
 from together.scene import Scene
@@ -103,6 +104,8 @@ class Stage:
         key = tuple(sorted(one.name for one in kept))
         if key not in self.references:
             self.references[key] = play(scene_of(kept), self.folder / "reference" / "-".join(key).replace(" ", "_"), [])
+            if MODELLED.issuperset(key):
+                self.references[key].problems += check_by_hand(set(key), self.references[key])
             if self.references[key].problems:
                 raise Unexpected(f"the undisturbed run: {self.references[key].problems}")
         return self.references[key]

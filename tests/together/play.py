@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -28,7 +29,7 @@ from legato.trainer.checkpoints import checkpoint
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
     r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|"
-    r"checkpoints/step-\d{8}/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
+    r"checkpoints/(step-\d{8}|mine)/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
 )
 
 
@@ -165,7 +166,9 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
         (folder / "disarmed").unlink()
     reused, first = trainer, "auto" if "fit before" not in scene.around else None
     ended_by: list[str] = []
-    for attempt in range(len(faults) + len(stops) + 1):
+    attempt, left = -1, len(faults) + len(stops) + 1
+    while left:
+        attempt, left = attempt + 1, left - 1
         changed = {"max_steps": stops[0]} if stops else {}
         trainer = reused if reused is not None and not changed else make_trainer(scene, folder, faults, **changed)
         fired = [fault for fault in faults if fault.fired]
@@ -173,12 +176,15 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
             task = fit(trainer, scene, faults, resume=first if attempt == 0 and reused is not None else "auto")
         except BaseException as error:
             new = [fault for fault in faults if fault.fired and fault not in fired]
+            if make_room(error, folder) and ended_by:
+                left += 1
+                continue
             if not any(fault.explains(error) for fault in new):
                 raise Unexpected(f"attempt {attempt} ended by {type(error).__name__}: {error}") from error
             ended_by += [fault.kind for fault in new]
             continue
         new = [fault.kind for fault in faults if fault.fired and fault not in fired]
-        if new and not (new == ["kill"] and "elastic" in str(scene.arguments.get("strategy"))):
+        if new and not scene.arguments.get("max_restarts"):  # with it the launcher may have started again
             problems.append(f"{new} happened, and the run ended as if nothing had been")
         if stops:
             stops.pop(0)
@@ -197,6 +203,15 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
         if any(not torch.equal(value, weights[name]) for name, value in task.state_dict().items()):
             problems.append("validate after fit changed the task's weights")
     return result
+
+
+def make_room(error: BaseException, folder: Path) -> bool:
+    """Remove other folders of checkpoints where a run that begins anew asks for it; return whether it does."""
+    if "has checkpoints of another run" not in str(error):
+        return False
+    for name in ("second", "async", "weights"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    return True
 
 
 def fit(trainer: lg.Trainer, scene: Scene, faults: list[Fault], resume: str | None = None) -> Net:
@@ -251,6 +266,9 @@ def result_of(trainer: lg.Trainer, task: Net, problems: list[str]) -> Result:
     check_files(run_dir, problems)
     keeper = trainer.checkpoint_callback
     assert keeper is not None
+    mine = run_dir / "checkpoints" / "mine"
+    if mine.exists():
+        checkpoint.verify(mine)
     present = {path.name for path in checkpoint.all_in(run_dir / "checkpoints")}
     if present != set(keeper.scores):
         problems.append(f"on the disk are {sorted(present)}, the callback knows of {sorted(keeper.scores)}")

@@ -1,8 +1,11 @@
 """A scene: all that one small run is made of. Features add to it, faults disturb it."""
 
+import copy
+import logging
 import os
 import random
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +87,7 @@ def make_loader(count: int, options: dict[str, Any], fault: "Fault | None" = Non
         arguments["persistent_workers"] = options.get("persistent", False)
     if options.get("stream") and shuffle:
         return DataLoader(Stream(numbers), **arguments)
-    first = DataLoader(numbers, shuffle=shuffle, drop_last=options.get("drop_last", False), **arguments)
+    first = DataLoader(numbers, shuffle=shuffle, drop_last=options.get("drop_last", False) and shuffle, **arguments)
     if not options.get("several"):
         return first
     second = DataLoader(Numbers(count // 2, options.get("noise", False)), shuffle=shuffle, **arguments)
@@ -134,7 +137,7 @@ class Net(lg.Task):
             self.log("metric/mean", self.mean_metric, on_step=False, on_epoch=True)
             self.log("metric/largest", self.largest_metric, on_step=False, on_epoch=True)
         if not self.options.get("manual"):
-            return loss
+            return [loss, loss * 2] if self.options.get("two optimizers") else loss
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(loss)
@@ -163,6 +166,9 @@ class Net(lg.Task):
                 self.log("metric/validation", self.validation_metric, add_dataloader_idx=False)
 
     def configure_optimizers(self):
+        if self.options.get("two optimizers"):
+            first = torch.optim.SGD(self.net[:2].parameters(), lr=0.05, momentum=0.9)
+            return first, torch.optim.AdamW(self.net[2:].parameters(), lr=0.01, eps=1e-3)
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
         kind, schedulers = self.options.get("scheduler", "epoch"), []
         if "epoch" in kind:
@@ -173,6 +179,103 @@ class Net(lg.Task):
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.3)
             schedulers.append({"scheduler": plateau, "monitor": "train/loss_epoch"})
         return [optimizer], schedulers
+
+
+# --- callbacks that use what others use -----------------------------------------------------------------------------
+class Draws(lg.Callback):
+    """Draws from the global generators wherever it may."""
+
+    def draw(self, *given: Any) -> None:
+        torch.rand(3), np.random.rand(3), random.random()
+
+    on_train_epoch_start = on_train_batch_end = on_validation_start = on_validation_batch_start = draw
+    on_validation_end = on_before_zero_grad = on_after_backward = on_save_checkpoint = on_train_epoch_end = draw
+
+
+class Reads(lg.Callback):
+    """Reads from the training loader while the run reads from it."""
+
+    def __init__(self, part: int = 2) -> None:
+        self.part = part
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if batch_idx == 1 and trainer.stage == "fit":
+            loader = trainer.train_dataloader
+            for part in loader.values() if isinstance(loader, dict) else [loader]:
+                next(iter(part))
+
+    on_validation_end = lambda self, trainer, task: self.on_train_batch_end(trainer, task, None, None, 1)  # noqa: E731
+
+
+class Saves(lg.Callback):
+    """Saves a checkpoint of its own every second step, in the folder where the Checkpoint callback has its own."""
+
+    def __init__(self, asynchronous: bool = False) -> None:
+        self.asynchronous, self.step = asynchronous, 0
+
+    after_every_step = True
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step % 2 == 0 and trainer.global_step != self.step:
+            self.step = trainer.global_step
+            path = Path(trainer.run_dir) / "checkpoints" / "mine"
+            trainer.save_checkpoint(path, asynchronous=self.asynchronous)
+
+
+class Says(lg.Callback):
+    """Writes to every stream there is."""
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        print("a line")
+        print("another one", file=sys.stderr)
+        logging.getLogger("a user's").info("a message")
+
+    def on_validation_epoch_end(self, trainer, task):
+        trainer.print("of rank 0")
+
+
+class Validates(lg.Callback):
+    """Validates a copy of the task with another trainer, where the run has validated."""
+
+    def on_validation_end(self, trainer, task):
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+        inner = lg.Trainer(accelerator="cpu", strategy="single", default_root_dir=trainer.default_root_dir, **quiet)
+        inner.validate(copy.deepcopy(task), make_loader(HELD_OUT, {}, shuffle=False), verbose=False)
+
+
+class Logs(lg.Callback):
+    """Logs in hooks, beside the task."""
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        task.log("hook/step", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+
+    def on_train_epoch_end(self, trainer, task):
+        task.log("hook/epoch", float(trainer.current_epoch))
+
+    def on_validation_epoch_end(self, trainer, task):
+        task.log("hook/validation", float(trainer.global_step))
+
+
+class Counts(lg.Callback):
+    """Adds to what is saved, and takes it over."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(2)
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.seen += 1
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict):
+        self.seen = state_dict["seen"].clone()
+
+    def on_save_checkpoint(self, trainer, task, checkpoint):
+        checkpoint["counts"] = {"seen": self.seen.clone(), "epoch": trainer.current_epoch}
+
+    def on_load_checkpoint(self, trainer, task, checkpoint):
+        assert checkpoint["counts"]["epoch"] <= trainer.max_epochs if trainer.max_epochs not in (None, -1) else True
 
 
 # --- faults -------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ FOUND = [
     Pair("lr monitor", "zero1", 3),  # the wrapped optimizer was not the one that the scheduler knows
     Pair("leave epoch", "bitwise", 3150),  # an epoch that a hook left early kept half a step's gradients in the tree
     Pair("leave epoch", "elastic", 3150),
+    Pair("leave epoch", "step scheduler", 3),  # the rate of a step that was left had a point, before the step before it
 ]
 """What failed once, and why."""
 
