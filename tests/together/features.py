@@ -79,7 +79,8 @@ def both(*parts):
 
 ROUNDING = 2e-5
 SHARDED = {"bitwise": "bitwise"}
-LOCKSTEP = {"manual": "[Mm]anual"}
+LOCKSTEP = {"manual": "[Mm]anual", "two optimizers": "optimizer"}
+NOT_HANDED_ON = {"manual": "[Mm]anual"}
 
 
 def on_two(strategy, **more):
@@ -123,8 +124,8 @@ SHAPING = [
     Feature("min epochs", arguments(min_epochs=2, max_steps=3, max_epochs=None), group="max steps"),
     Feature("three replicas", arguments(replicas=3), group="replicas"),
     Feature("reload", arguments(reload_dataloaders_every_n_epochs=1)),
-    Feature("fp16", arguments(precision="16-mixed"), group="precision"),
-    Feature("two optimizers", task(**{"two optimizers": True}), group="scheduler"),
+    Feature("fp16", arguments(precision="16-mixed"), group="precision", apart=("anomaly",)),
+    Feature("two optimizers", task(**{"two optimizers": True}), group="scheduler", apart=("manual",)),
     Feature("hooks log", callback(lambda folder: Logs())),
     Feature("saves itself", callback(lambda folder: Saves())),
     Feature("sparse log", arguments(log_every_n_steps=3)),
@@ -146,7 +147,7 @@ NEUTRAL = [
         callback(lambda folder: Checkpoint(dirpath=folder / "weights", every_n_train_steps=3, save_weights_only=True)),
     ),
     Feature("workers", data(workers=1), slow=True),
-    Feature("persistent workers", data(workers=2, persistent=True), group="workers", slow=True),
+    Feature("persistent workers", data(workers=1, persistent=True), group="workers", slow=True),
     Feature("timer", callback(lambda folder: Timer("00:01:00:00"))),
     Feature("max time", arguments(max_time="00:02:00:00")),
     Feature("lr monitor", callback(lambda folder: LearningRateMonitor())),
@@ -212,7 +213,7 @@ STRATEGIES = [
         group="strategy",
         tolerance=ROUNDING,
         processes=True,
-        refused=LOCKSTEP | {"two optimizers": "optimizer", "ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
+        refused=NOT_HANDED_ON | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
     ),
 ]
 DISTURBANCES = [

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +228,7 @@ def fit(trainer: lg.Trainer, scene: Scene, faults: list[Fault], resume: str | No
         trainer.fit(task, *loaders, resume=resume)
     except BaseException as error:
         problem = error
+    let_go(problem)
     del loaders
     found = changes(before, process_state())
     deadline, left = time.monotonic() + 3, []
@@ -239,6 +241,14 @@ def fit(trainer: lg.Trainer, scene: Scene, faults: list[Fault], resume: str | No
     if problem is not None:
         raise problem
     return task
+
+
+def let_go(error: BaseException | None) -> None:
+    """Clear the frames of a traceback, as if nobody held it any longer: loaders in them keep their workers alive."""
+    while error is not None:
+        if error.__traceback__ is not None:
+            traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 SERVERS = ("resource_tracker", "forkserver")

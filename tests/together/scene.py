@@ -215,6 +215,9 @@ class Saves(lg.Callback):
 
     after_every_step = True
 
+    def on_train_start(self, trainer, task):
+        self.step = trainer.global_step
+
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         if trainer.global_step % 2 == 0 and trainer.global_step != self.step:
             self.step = trainer.global_step
