@@ -205,7 +205,10 @@ STRATEGIES = [
         group="strategy",
         tolerance=ROUNDING,
         processes=True,
-        refused=SHARDED | LOCKSTEP | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
+        refused=SHARDED
+        | LOCKSTEP
+        | {"metrics": "only the last stage"}
+        | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
     ),
     Feature(
         "elastic",

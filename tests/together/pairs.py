@@ -146,7 +146,7 @@ def scene_of(features: list[Feature]) -> Scene:
 def tolerance_of(features: list[Feature]) -> float:
     """Return how far numbers may be from the reference's."""
     tolerance = max(one.tolerance for one in features)
-    if tolerance and any(one.name == "bf16" for one in features):
+    if tolerance and any(one.name in ("bf16", "fp16") for one in features):
         return BF16
     return tolerance
 

@@ -120,8 +120,6 @@ class Net(lg.Task):
         return nn.functional.mse_loss(self.net(inputs), targets)
 
     def training_step(self, batch, batch_idx):
-        if "trained" in self.options:
-            Path(self.options["trained"]).touch()
         parts = list(batch.values()) if isinstance(batch, dict) else [batch]
         indices = torch.cat([part[2] for part in parts])
         if self.options.get("none") and bool((indices == 3).any()):
@@ -144,6 +142,10 @@ class Net(lg.Task):
         self.clip_gradients(optimizer)
         optimizer.step()
         return None
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if "trained" in self.options and self.global_step:
+            Path(self.options["trained"]).touch()
 
     def on_train_epoch_start(self):
         if self.options.get("freeze"):
