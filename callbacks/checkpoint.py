@@ -244,7 +244,7 @@ class Checkpoint(Retention):
         """
         if trainer.fast_dev_run or self.dirpath is None:
             return
-        step, score = trainer.global_step, self._score(trainer)
+        step, score = trainer.global_step, self._score(trainer, between=always and trainer.state.epoch_steps > 0)
         name = f"step-{step:08d}"
         if step <= self._newest_step:
             if score is not None and name in self.scores:
@@ -287,8 +287,9 @@ class Checkpoint(Retention):
             trainer.saver.discard(Path(self.path(name)))
             del self.scores[name]
 
-    def _score(self, trainer: "Trainer") -> float | None:
-        if self._metric is None or (self._is_cut_off and self._metric.is_from_training(trainer)):
+    def _score(self, trainer: "Trainer", between: bool = False) -> float | None:
+        """Return the value to compare by; `between`: the run is stopped within an epoch, which has no mean yet."""
+        if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None  # the mean over a part of an epoch is no value to compare
         score = self._metric.read(trainer)
         return score if score is not None and math.isfinite(score) else None

@@ -35,7 +35,7 @@ from legato.trainer.errors import LegatoError
 from legato.trainer.processes import launch, workers
 
 BF16 = 2e-2
-WAITING: set[str] = {"kill"}
+WAITING: set[str] = set()
 """Features that are drawn only by name, until what they found is mended."""
 
 

@@ -255,7 +255,11 @@ SERVERS = ("resource_tracker", "forkserver")
 
 
 def _left(processes: set[int], files: list[str], threads: set[threading.Thread]) -> list[str]:
-    found = [f"thread {thread.name} is left" for thread in set(threading.enumerate()) - threads]
+    found = [
+        f"thread {thread.name} is left"
+        for thread in set(threading.enumerate()) - threads
+        if thread.name != "tqdm_monitor"
+    ]
     for number in children() - processes:
         try:
             line = " ".join(psutil.Process(number).cmdline())

@@ -14,6 +14,9 @@ FOUND = [
     Pair("leave epoch", "bitwise", 3150),  # an epoch that a hook left early kept half a step's gradients in the tree
     Pair("leave epoch", "elastic", 3150),
     Pair("leave epoch", "step scheduler", 3),  # the rate of a step that was left had a point, before the step before it
+    Pair(
+        "save on train", "sigint", 60254
+    ),  # a stop within an epoch was given the mean of the epoch before as its score
 ]
 """What failed once, and why."""
 
