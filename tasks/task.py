@@ -224,10 +224,32 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only),
         )
 
-    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Log each item of `dictionary`; the other arguments are those of `log`."""
-        for name, value in dictionary.items():
-            self.log(name, value, *args, **kwargs)
+    def log_dict(  # noqa: PLR0913 (Lightning's signature)
+        self,
+        dictionary: Mapping[str, Any],
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[..., Any] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log each item of `dictionary`, in one go; the other arguments are those of `log`."""
+        options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only
+        if type(self).log is not Task.log or "log" in self.__dict__:  # one of the task's own
+            graph = enable_graph, sync_dist, sync_dist_group
+            for name, value in dictionary.items():
+                self.log(name, value, *options[:5], *graph, add_dataloader_idx, batch_size, None, rank_zero_only)
+            return
+        trainer: Trainer | None = self.__dict__.get("_trainer")
+        run = None if trainer is None else trainer.run
+        metrics = self.trainer.metrics if run is None else run.metrics
+        metrics.log_dict(dictionary, batch_size, options)
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:

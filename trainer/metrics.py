@@ -5,7 +5,7 @@ are read in one go. Sums are kept for each replica and added up in the order of 
 logged mean is the same number on any number of processes.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -14,7 +14,19 @@ from torch import Tensor, nn
 
 from .errors import DisagreementError, NonFiniteError, TaskError
 from .exchange import PRESENT, Collectives, Exchange, Row
-from .series import LOADER_MARK, Description, Reduced, Series, accumulate, joined, read_kind, sort_out, to_floats, total
+from .series import (
+    AVERAGED,
+    LOADER_MARK,
+    Description,
+    Reduced,
+    Series,
+    accumulate,
+    joined,
+    read_kind,
+    sort_out,
+    to_floats,
+    total,
+)
 from .torch_private import newest_value_of
 from .torchmetrics_states import MetricStates, is_metric, read_metrics, updates_within
 
@@ -156,6 +168,24 @@ class Metrics:
         weight = batch_size if batch_size is not None else self.samples if self.in_step else 1
         self.pending.append((series, value, weight, self.replica, self.step))
 
+    def log_dict(self, values: Mapping[str, Any], batch_size: int | None, options: Options) -> None:
+        """Take some values that are logged alike: what `log` does for each, in a quarter of the time."""
+        known, in_step = self.series, self.in_step
+        if known is None or self.muted or self.suffix or options[6]:
+            for name, value in values.items():
+                self.log(name, value, batch_size, options)
+            return
+        replica, step, append = self.replica, self.step, self.pending.append
+        weight = batch_size if batch_size is not None else self.samples if in_step else 1
+        for name, value in values.items():
+            series = known.get(name)
+            if series is None or series.metric is not None or series.in_step is not in_step:
+                self.log(name, value, batch_size, options)
+            elif isinstance(value, Tensor) and value.requires_grad:
+                append((series, value.detach(), weight, replica, step))
+            else:
+                append((series, value, weight, replica, step))
+
     def _open_series(self, name: str, value: Any, options: Options) -> Series:
         prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only = options
         assert self.series is not None
@@ -227,16 +257,27 @@ class Metrics:
     def flush(self) -> None:
         """Read every pending value from its device, in one go for each device and type, and add it to its sums."""
         pending, self.pending = self.pending, []
-        values = to_floats([item[1] for item in pending])
-        shares = self.shares and self.stage == "train"
+        newest, dropped, self.dropped = self.step, self.dropped, -1
+        # what only the point of an earlier step would have shown is not read
+        pending = [one for one in pending if (one[0].on_epoch or one[4] == newest) and one[4] != dropped]
+        values = to_floats([one[1] for one in pending])
+        if self.shares and self.stage == "train":
+            self.unshared += [
+                Row(series, replica, value, weight, step)
+                for (series, _, weight, replica, step), value in zip(pending, values, strict=True)
+            ]
+            return
         for (series, _, weight, replica, step), value in zip(pending, values, strict=True):
-            if step == self.dropped:
-                continue
-            if shares:
-                self.unshared.append(Row(series, replica, value, weight, step))
+            if series.kind in AVERAGED and step != newest:  # most values of most runs, without two calls
+                if series.kind == "mean":
+                    entry = series.sums.get(replica)
+                    if entry is None:
+                        series.sums[replica] = [value * weight, weight]
+                    else:
+                        entry[0] += value * weight
+                        entry[1] += weight
             else:
                 self._count(series, replica, value, weight, step)
-        self.dropped = -1
 
     def _count(self, series: Series, replica: int, value: float, weight: float, step: int) -> None:
         """Add a value to the sums of its replica, those of the epoch and those of the newest step."""

@@ -1,0 +1,104 @@
+"""What a logged value costs: CPU time of steps that log many, less that of steps that log none.
+
+Run: python -m benchmarks.log_cost [--values 100] [--blocks 600]
+
+By hand: `store[name].append(value)` for each, a tensor detached. Values are numbers, tensors, or tensors with a graph,
+for the points of steps, for the epoch's mean, or both. All take turns in one run, a block of 50 steps each with the
+point that ends it, so that a busy neighbour troubles all alike; the tenth percentile of the blocks counts.
+"""
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+
+BLOCK = 50
+KINDS = ("number", "tensor", "graph")
+WAYS = ("none", "by hand", "log_dict", "log_dict, epoch", "log_dict, both", "log")
+
+
+class Logs(lg.Task):
+    """A small step that logs `values` values of one kind in one way."""
+
+    def __init__(self, values: int) -> None:
+        super().__init__()
+        self.model = nn.Linear(8, 1)
+        self.turns = itertools.cycle(itertools.product(WAYS, KINDS))
+        self.way, self.kind, self.values = *next(self.turns), values
+        self.names = [f"value/{index}" for index in range(values)]
+        self.store: dict[str, list[Any]] = defaultdict(list)
+        self.began = 0.0
+        self.found: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the loss; log it under many names."""
+        loss = self.model(batch[0]).square().mean()
+        value: Any = 1.5 if self.kind == "number" else loss.detach() if self.kind == "tensor" else loss
+        values = dict.fromkeys(self.names, value)
+        if self.way == "by hand":
+            for name, one in values.items():
+                self.store[name].append(one.detach() if isinstance(one, torch.Tensor) else one)
+        elif self.way == "log":
+            for name, one in values.items():
+                self.log(name, one)
+        elif self.way != "none":
+            epoch, both = self.way.endswith("epoch"), self.way.endswith("both")
+            self.log_dict(values, on_step=not epoch, on_epoch=epoch or both)
+        return loss
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note what a block took, and let the next one log in another way."""
+        if self.global_step % BLOCK == 0:
+            now = time.process_time()
+            if self.global_step:
+                self.found[self.way, self.kind].append((now - self.began) / BLOCK * 1e6)
+                self.way, self.kind = next(self.turns)
+            self.names = [f"{self.way}/{self.kind}/{index}" for index in range(self.values)]
+            self.store.clear()
+            self.began = time.process_time()
+
+    def configure_optimizers(self) -> Any:
+        """Return SGD."""
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def measure(values: int, blocks: int) -> dict[tuple[str, str], float]:
+    """Return the microseconds of a step for each way and kind."""
+    task, steps = Logs(values), blocks * BLOCK
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lg.Trainer(
+            max_epochs=1, accelerator="cpu", devices=1, logger=False, default_root_dir=Path(folder), **quiet
+        )
+        trainer.fit(task, DataLoader(TensorDataset(torch.randn(steps * 4, 8)), 4))
+    return {turn: sorted(figures)[len(figures) // 10] for turn, figures in task.found.items()}
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--values", type=int, default=100)
+    parser.add_argument("--blocks", type=int, default=600)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = measure(options.values, options.blocks)
+    costs = {turn: (figure - found["none", turn[1]]) / options.values for turn, figure in found.items()}
+    print(f"{'us a value (ratio)':<20}" + "".join(f"{kind:>16}" for kind in KINDS))
+    for way in WAYS[1:]:
+        cells = (f"{costs[way, kind]:.2f} ({costs[way, kind] / costs['by hand', kind]:.1f})" for kind in KINDS)
+        print(f"{way:<20}" + "".join(f"{cell:>16}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
