@@ -91,6 +91,20 @@ def test_log_dict(play):
     assert made.memory.of("b") == [(5, 2.0)]
 
 
+def test_log_dict_of_a_task_with_a_log_of_its_own_calls_it(play):
+    class Prefixed(Tiny):
+        def log(self, name, value, *arguments, **options):
+            super().log(f"own/{name}", value, *arguments, **options)
+
+        def training_step(self, batch, batch_idx):
+            self.log_dict({"a": 1.0, "b": 2.0}, batch_size=3, on_step=True)
+            return self.loss(batch)
+
+    made = play(Prefixed())
+    assert made.memory.of("own/a")[0] == (1, 1.0)
+    assert made.memory.of("a") == []
+
+
 # --- reduction --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("reduce_fx", "value"),
