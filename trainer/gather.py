@@ -102,7 +102,7 @@ def _ranks_of(strategy: Any, group: Any) -> tuple[Any, int]:
 def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
     """Raise TaskError where a step gathers that not all replicas, or ranks, take at once."""
     run = trainer.run
-    if run is None or not run.open or not run.metrics.in_step:
+    if run is None or not run.open or not (run.metrics.in_step and run.metrics.in_turn):
         return
     strategy, how = run.strategy, "with sync_grads=True " if sync_grads else ""
     if run.doing == "train" and strategy.cuts_batches:

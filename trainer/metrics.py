@@ -58,6 +58,8 @@ class Metrics:
         self.series: dict[str, Series] | None = None
         self.stage = ""
         self.in_step = False
+        self.in_turn = False
+        """Whether a batch is worked on; after the last one of a step its hooks come, once for the whole step."""
         self.first_replica = self.replica = 0
         self.samples = 1
         self.step = self.newest = NO_STEP  # none has begun; -1 is the step of a series without values
@@ -105,7 +107,7 @@ class Metrics:
 
     def open_turn(self, replica: int, samples: int) -> None:
         """Count what is logged from now on to one batch of `replica`."""
-        self.replica, self.samples, self.in_step = replica, samples, True
+        self.replica, self.samples, self.in_step, self.in_turn = replica, samples, True, True
         self.turns[self.stage] += 1
         trains = self.stage == "train"
         self.turns_of_step += trains
@@ -118,11 +120,11 @@ class Metrics:
     def leave_turns(self, samples: int) -> None:
         """Count what is logged from now on to no batch, but to this process: hooks that come once log it."""
         counts = self.first_replica == 0 or not self.shares or self.stage != "train"
-        self.replica, self.samples = self.first_replica if counts else ONCE, samples
+        self.replica, self.samples, self.in_turn = self.first_replica if counts else ONCE, samples, False
 
     def return_to_turn(self, replica: int, samples: int) -> None:
         """Count what is logged from now on to the batch of a turn that was opened before."""
-        self.replica, self.samples = replica, samples
+        self.replica, self.samples, self.in_turn = replica, samples, True
 
     def open_loader(self, index: int) -> None:
         """Name what is logged from now on after an evaluation's loader, where it has several."""
