@@ -137,7 +137,7 @@ class Killer(threading.Thread):
         found = [int(path.name.rsplit("-", 1)[1]) for path in self.folder.glob(f"{word}-*")]
         return sorted(process for process in found if process not in self.dead)
 
-    def wait(self, condition, seconds: float = 40.0):
+    def wait(self, condition, seconds: float = 90.0):
         """Wait until `condition` returns something that is true, and return that."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
@@ -190,7 +190,7 @@ class Guest:
 
     def join(self, address: str, folder: Path, devices: int = 1) -> None:
         """Join the run at `address`, which may be yet to begin."""
-        if self.process is None:
+        if self.process is None or self.process.poll() is not None:  # an earlier test's failure may have ended it
             command = [sys.executable, __file__]
             with self.said.open("a") as errors:
                 pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
