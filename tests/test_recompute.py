@@ -4,6 +4,8 @@ import pytest
 import torch
 from ddp_cases import flat
 from mesh_cases import Dropped, fit
+from tiny import Tiny, assert_same_bits, make_loader
+from torch import nn
 
 from legato.trainer.errors import ConfigError
 
@@ -37,6 +39,25 @@ def test_blocks_compute_twice_and_change_not_one_bit(options):
     assert twice.forwards[False] == once.forwards[False]  # nothing twice where there is no backward
     assert type(twice.blocks[0]) is kind
     assert twice.state_dict().keys() == once.state_dict().keys()
+
+
+class Normed(Tiny):
+    """Has buffers that its forward updates."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize("options", [{}, {"replicas": 2, "reproducible": "bitwise"}], ids=str)
+def test_batch_norm_counts_each_batch_once(trainer, options):
+    tasks = []
+    for more in ({}, {"activation_checkpointing": ["Sequential"]}):
+        torch.manual_seed(0)
+        tasks.append(Normed())
+        trainer(strategy="single", **options, **more).fit(tasks[-1], make_loader())
+    assert_same_bits(*tasks)
+    assert tasks[1].model[1].num_batches_tracked > 0
 
 
 def test_a_class_that_the_task_has_not_is_refused():

@@ -1,6 +1,7 @@
 """Blocks: the modules of a task that a config names by their class; and blocks that compute their forward twice."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ class Recomputing:
     """Blocks that keep only their input for backward, and compute the rest once more there.
 
     After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), by
-    torch.utils.checkpoint. Random numbers are drawn again as they were: the result stays the same to the last bit. A
-    module gets a class of its own for the time of a run, so that names, hooks and copies of it are what they were.
+    torch.utils.checkpoint. Random numbers are drawn again as they were, and buffers such as batch norm's running
+    statistics are updated by the first forward only: the result stays the same to the last bit. A module gets a class
+    of its own for the time of a run, so that names, hooks and copies of it are what they were.
     """
 
     def __init__(self, task: nn.Module, names: str | Sequence[str]) -> None:
@@ -58,6 +60,20 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *arguments, **options)
-        return checkpoint(kind.forward, self, *arguments, use_reentrant=False, **options)
+        contexts = (nullcontext(), _on_copies_of_buffers(self))
+        return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+@contextmanager
+def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
+    """Let a forward update copies of a block's buffers, which are dropped afterwards."""
+    own = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
+    try:
+        for module, name, buffer in own:
+            setattr(module, name, buffer.clone())
+        yield
+    finally:
+        for module, name, buffer in own:
+            setattr(module, name, buffer)

@@ -91,7 +91,12 @@ SHAPING = [
     Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
     Feature("clip", arguments(gradient_clip_val=0.3)),
     Feature("clip by value", arguments(gradient_clip_val=0.05, gradient_clip_algorithm="value"), group="clip"),
-    Feature("nan skip", both(arguments(nan="skip"), data(bad=True)), apart=("metrics", "stop on train", "plateau")),
+    Feature(
+        "nan skip",
+        both(arguments(nan="skip"), data(bad=True)),
+        apart=("metrics", "stop on train", "plateau", "anomaly"),
+        refused={"manual": "[Mm]anual"},
+    ),
     Feature("ema", callback(lambda folder: ExponentialMovingAverage(0.8))),
     Feature(
         "late ema", callback(lambda folder: ExponentialMovingAverage(0.8, start_step=3, use_buffers=True)), group="ema"
