@@ -243,8 +243,10 @@ def build(run: Run) -> None:
     strategy.take_replicas(run.layout, bitwise=one_order and run.by_replica)
     strategy.setup(task, run.optimization.optimizers, run.local_replicas)
     run.gradient_scale = strategy.gradient_scale
+    if stage == "fit":
+        run.numerics = contents.numerics_of(trainer)
     if run.bitwise and stage == "fit":
-        kernels.require_same_ranks(strategy.gather_objects(contents.numerics_of(trainer)))
+        kernels.require_same_ranks(strategy.gather_objects(run.numerics))
     strategy.compile(task, trainer.compile)
     if run.checkpoint is not None and stage == "fit":
         restore.load_rest(trainer, run.checkpoint)

@@ -161,6 +161,8 @@ class Run:
         """The newest step of this process."""
         self.arity = 1
         self.gradient_scale = 1.0
+        self.numerics: dict[str, Any] = {}
+        """What the bits of this run depend on, also for a checkpoint that is saved when its settings are undone."""
         self.training_modes: list[tuple[nn.Module, bool]] = []
 
     # --- the step ---------------------------------------------------------------------------------------------------

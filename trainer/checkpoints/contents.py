@@ -33,7 +33,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         found |= {
             "state": trainer.state.to_dict(),
             "run_id": trainer.saver.run_id,
-            "numerics": numerics_of(trainer),
+            "numerics": run.numerics,
             "fingerprint": {**run.fingerprint, "samples": run.samples_of_epoch or run.samples},
             "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in run.optimization.optimizers],
             "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
