@@ -243,7 +243,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only
         if type(self).log is not Task.log or "log" in self.__dict__:  # one of the task's own
             names = "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only"
-            given = dict(zip(names, options, strict=True)) | {"enable_graph": enable_graph, "sync_dist": sync_dist}
+            given: dict[str, Any] = dict(zip(names, options, strict=True))
+            given |= {"enable_graph": enable_graph, "sync_dist": sync_dist}
             given |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
             given |= {} if batch_size is None else {"batch_size": batch_size}  # else a stand-in has its own
             for name, value in dictionary.items():
