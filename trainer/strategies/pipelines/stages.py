@@ -48,7 +48,11 @@ class Stage(nn.Module):
             buffer.data.copy_(value)  # past autograd, which may have kept the buffer for backward
         if self.calls == 1:
             torch.clear_autocast_cache()  # until torch 2.11 it keeps weights that were cast without a gradient
-        return given[0]
+        output = given[0]
+        if torch.is_grad_enabled() and isinstance(output, Tensor) and output.is_floating_point():
+            # of a frozen stage: torch 2.12 wants a gradient to be sent to it all the same
+            return output if output.requires_grad else output.detach().requires_grad_()
+        return output
 
 
 class Stages:
