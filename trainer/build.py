@@ -1,9 +1,9 @@
 """How a run is made, in order: checks, processes, checkpoint, hooks, the placed task, loaders, optimizers, loggers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import kernels
 from .checkpoints import checkpoint, contents, fingerprint, restore, run_directory
+from .checkpoints.reading import read_for_all
 from .checkpoints.saver import new_identity
 from .checkpoints.stored_run import FRESH, StoredRun
 from .data.combined_loader import combined, one_after_another
@@ -136,41 +137,82 @@ def nearest(task: Task, name: str) -> str:
 
 
 def find_directory(run: Run, request: Request) -> None:
-    """Find out which checkpoint the run goes on from and where it writes; rank 0 decides for all."""
-    trainer = run.trainer
-    decided: tuple[Exception | None, Path | None, Path | None, str] = (None, None, None, new_identity())
-    if run.strategy.place.rank == 0:
+    """Find out which checkpoint the run goes on from, read it, and find out where the run writes.
+
+    Rank 0 decides for all. A checkpoint that it has chosen, as the newest, and that turns out to be damaged is passed
+    over.
+    """
+    trainer, damaged = run.trainer, list[Path]()
+    while True:
+        decided = Decision(new_identity())
+        if run.strategy.place.rank == 0:
+            try:
+                decided.directory, decided.source = decide_directory(trainer, request, damaged)
+                decided.is_chosen = request.source_is_chosen
+            except (ConfigError, CheckpointError) as error:
+                decided.problem = error
+        decided = run.strategy.broadcast(decided)
+        if decided.problem is not None:
+            raise decided.problem
+        trainer.run_dir, run.source = decided.directory, decided.source
+        if request.stage == "fit":
+            trainer.saver.run_id = decided.identity  # unless the checkpoint to go on from has one
+        if run.source is None:
+            return
+        run.goes_on = trainer.run_dir is not None and trainer.run_dir.resolve() in run.source.resolve().parents
         try:
-            decided = (None, *decide_directory(trainer, request), decided[3])
-        except (ConfigError, CheckpointError) as error:
-            decided = (error, None, None, "")
-    problem, trainer.run_dir, source, identity = run.strategy.broadcast(decided)
-    if problem is not None:
-        raise problem
-    run.source = source
-    if request.stage == "fit":
-        trainer.saver.run_id = identity  # unless the checkpoint to go on from has one
-    if source is not None:
-        run.goes_on = trainer.run_dir is not None and trainer.run_dir.resolve() in source.resolve().parents
-        run.checkpoint = checkpoint.read_any(source, run.task.state_dict().keys(), run.strategy.reads_in_parts)
-        if trainer.is_global_zero:
-            log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", source)
+            run.checkpoint = read_for_all(run.strategy, run.source, run.task.state_dict().keys())
+        except CheckpointError as error:
+            if not decided.is_chosen:
+                raise
+            damaged.append(run.source)
+            if trainer.is_global_zero:
+                log.warning("The checkpoint %s is passed over, it is not whole. %s", run.source.name, error)
+            trainer.run_dir = trainer.given_dir
+        else:
+            break
+    if trainer.is_global_zero:
+        log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", run.source)
 
 
-def decide_directory(trainer: "Trainer", request: Request) -> tuple[Path | None, Path | None]:
-    """Return the run directory, made if need be, and the checkpoint to start from."""
+@dataclass
+class Decision:
+    """What rank 0 decides for all."""
+
+    identity: str
+    directory: Path | None = None
+    source: Path | None = None
+    """The checkpoint to read."""
+    is_chosen: bool = False
+    """Whether an older one will do."""
+    problem: Exception | None = None
+
+
+def decide_directory(
+    trainer: "Trainer", request: Request, damaged: Collection[Path] = ()
+) -> tuple[Path | None, Path | None]:
+    """Return the run directory, made if need be, and the checkpoint to start from, none of those that are `damaged`.
+
+    Its files have their sizes; their sums are verified when they are read.
+    """
+
+    def check(path: Path) -> bool:
+        return path not in damaged and bool(checkpoint.check_sizes(path))
+
     root = Path(trainer.default_root_dir)
     if isinstance(request.resume, StoredRun):
         assert request.resume.directory is not None
         trainer.saver.hold(request.resume.directory, request.stage)
-        found, source = request.resume.to_resume()
+        found, source = request.resume.to_resume(check)
+        request.source_is_chosen = True
         if found is None:
             trainer.saver.release(request.resume.directory)
     else:
-        resume = named_checkpoint(trainer, request.resume)
-        found, source = run_directory.find(root, trainer.run_name, resume, trainer.saver)
+        named = named_checkpoint(trainer, request.resume)
+        found, source = run_directory.find(root, trainer.run_name, named, trainer.saver, check)
+        request.source_is_chosen = source is not None and source != Path(named or "")
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
-        source = find_weights(trainer, request)
+        source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
     if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
         directory = run_directory.create(root, trainer.run_name)
@@ -179,7 +221,7 @@ def decide_directory(trainer: "Trainer", request: Request) -> tuple[Path | None,
     return directory, source
 
 
-def find_weights(trainer: "Trainer", request: Request) -> Path:
+def find_weights(trainer: "Trainer", request: Request, check: checkpoint.Check) -> Path:
     """Return the checkpoint that an evaluation takes its weights from."""
     if isinstance(request.weights, StoredRun):
         request.task.trainer = trainer  # which configure_callbacks may ask
@@ -189,7 +231,11 @@ def find_weights(trainer: "Trainer", request: Request) -> Path:
     if not path.exists():
         hint = did_you_mean(str(path), ("last", "best", "none")) or " Expected a path, 'last' or 'best'."
         raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
-    return path if path.is_file() else checkpoint.resolve(path)
+    if path.is_file():
+        return path
+    found = checkpoint.resolve(path, check)
+    request.source_is_chosen = found != path
+    return found
 
 
 def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path | None:
@@ -234,6 +280,7 @@ def build(run: Run) -> None:
         run.hooks.call("on_load_checkpoint", run.checkpoint)
         run.other_dtypes = fingerprint.other_dtypes(task, run.checkpoint)
         restore.load_weights(task, run.checkpoint, task.strict_loading, strategy.load_model_state)
+        del run.checkpoint["state_dict"]  # before there are optimizers
     make_loaders(run)
     if stage == "fit":
         make_optimizers(run)

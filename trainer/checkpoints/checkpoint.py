@@ -12,11 +12,14 @@ How one is put in its place and taken away is in commit.py, the background write
 files in foreign.py.
 """
 
+import hashlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ..errors import CheckpointError
 from . import commit, manifest
@@ -24,7 +27,7 @@ from .background import Writer
 from .commit import NOBODY, STEP_NAME, Owner, free_space_check, remove, sweep
 from .foreign import read_contents, read_foreign
 from .parts import ALONE, PART_FILE, PartFiles, Ranks, made_whole
-from .tensor_files import Sum, file_sum, read_tensors
+from .tensor_files import Sum, file_sum, read_verified
 from .tree import MODEL, OTHERS, flatten, unflatten
 
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "Owner",
     "Writer",
     "all_in",
+    "check_sizes",
     "directory_name",
     "free_space_check",
     "newest_whole",
@@ -39,6 +43,8 @@ __all__ = [
     "read_any",
     "read_callback",
     "read_foreign",
+    "read_parts",
+    "read_rest",
     "remove",
     "resolve",
     "sweep",
@@ -50,6 +56,11 @@ logger = logging.getLogger("legato")
 
 FOLDER = "checkpoints"
 """Where a run directory keeps them."""
+Check = Callable[[Path], object]
+"""Raises CheckpointError for a checkpoint that is not whole: `verify`, or `check_sizes` where it is read afterwards.
+
+It may return False for one that was found to be damaged before.
+"""
 
 
 def directory_name(step: int) -> str:
@@ -83,16 +94,44 @@ def read(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
     Under the keys `in_parts` a tensor that was written in parts is a `Stored`, which reads what it is asked for. Raises
     CheckpointError that names the file and what is wrong with it.
     """
-    verify(directory)
-    names = [name for name in manifest.load(directory) if PART_FILE.fullmatch(name)]
-    tensors = {
-        MODEL: read_tensors(directory / manifest.MODEL_FILE),
-        OTHERS: read_tensors(directory / manifest.TENSORS_FILE),
-    }
+    files = check_sizes(directory)
+    parts = [name for name in files if PART_FILE.fullmatch(name)]
+    return read_rest(directory, files, read_parts(directory, {name: files[name] for name in parts}, parts), in_parts)
+
+
+def read_parts(directory: Path, files: Mapping[str, Sum], keep: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Verify files that hold parts of tensors, each read once; return the tensors of those to `keep`."""
+    held = {}
+    for name, expected in files.items():
+        if name in keep:
+            held[name] = read_verified(directory / name, expected)
+        else:
+            _verify(directory, name, expected)
+    return held
+
+
+def read_rest(
+    directory: Path,
+    files: Mapping[str, Sum],
+    held: dict[str, dict[str, Tensor]],
+    in_parts: Collection[str] = (),
+) -> dict[str, Any]:
+    """Verify and read what one process reads for all; see `read`. Files that hold parts were verified before.
+
+    `held`: the tensors of those that are in memory.
+    """
+    names = {MODEL: manifest.MODEL_FILE, OTHERS: manifest.TENSORS_FILE}
+    for name, expected in files.items():
+        if name not in (*names.values(), manifest.STATE_FILE) and not PART_FILE.fullmatch(name):
+            _verify(directory, name, expected)
+    tensors = {key: read_verified(directory / name, files[name]) for key, name in names.items()}
     try:
         state = (directory / manifest.STATE_FILE).read_bytes()
+        if hashlib.sha256(state).hexdigest() != files[manifest.STATE_FILE].sha256:
+            raise CheckpointError(f"{manifest.STATE_FILE} is damaged: its SHA-256 is not the one that was written.")
         tree = manifest.parse_json(state, manifest.STATE_FILE)
-        found = unflatten(tree, tensors, PartFiles(directory), names)
+        parts = [name for name in files if PART_FILE.fullmatch(name)]
+        found = unflatten(tree, tensors, PartFiles(directory, held), parts)
         return {key: value if key in in_parts else made_whole(value) for key, value in found.items()}
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
@@ -118,21 +157,29 @@ def read_any(path: Path, names: Collection[str] = (), in_parts: Collection[str] 
 
 def verify(directory: Path) -> None:
     """Check every file against the manifest; raises CheckpointError that names the file and what is wrong."""
+    for name, expected in check_sizes(directory).items():
+        _verify(directory, name, expected)
+
+
+def check_sizes(directory: Path) -> dict[str, Sum]:
+    """Return what the manifest says of each file, all of which have their sizes; raises what `verify` raises."""
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint at {directory}: it is no directory.")
-    for name, expected in manifest.load(directory).items():
+    files = manifest.load(directory)
+    for name, expected in files.items():
         size = manifest.regular_size(directory, name)
         if size != expected.size:
             raise CheckpointError(f"{directory}: {name} has {size:,} bytes, {expected.size:,} were written.")
-        if _sum(directory, name) != expected:
-            raise CheckpointError(f"{directory}: {name} is damaged: its SHA-256 is not the one that was written.")
+    return files
 
 
-def _sum(directory: Path, name: str) -> Sum:
+def _verify(directory: Path, name: str, expected: Sum) -> None:
     try:
-        return file_sum(directory / name)
+        damaged = file_sum(directory / name) != expected
     except OSError as error:
         raise CheckpointError(f"{directory}: {name} cannot be read: {error.strerror}.") from error
+    if damaged:
+        raise CheckpointError(f"{directory}: {name} is damaged: its SHA-256 is not the one that was written.")
 
 
 def all_in(root: Path) -> list[Path]:
@@ -140,15 +187,16 @@ def all_in(root: Path) -> list[Path]:
     return [path for path in _steps(root) if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
 
 
-def newest_whole(root: Path) -> Path | None:
-    """Return the newest checkpoint of a folder that passes `verify`; warns of every newer one and what is wrong.
+def newest_whole(root: Path, check: Check = verify) -> Path | None:
+    """Return the newest checkpoint of a folder that passes `check`; warns of every newer one and what is wrong.
 
     Where a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the
     next `sweep` or save brings it back.
     """
     for path in reversed(_steps(root)):
         try:
-            verify(path)
+            if check(path) is False:
+                continue
         except CheckpointError as error:
             logger.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
         else:
@@ -170,10 +218,10 @@ def _steps(root: Path) -> list[Path]:
     return sorted(found.values(), key=lambda path: int(path.name.strip(".").split(".")[0].removeprefix("step-")))
 
 
-def resolve(path: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest whole one of a run directory or a folder.
+def resolve(path: Path, check: Check = verify) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest one of a folder or run directory that is whole.
 
-    Raises CheckpointError that tells what was looked for.
+    Whole is what passes `check`. Raises CheckpointError that tells what was looked for.
     """
     path = path if path.name else path.absolute()
     for itself in (path, commit.beside(path, commit.REPLACED)):  # the second: a process died while it replaced it
@@ -185,7 +233,7 @@ def resolve(path: Path) -> Path:
             f"nothing else. A file's weights are taken by load_from_checkpoint, and by validate, test and predict."
         )
     for folder in (path / FOLDER, path):
-        if (found := newest_whole(folder)) is not None:
+        if (found := newest_whole(folder, check)) is not None:
             return found
     raise CheckpointError(
         f"There is no whole checkpoint at {path}: expected a directory with a {manifest.MANIFEST}, or one that holds "

@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,19 +82,30 @@ PART_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
 class PartFiles:
     """The files of a checkpoint that hold parts, opened as they are needed."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, held: dict[str, dict[str, Tensor]] | None = None) -> None:
+        """`held`: the tensors of files that this process has read already."""
+        self.directory, self.held = directory, held or {}
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def names(self, file: str) -> Iterator[tuple[str, str]]:
         """Yield (file, name) of every part in a file."""
-        for name in self._handle(file).keys():  # noqa: SIM118 - it is no mapping
+        for name in self.held.get(file) or self._handle(file).keys():
             yield file, name
 
     def block(self, file: str, name: str) -> Any:
         """Return a part that is read where it is sliced."""
-        return self._handle(file).get_slice(name)
+        held = self.held.get(file, {}).get(name)
+        return self._handle(file).get_slice(name) if held is None else held
+
+    def shape(self, file: str, name: str) -> list[int]:
+        """Return the shape of a part."""
+        block = self.block(file, name)
+        return list(block.shape) if isinstance(block, Tensor) else list(block.get_shape())
+
+    def drop(self, file: str, name: str) -> None:
+        """Forget a part that was read before; it is read again where it is asked for."""
+        self.held.get(file, {}).pop(name, None)
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
@@ -116,16 +127,20 @@ class Stored:
         shape: Numbers,
         dtype: torch.dtype,
         parts: Sequence[tuple[str, Numbers, Numbers]],
+        mark: Mapping[str, Any],
     ) -> None:
-        """`parts`: of each its file, offset and shape. Raises ValueError where they do not make up the whole."""
-        self.files, self.name, self.dtype, self.parts = files, name, dtype, parts
+        """`parts`: of each its file, offset and shape; `mark`: what says so in the state (see tree.py).
+
+        Raises ValueError where they do not make up the whole.
+        """
+        self.files, self.name, self.dtype, self.parts, self.mark = files, name, dtype, parts, mark
         self.shape = torch.Size(shape)
         self.ndim = len(shape)
         if any(size < 0 for size in shape):
             raise ValueError(f"{name!r} cannot have the shape {shape}")
         for file, offset, size in parts:
             inside = all(0 <= start <= start + count <= whole for start, count, whole in _zip(offset, size, shape))
-            if not inside or list(size) != list(files.block(file, name).get_shape()):
+            if not inside or list(size) != files.shape(file, name):
                 raise ValueError(f"the part of {name!r} in {file} does not fit into a tensor of shape {shape}")
         if len({offset for _, offset, _ in parts}) < len(parts) or self.numel() != sum(
             math.prod(size) for _, _, size in parts
@@ -161,9 +176,12 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
 
 
 def made_whole(value: Any) -> Any:
-    """Return nested containers with every stored tensor read."""
+    """Return nested containers with every stored tensor read, and forgotten in parts."""
     if isinstance(value, Stored):
-        return value.whole()
+        found = value.whole()
+        for file, _, _ in value.parts:
+            value.files.drop(file, value.name)
+        return found
     if type(value) is dict:
         return {key: made_whole(item) for key, item in value.items()}
     return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value

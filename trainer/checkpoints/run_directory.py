@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CheckpointError, ConfigError
 from . import checkpoint
+from .checkpoint import Check
 from .run_lock import is_left_by_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
 from .run_names import CONFIG, VERSION, fault_of_name
@@ -62,22 +63,22 @@ def write_config(directory: Path, text: str, weights: Path | None) -> None:
     (directory / CONFIG).write_text(text, encoding="utf-8")
 
 
-def newest_in(directory: Path) -> Path | None:
-    """Return the newest whole checkpoint of a run directory."""
+def newest_in(directory: Path, check: Check = checkpoint.verify) -> Path | None:
+    """Return the newest checkpoint of a run directory that passes `check`."""
     folder = directory / CHECKPOINTS
-    return checkpoint.newest_whole(folder) if folder.is_dir() else None
+    return checkpoint.newest_whole(folder, check) if folder.is_dir() else None
 
 
-def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
-    """Return the newest run directory of a name that holds a whole checkpoint, and that checkpoint."""
+def newest_checkpoint(root: Path, name: str, check: Check = checkpoint.verify) -> tuple[Path, Path] | None:
+    """Return the newest run directory of a name that holds a checkpoint which passes `check`, and that checkpoint."""
     for directory in reversed(versions(root, name)):
-        found = newest_in(directory)
+        found = newest_in(directory, check)
         if found is not None:
             return directory, found
     return None
 
 
-def newest_held(root: Path, name: str, saver: "Saver") -> tuple[Path, Path] | None:
+def newest_held(root: Path, name: str, saver: "Saver", check: Check) -> tuple[Path, Path] | None:
     """Return what `newest_checkpoint` does, with the directory held before anything is read in it.
 
     Raises ConfigError where another run of this name writes to it, or to a newer one that has no checkpoint yet.
@@ -85,7 +86,7 @@ def newest_held(root: Path, name: str, saver: "Saver") -> tuple[Path, Path] | No
     for directory in reversed(versions(root, name)):
         if any((directory / CHECKPOINTS).glob("*step-*")) or is_left_by_training(directory):
             saver.hold(directory, "fit")
-            found = newest_in(directory)
+            found = newest_in(directory, check)
             if found is not None:
                 return directory, found
             saver.release(directory)
@@ -93,7 +94,7 @@ def newest_held(root: Path, name: str, saver: "Saver") -> tuple[Path, Path] | No
 
 
 def find(
-    root: Path, name: str, resume: str | Path | None, saver: "Saver | None" = None
+    root: Path, name: str, resume: str | Path | None, saver: "Saver | None" = None, check: Check = checkpoint.verify
 ) -> tuple[Path | None, Path | None]:
     """Return the directory and the checkpoint that `resume` leads to; None for a new directory, or for no checkpoint.
 
@@ -103,11 +104,11 @@ def find(
     if resume is None:
         return None, None
     if resume == "auto":
-        found = newest_checkpoint(root, name) if saver is None else newest_held(root, name, saver)
+        found = newest_checkpoint(root, name, check) if saver is None else newest_held(root, name, saver, check)
         if found is None:
             log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", root / name)
         return found if found is not None else (None, None)
     path = Path(resume)
     if not path.exists():
         raise CheckpointError(f"There is no checkpoint at {path}. Expected a path, 'auto', 'last', 'best' or nothing.")
-    return None, checkpoint.resolve(path)
+    return None, checkpoint.resolve(path, check)

@@ -43,10 +43,10 @@ class StoredRun:
         place = self.directory if self.directory is not None else self.root / self.name
         raise CheckpointError(f"There is no whole checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
 
-    def to_resume(self) -> tuple[Path | None, Path | None]:
+    def to_resume(self, check: checkpoint.Check) -> tuple[Path | None, Path | None]:
         """Return the run directory and the checkpoint to go on from; None for both where there is no checkpoint."""
         assert self.directory is not None
-        found = run_directory.newest_in(self.directory)
+        found = run_directory.newest_in(self.directory, check)
         if found is None:
             log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", self.directory)
             return None, None

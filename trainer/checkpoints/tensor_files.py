@@ -6,6 +6,7 @@ pass. Here one pass takes each tensor's bytes from where they are. What is writt
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+TYPES = {name: dtype for dtype, name in NAMES.items()}
 _CHUNK = 1 << 20
 _BLOCK = 1 << 26
 
@@ -123,6 +125,93 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
     except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+
+
+def read_verified(path: Path, expected: Sum) -> dict[str, Tensor]:
+    """Read a safetensors file once, hashing it on the way, into memory of its own (see `read_tensors`).
+
+    Raises CheckpointError where it is not the file that `expected` describes, or no safetensors file.
+    """
+    try:
+        with HashedReader(path) as file:
+            tensors = _read_tensors(file, expected.size)
+        damaged = file.sum != expected
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        damaged = file_sum(path) != expected
+        if not damaged:
+            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+    if damaged:
+        raise CheckpointError(f"{path.parent}: {path.name} is damaged: its SHA-256 is not the one that was written.")
+    return tensors
+
+
+def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
+    length = int.from_bytes(file.take(8), "little")
+    if length > size - 8:
+        raise ValueError(f"its header would have {length} bytes")
+    header = json.loads(file.take(length).decode("utf-8"), object_pairs_hook=_unique)
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    tensors, end = {}, 0
+    for name in sorted(places, key=lambda name: tuple(places[name])):
+        (start, stop), entry = places[name], header[name]
+        shape, dtype = entry["shape"], TYPES[entry["dtype"]]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError(f"{name!r} has no place in it")
+        if start != end or stop - start != math.prod(shape) * dtype.itemsize or stop > size - 8 - length:
+            raise ValueError(f"{name!r} of shape {shape} does not lie at {start}..{stop}")
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        file.fill(flat_bytes(tensors[name]).numpy().data)
+        end = stop
+    if end != size - 8 - length:
+        raise ValueError(f"{size - 8 - length - end} bytes at its end belong to no tensor")
+    return {name: tensors[name] for name in header}
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return dict(pairs)
+
+
+class HashedReader:
+    """A file that is hashed while it is read; `sum` is that of all that was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.sum = Sum(0, "")
+        self._size = 0
+        self._hash = hashlib.sha256()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        data = bytearray(count)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, target: memoryview) -> None:
+        """Read as many bytes as `target` has, piece by piece, so that they are hashed while they are in the cache."""
+        for start in range(0, target.nbytes, _CHUNK):
+            piece = target[start : start + _CHUNK]
+            filled = 0
+            while filled < piece.nbytes:
+                count = os.readv(self._descriptor, [piece[filled:]])
+                if not count:
+                    raise ValueError("it ends too early")
+                filled += count
+            self._hash.update(piece)
+            self._size += piece.nbytes
+
+    def __enter__(self) -> "HashedReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if os.read(self._descriptor, 1):
+                self._size = -1  # longer than it says
+            self.sum = Sum(self._size, self._hash.hexdigest())
+        finally:
+            os.close(self._descriptor)
 
 
 def file_sum(path: Path, sync: bool = False) -> Sum:

@@ -94,19 +94,24 @@ class _Left(dict[tuple[str, str], Any]):
     """The tensors and parts of tensors that no mark has named yet: (file, name) -> tensor."""
 
     files: PartFiles | None = None
+    some_parts = False
+    """Whether the files may hold parts that no mark names."""
 
 
 def unflatten(
-    tree: Any, tensors: Mapping[str, Mapping[str, Tensor]], files: PartFiles | None = None, parts: Iterable[str] = ()
+    tree: Any,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    files: PartFiles | None = None,
+    parts: Iterable[str] | None = (),
 ) -> dict[str, Any]:
-    """Put together what `flatten` took apart, with the names of files that hold `parts`.
+    """Put together what `flatten` took apart, with the names of files that hold `parts`; None: some of their parts.
 
     A tensor in parts becomes a `Stored`. Raises CheckpointError where something does not fit.
     """
     left = _Left({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
     if files is not None:
-        left.files = files
-        left.update(dict.fromkeys(place for file in parts for place in files.names(file)))
+        left.files, left.some_parts = files, parts is None
+        left.update(dict.fromkeys(place for file in parts or () for place in files.names(file)))
     try:
         contents = _decode(tree, (), left)
     except RecursionError:
@@ -127,6 +132,8 @@ def _encode(value: Any, path: Place, flat: Flat) -> Any:
         return value
     if isinstance(value, str):  # also a str Enum: JSON knows only the text
         return str.__str__(value)
+    if isinstance(value, Stored):  # of another checkpoint, in whose files it stays
+        return dict(value.mark)
     part = value if isinstance(value, Part) else part_of(value) if isinstance(value, Tensor) else None
     if part is not None:
         return _encode_part(part, path, flat)
@@ -283,9 +290,10 @@ def _decode_parts(node: dict[str, Any], left: _Left) -> Stored:
     name, shape, parts = _of(str, node["name"]), tuple(_all_of(int, node["shape"])), []
     for rank, offset, size in _all_of(list, node["parts"]):
         file = file_name(_of(str, node["file"]), _of(int, rank))
-        del left[file, name]
+        if not left.some_parts:
+            del left[file, name]
         parts.append((file, tuple(_all_of(int, offset)), tuple(_all_of(int, size))))
-    return Stored(left.files, name, shape, DTYPES[node["dtype"]], parts)
+    return Stored(left.files, name, shape, DTYPES[node["dtype"]], parts, node)
 
 
 def _of(kind: type, value: Any) -> Any:

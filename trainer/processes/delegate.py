@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import build
 from ..checkpoints import run_directory
+from ..checkpoints.checkpoint import check_sizes
 from ..run import Request, Run
 from ..state import State
 from ..torch_private import Parts, parts_of, take_parts
@@ -72,7 +73,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     if place is not None:
         trainer.strategy.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
-    source, elastic = None, trainer.strategy.elastic if request.stage == "fit" else None
+    source: Path | None = None
+    elastic = trainer.strategy.elastic if request.stage == "fit" else None
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
     node = 0 if elastic is not None else launch.node_rank(trainer.num_nodes)
@@ -83,6 +85,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             trainer.strategy.place = launch.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         elif elastic is None or elastic.join is None:
             trainer.run_dir, source = build.decide_directory(trainer, request)
+            if source is not None and request.source_is_chosen:
+                source = source.parent  # the workers read it, and find out whether an older one has to do
         trainer.given_dir = trainer.run_dir
         task = partial(work, trainer, request, source)
         if elastic is not None:
@@ -128,7 +132,8 @@ def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
 def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome | None:
     """Run the request in a worker: from `source`, or after a restart from the newest whole checkpoint of the run."""
     if launch.restart_count() > 0 and trainer.run_dir is not None:
-        source = run_directory.newest_in(trainer.run_dir) or source
+        newest = run_directory.newest_in(trainer.run_dir, check_sizes)
+        source = source if newest is None else newest.parent
     seat = launch.find_seat()
     if seat is not None and seat.joins:
         source, trainer.num_sanity_val_steps = None, 0

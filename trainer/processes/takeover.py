@@ -4,17 +4,12 @@ Weights change only when all communication of a step is done, so a survivor stan
 was interrupted. Whoever is behind takes the whole state from one that is not, as from a checkpoint in memory.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from .. import build
 from ..checkpoints import contents, restore
-from ..checkpoints.tree import flatten, unflatten
+from ..checkpoints.reading import broadcast_contents
 from ..data.sampling import Layout
 from ..errors import WorkerError
 from ..finite import make_guard
@@ -24,9 +19,6 @@ from .launch import Place
 
 if TYPE_CHECKING:
     from ..run import Run
-
-PARCEL_BYTES = 64 << 20
-"""How much of a state travels at once."""
 
 Progress = tuple[int, int, bool, int, int, int]
 Point = tuple[int, dict[str, float]]
@@ -85,7 +77,7 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
     behind = [one.progress != newest.progress or not one.whole for one in standings]
     saved = contents.contents(trainer, weights_only=False) if any(behind) and not behind[place.rank] else {}
     if any(behind):
-        saved = spread(saved, source, place.rank)
+        saved = broadcast_contents(saved, source, place.rank)
     # Nothing is communicated from here on, until all of it is taken over.
     run.layout, run.local_replicas = layout, len(layout.owned(place.rank))
     metrics.take_replicas(place.world_size, layout.owned(place.rank))
@@ -135,43 +127,3 @@ def resume(run: "Run") -> None:
     if state.global_step and state.global_step % trainer.log_every_n_steps == 0:
         trainer.log_step()
     run.hooks.call("on_processes_changed")
-
-
-def spread(contents: Mapping[str, Any], source: int, rank: int) -> dict[str, Any]:
-    """Give every rank the contents that rank `source` has; every rank calls it, with contents of its own."""
-    flat = flatten(contents) if rank == source else None
-    plan: list[Any] = [None]
-    if flat is not None:
-        shapes = {
-            file: {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-            for file, tensors in flat.tensors.items()
-        }
-        plan = [(flat.tree, shapes)]
-    dist.broadcast_object_list(plan, src=source, device=torch.device("cpu"))
-    tree, shapes = plan[0]
-    received: dict[str, dict[str, Tensor]] = {}
-    for file, tensors in shapes.items():
-        own = flat.tensors[file] if flat is not None else {}
-        received[file] = {
-            name: own[name].detach().cpu() if flat is not None else torch.empty(shape, dtype=dtype)
-            for name, (shape, dtype) in tensors.items()
-        }
-    for parcel in _parcels([tensor for tensors in received.values() for tensor in tensors.values()]):
-        flat_parcel = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in parcel])
-        dist.broadcast(flat_parcel, src=source)
-        if rank != source:
-            for tensor, part in zip(parcel, flat_parcel.split([tensor.nbytes for tensor in parcel]), strict=True):
-                tensor.view(-1).view(torch.uint8).copy_(part)
-    contents_of_source: dict[str, Any] = unflatten(tree, received)
-    return contents_of_source
-
-
-def _parcels(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Put tensors together that travel together."""
-    parcels: list[list[Tensor]] = [[]]
-    for tensor in tensors:
-        if sum(other.nbytes for other in parcels[-1]) >= PARCEL_BYTES:
-            parcels.append([])
-        if tensor.numel():
-            parcels[-1].append(tensor)
-    return [parcel for parcel in parcels if parcel]

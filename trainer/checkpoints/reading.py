@@ -1,0 +1,147 @@
+"""Reading a checkpoint for all ranks of a run: each byte of it is read and hashed by one of them, once.
+
+What lies in whole files rank 0 reads and broadcasts; so does it with tensors in parts that the ranks take whole. Of
+those that each takes in part, each rank reads the file of its own number: on the layout that wrote it, its own parts.
+After a resize it reads slices of the other files.
+"""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import CheckpointError
+from . import checkpoint
+from .foreign import read_contents
+from .parts import PART_FILE, PartFiles
+from .tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from ..processes.launch import Place
+
+SENT_AT_ONCE = 64 << 20
+"""Bytes of small tensors that are broadcast together."""
+KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
+"""The key of a checkpoint whose parts are in files of this name."""
+
+
+class Ranks(Protocol):
+    """The part of a strategy by which its ranks read together."""
+
+    place: "Place"
+    reads_in_parts: tuple[str, ...]
+
+    def broadcast(self, value: Any) -> Any: ...  # noqa: D102
+    def gather_objects(self, value: Any) -> list[Any]: ...  # noqa: D102
+
+
+def read_for_all(ranks: Ranks, source: Path, names: Collection[str]) -> dict[str, Any]:
+    """Read a checkpoint, or a file that others have made; every rank calls it.
+
+    Raises CheckpointError, on every rank, where something is damaged.
+    """
+    if source.is_file():
+        return read_contents(source, names)
+    contents, held = _read(ranks, source)
+    if ranks.place.world_size == 1:
+        return contents
+    return broadcast_contents(contents, 0, ranks.place.rank, PartFiles(source, held))
+
+
+def _read(ranks: Ranks, source: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Read this rank's share; return the contents, on rank 0, and its files with parts.
+
+    Raises CheckpointError, on every rank, where something is damaged.
+    """
+    rank, size = ranks.place.rank, ranks.place.world_size
+    if size == 1:
+        return checkpoint.read(source, ranks.reads_in_parts), {}
+    error, files = None, {}
+    if rank == 0:
+        try:
+            files = checkpoint.check_sizes(source)
+        except CheckpointError as caught:
+            error = caught
+    error, files = ranks.broadcast((error, files))
+    if error is not None:
+        raise error
+    held: dict[str, dict[str, Tensor]] = {}
+    contents: dict[str, Any] = {}
+    try:
+        readers = {name: _reader(name, size, ranks.reads_in_parts) for name in files if PART_FILE.fullmatch(name)}
+        own = {name: files[name] for name, reader in readers.items() if reader == rank}
+        keep = [name for name in own if not _is_shared(name, ranks.reads_in_parts) or _number(name) == rank]
+        held = checkpoint.read_parts(source, own, keep)
+        if rank == 0:
+            contents = checkpoint.read_rest(source, files, held, ranks.reads_in_parts)
+    except CheckpointError as caught:
+        error = caught
+    problems = [problem for problem in ranks.gather_objects(error) if problem is not None]
+    if problems:
+        raise error or problems[0]
+    return contents, held
+
+
+def _number(name: str) -> int:
+    return int(name.partition(".")[0].rpartition("-")[2])
+
+
+def _is_shared(name: str, in_parts: Collection[str]) -> bool:
+    """Return whether each rank takes its own of what is in a file."""
+    return KEYS[name.partition("-")[0]] in in_parts
+
+
+def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
+    return _number(name) % size if _is_shared(name, in_parts) else 0
+
+
+def broadcast_contents(
+    contents: Mapping[str, Any], source: int, rank: int, files: PartFiles | None = None
+) -> dict[str, Any]:
+    """Give every rank the contents that rank `source` has; every rank calls it, with contents of its own.
+
+    What lies in `files` is not sent: each rank reads there.
+    """
+    flat = flatten(contents) if rank == source else None
+    plan: list[Any] = [None]
+    if flat is not None:
+        shapes = {
+            file: {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+            for file, tensors in flat.tensors.items()
+        }
+        plan = [(flat.tree, shapes)]
+    dist.broadcast_object_list(plan, src=source, device=torch.device("cpu"))
+    tree, shapes = plan[0]
+    received: dict[str, dict[str, Tensor]] = {}
+    for file, tensors in shapes.items():
+        own = flat.tensors[file] if flat is not None else {}
+        received[file] = {
+            name: own[name].detach().cpu().contiguous() if flat is not None else torch.empty(shape, dtype=dtype)
+            for name, (shape, dtype) in tensors.items()
+        }
+    for together in _messages([tensor for tensors in received.values() for tensor in tensors.values()]):
+        parts = [tensor.view(-1).view(torch.uint8) for tensor in together]
+        message = parts[0] if len(parts) == 1 else torch.cat(parts)
+        dist.broadcast(message, src=source)
+        if rank != source and len(parts) > 1:
+            for part, sent in zip(parts, message.split([part.numel() for part in parts]), strict=True):
+                part.copy_(sent)
+    if flat is not None and files is not None:
+        return dict(contents)
+    return unflatten(tree, received, files, None if files is not None else ())
+
+
+def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Put small tensors together that are sent together; large ones go by themselves."""
+    small = [tensor for tensor in tensors if 0 < tensor.nbytes < SENT_AT_ONCE]
+    messages, waiting = [[tensor] for tensor in tensors if tensor.nbytes >= SENT_AT_ONCE], 0
+    for tensor in small:
+        if not waiting or waiting + tensor.nbytes > SENT_AT_ONCE:
+            messages.append([])
+            waiting = 0
+        messages[-1].append(tensor)
+        waiting += tensor.nbytes
+    return messages
