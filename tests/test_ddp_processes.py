@@ -159,7 +159,7 @@ class ValidatesOnOneRank(Net):
 
 
 def test_different_names_on_two_ranks_are_named(nothing_left):
-    with pytest.raises(DisagreementError, match=r"train at step 2.*rank 1 also logged \['train/extra'\]"):
+    with pytest.raises(DisagreementError, match=r"train at step 3.*rank 1 also logged \['train/extra'\]"):
         fit(LogsOnOneRank(), **TWO)
     with pytest.raises(DisagreementError, match=r"validation.*rank 0 also logged \['val/extra'\]"):
         fit(ValidatesOnOneRank(), **TWO)
