@@ -1,12 +1,14 @@
 """Private names of torch, torchmetrics and CPython: each is used in one file, and the public way does the same."""
 
 import ast
+import random
 import re
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -49,6 +51,21 @@ def test_a_name_that_is_missing_or_has_another_signature_is_not_used():
         assert torch_private.remarks() == [expected] * 2
     finally:
         SHORTCUTS[:] = before
+
+
+def test_to_look_for_a_name_draws_no_number_of_the_task_s():
+    """Names are looked for at their first use: within an epoch, after its random numbers were set."""
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    for shortcut in SHORTCUTS:
+        shortcut.__dict__.pop("is_there", None)
+        assert shortcut.is_there
+    drawing = Shortcut("a probe that draws", "", lambda: bool(torch.rand(1) < 2))
+    try:
+        assert drawing.is_there
+    finally:
+        SHORTCUTS.remove(drawing)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before[1:]
 
 
 def test_the_switch_takes_every_public_way_and_back():

@@ -50,9 +50,10 @@ class Shortcut:
 
     @cached_property
     def is_there(self) -> bool:
-        """Whether this torch has the names."""
+        """Whether this torch has the names. Asked in the middle of a run: the probe draws nothing that a task would."""
         try:
-            return self.probe()
+            with torch.random.fork_rng(devices=()):
+                return self.probe()
         except (AttributeError, ImportError, TypeError, ValueError):
             return False
 
@@ -725,7 +726,7 @@ def require_reduced(module: Any) -> None:
 # --- loaders ----------------------------------------------------------------------------------------------------------
 def _has_reader() -> bool:
     data: Any = [0]
-    batches: Any = iter(DataLoader(data))
+    batches: Any = iter(DataLoader(data, generator=torch.Generator()))
     return (
         type(batches).__next__ is _loaders()._BaseDataLoaderIter.__next__
         and _takes(batches._next_data)
