@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from command_line_folder import CONFIG, TASK
 from forked import Forked, run_module
-from test_command_line import CONFIG, TASK
 from waiting import free_port
 
 # Best is the highest loss, that of the first epoch: not the last step.

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from forked import Forked
-from waiting import wait_until
+from waiting import members, wait_until
 
 from legato.trainer.checkpoints import checkpoint
 from legato.trainer.processes.signals import RESUME_ME, attended
@@ -54,18 +54,6 @@ class Running:
         self.output, self.errors = self.process.communicate(timeout=seconds)
         assert wait_until(lambda: not members(self.process.pid), 10), members(self.process.pid)
         return self.process.returncode
-
-
-def members(session: int) -> list[int]:
-    """Return the processes of a session that still run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return found
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import unanswered_run
 from forked import Forked
-from test_preemption import members
-from waiting import wait_until
+from waiting import members, wait_until
 
 from legato.trainer.checkpoints import checkpoint
 from legato.trainer.processes.signals import RESUME_ME

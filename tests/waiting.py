@@ -1,5 +1,6 @@
 """What tests of real processes ask for: which of them run, what is yet to come about, a port nobody listens at."""
 
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -19,6 +20,18 @@ def runs(process: int) -> bool:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def members(session: int) -> list[int]:
+    """Return the processes of a session that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return found
 
 
 def own_lines(output: str) -> list[str]:

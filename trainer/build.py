@@ -50,7 +50,7 @@ LOADERS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
-LIMITS = {
+LIMIT_OF = {
     "validation": "limit_val_batches",
     "test": "limit_test_batches",
     "predict": "limit_predict_batches",
@@ -326,7 +326,7 @@ def make_loaders(run: Run) -> None:
         require_same_lengths(run)
         run.plan_validation()
         return
-    make_evaluation_data(run, run.doing, getattr(trainer, LIMITS[run.doing]), required=True)
+    make_evaluation_data(run, run.doing, getattr(trainer, LIMIT_OF[run.doing]), required=True)
     require_same_lengths(run)
 
 
@@ -401,7 +401,7 @@ def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool
     loaders = one_after_another(found)
     for index, loader in enumerate(loaders):
         require_iterable(loader, f"The {word} loader" + (f" {index}" if len(loaders) > 1 else ""))
-        require_length(loader, "overfit_batches" if overfit else LIMITS[word], limit)
+        require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
     run.loaders[word] = found
     if loaders:
         run.evaluations[word] = EvaluationData(loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit)

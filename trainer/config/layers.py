@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoints.run_names import CONFIG, is_run_directory
 from ..errors import ConfigError, did_you_mean
 from .schema import TARGET, Key, dotted
-from .yaml_files import Entry, parse
+from .yaml_files import MAX_VALUES, Entry, parse
 
 READY = Path(__file__).resolve().parents[2] / "configs"
 """The configs that come with Legato; a file that is not found as given is looked up here."""
@@ -19,7 +19,6 @@ NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
 """Where a name alone stands for a mapping with that `name`."""
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _PURE_RESOLVERS = {"oc.select"}
-_MAX_VALUES = 100_000
 
 
 def read(arguments: Sequence[str]) -> Entry:
@@ -323,8 +322,8 @@ class _Resolver:
         from omegaconf import DictConfig, ListConfig
 
         self.count += 1
-        if self.count > _MAX_VALUES:
-            raise ConfigError(f"the interpolations stand for more than {_MAX_VALUES} values.")
+        if self.count > MAX_VALUES:
+            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values.")
         if isinstance(value, DictConfig):
             return Entry({name: self.unfold(value[name], origin) for name in value}, origin)
         if isinstance(value, ListConfig):

@@ -15,7 +15,7 @@ import yaml
 from ..errors import ConfigError
 from .schema import Key
 
-_MAX_VALUES = 100_000  # aliases of aliases can stand for more values than fit in memory
+MAX_VALUES = 100_000  # aliases of aliases can stand for more values than fit in memory
 _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 
@@ -125,8 +125,8 @@ class _Builder:
         """The value of a node; `place` is where its key stands, if it has one."""
         place = place or self.place(node)
         self.count += 1
-        if self.count > _MAX_VALUES or depth > _MAX_DEPTH:
-            raise ConfigError(f"{place}: the file holds more than {_MAX_VALUES} values or is nested too deeply.")
+        if self.count > MAX_VALUES or depth > _MAX_DEPTH:
+            raise ConfigError(f"{place}: the file holds more than {MAX_VALUES} values or is nested too deeply.")
         if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
             return Entry(self.mapping(node, depth), place)
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
