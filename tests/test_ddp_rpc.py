@@ -24,7 +24,7 @@ from legato.trainer.strategies import DDPRPCStrategy
 def assert_close(ours, theirs, tolerance=1e-6):
     assert list(ours) == list(theirs)
     for name in ours:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=tolerance, msg=name)
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
 
 
 # --- the same as one process ------------------------------------------------------------------------------------------

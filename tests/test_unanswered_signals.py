@@ -119,7 +119,15 @@ def test_what_comes_before_and_after_the_steps(tmp_path, how):
         os.kill(stuck(tmp_path), signal.SIGTERM)
         errors = end(process, 128 + signal.SIGTERM)
     assert "not answered for 1 s" in errors
-    assert len(checkpoints(tmp_path)) == (1 if how == "teardown" else 0)
+    assert bool(checkpoints(tmp_path)) == (how == "teardown")
+
+
+def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path):
+    """The launcher tells that one to end: that it did not answer is a consequence."""
+    with running(tmp_path, "setup", **TWO) as process:
+        errors = end(process, 1)
+    assert "LookupError: the other rank fails" in errors
+    assert "not answered for 1 s" in errors
 
 
 def test_a_save_that_moves_is_finished_first(tmp_path):

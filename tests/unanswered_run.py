@@ -84,6 +84,10 @@ class Hooks(Hangs):
 
     def setup(self, stage):
         if self.how == "setup":
+            if self.global_rank != self.who:
+                while not (self.folder / "stuck").exists():
+                    time.sleep(0.01)
+                raise LookupError("the other rank fails")
             (self.folder / "stuck").write_text(str(os.getpid()))
             wait_in_c()
 

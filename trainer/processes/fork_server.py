@@ -1,7 +1,8 @@
-"""Keeps signals to a whole process group from ending the server that workers are forked from; only that imports this.
+"""Signals that reach the server from which workers are forked, or a worker that is not ready; only that imports this.
 
 What a scheduler sends to every process of a job would end the server in the middle of starting a worker, which then has
-no exit code. The server ends with the process that started it.
+no exit code; and a worker that is just being forked would lose it. Both have the signals blocked: the server never gets
+them (it ends with the process that started it), a worker does as soon as it has handlers of its own.
 """
 
 import os
@@ -9,14 +10,17 @@ import signal
 
 from .signals import ENDING
 
-_before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDING if number != signal.SIGINT}
+_blocked = set(ENDING) - signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+_heeds_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # multiprocessing's server ignores it from now on
 
 
-def _put_back() -> None:
-    """Let a forked process, but not its own children, have the signals as the server found them."""
-    while _before:
-        number, handler = _before.popitem()
-        signal.signal(number, handler)
+def _let_through() -> None:
+    """Let a forked process, but not its own children, have the signals: by default they end it."""
+    if _blocked:
+        if _heeds_ctrl_c:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _blocked)
+        _blocked.clear()
 
 
-os.register_at_fork(after_in_child=_put_back)
+os.register_at_fork(after_in_child=_let_through)

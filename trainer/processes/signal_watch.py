@@ -128,9 +128,11 @@ class SignalWatch:
             return 0
         if len(self.presses) > 1:
             return signal.SIGINT
-        grace = min(self.grace, NOTHING_TO_SAVE) if self.nothing_to_save else self.grace
         since = max(self.told_at, self.answered_at, SAVES.moved_at)
-        return self.told if self.told and time.monotonic() > since + grace else 0
+        return self.told if self.told and time.monotonic() > since + self._patience() else 0
+
+    def _patience(self) -> float:
+        return min(self.grace, NOTHING_TO_SAVE) if self.nothing_to_save else self.grace
 
     def _waits(self) -> bool:
         """Return whether the main thread waits for other ranks, of which one may be writing."""
@@ -140,7 +142,8 @@ class SignalWatch:
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
-        why = "Ctrl-C was pressed again" if number == signal.SIGINT else f"it has not answered for {self.grace:g} s"
+        late = f"it has not answered for {self._patience():g} s"
+        why = "Ctrl-C was pressed again" if number == signal.SIGINT else late
         said = (
             f"{name}: this process is ended in the midst of its work, since {why}. Exit code {128 + number}; what the "
             f"run has saved is whole: resume=auto goes on. All threads stand here:\n"

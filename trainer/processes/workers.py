@@ -325,7 +325,8 @@ class Crew:
         if end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
         elif isinstance(end, Failure):
-            if self._stopped_at is not None and end.killed_by in (signal.SIGTERM, signal.SIGKILL):
+            by = end.killed_by if end.forced_by is None or self._relay.received else end.forced_by
+            if self._stopped_at is not None and by in (signal.SIGTERM, signal.SIGKILL):
                 return  # that was us
             end.rank, end.world_size = rank, self._world_size
             self._failures.append(end)
