@@ -23,7 +23,7 @@ bench: $(STAMP)  ## run the benchmarks in their quick form
 
 TORCH ?= 2.10 2.12 2.13 2.15
 TESTS ?= tests
-matrix:  ## run the tests on each torch version: make matrix, make matrix TORCH=2.15 TESTS=tests/test_mesh.py
+matrix:  ## run the tests on each torch version: make matrix, make matrix TORCH=2.15 TESTS=tests/strategies/test_mesh.py
 	PYTHON=$(PYTHON) .ci/matrix $(TORCH) -- --numprocesses 2 --dist loadfile $(TESTS)
 
 clean:

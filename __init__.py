@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .tasks.task import Task as Task
     from .trainer import loggers as loggers
     from .trainer import strategies as strategies
-    from .trainer.data.combined_loader import CombinedLoader as CombinedLoader
+    from .trainer.data.combined import CombinedLoader as CombinedLoader
+    from .trainer.data.randomness import seed_everything as seed_everything
     from .trainer.processes.rank_zero import rank_zero_only as rank_zero_only
-    from .trainer.randomness import seed_everything as seed_everything
     from .trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -37,12 +37,12 @@ __all__ = [
 
 _HOMES = {
     "Callback": ".callbacks.callback",
-    "CombinedLoader": ".trainer.data.combined_loader",
+    "CombinedLoader": ".trainer.data.combined",
     "DataModule": ".tasks.data_module",
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".trainer.processes.rank_zero",
-    "seed_everything": ".trainer.randomness",
+    "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {
     "callbacks": ".callbacks",

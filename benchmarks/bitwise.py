@@ -28,9 +28,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 import legato as lg
 from legato.tasks.characters import ALPHABET, CharacterGPT
 from legato.trainer.data.sampling import Layout
-from legato.trainer.processes import launch
-from legato.trainer.strategies.replicas import buckets
-from legato.trainer.strategies.replicas.tree import GradientTree
+from legato.trainer.processes import environment
+from legato.trainer.strategies.bitwise import tree
+from legato.trainer.strategies.bitwise.tree import GradientTree
 
 PROCESSES = 2
 CONTESTANTS = ("hand", "order", "bitwise")
@@ -171,15 +171,15 @@ def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> No
 
 def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict[str, Times]]:
     """Let the contestants take turns, in every process."""
-    place = launch.find_place()
+    place = environment.find_place()
     assert place is not None
-    launch.connect(place, "gloo", timedelta(minutes=5))
+    environment.connect(place, "gloo", timedelta(minutes=5))
     found: dict[str, dict[str, Times]] = {name: {one: [] for one in CONTESTANTS} for name in workloads}
     for _ in range(rounds):
         for name in workloads:
             for contestant in CONTESTANTS:
                 found[name][contestant] += train(contestant, *WORKLOADS[name], steps)
-    launch.disconnect()
+    environment.disconnect()
     return found
 
 
@@ -188,9 +188,9 @@ def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict
 
 def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
     """Return the bytes that the processes send one another for one step, on average, for each layout."""
-    place = launch.find_place()
+    place = environment.find_place()
     assert place is not None
-    launch.connect(place, "gloo", timedelta(minutes=1))
+    environment.connect(place, "gloo", timedelta(minutes=1))
     found = {}
     for replicas, width in LAYOUTS:
         if width == processes:
@@ -205,7 +205,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
             total = torch.tensor(float(sum(sent)))
             dist.all_reduce(total)
             found[replicas, processes] = total.item() / processes
-    launch.disconnect()
+    environment.disconnect()
     return found
 
 
@@ -214,7 +214,7 @@ class counted:
 
     def __enter__(self) -> list[int]:
         sent: list[int] = []
-        self.before = dist.all_to_all_single, buckets._all_gather
+        self.before = dist.all_to_all_single, tree._all_gather
         world, rank = dist.get_world_size(), dist.get_rank()
 
         def all_to_all(output: Tensor, input: Tensor, to_receive: Any, to_send: Any, **options: Any) -> Any:
@@ -225,11 +225,11 @@ class counted:
             sent.append(input.nbytes * (world - 1))
             return self.before[1](output, input, **options)
 
-        dist.all_to_all_single, buckets._all_gather = all_to_all, all_gather  # type: ignore[assignment]
+        dist.all_to_all_single, tree._all_gather = all_to_all, all_gather  # type: ignore[assignment]
         return sent
 
     def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single, buckets._all_gather = self.before  # type: ignore[assignment]
+        dist.all_to_all_single, tree._all_gather = self.before  # type: ignore[assignment]
 
 
 def lines_of(found: dict[str, dict[str, Times]]) -> Iterator[str]:
@@ -252,13 +252,13 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
     options = parser.parse_args()
     work = partial(compare, options.rounds, options.steps, options.workloads)
-    for line in lines_of(launch.run_workers(work, PROCESSES, threads=1)):
+    for line in lines_of(environment.run_workers(work, PROCESSES, threads=1)):
         print(line)
     numbers = 1_000_000
     print("\nMB that a process sends for a step, for each million float32 numbers; a ring sends 2 V (W - 1) / W")
     print(f"{'replicas':>9}{'processes':>11}{'tree':>8}{'ring':>8}")
     for processes in sorted({processes for _, processes in LAYOUTS}):
-        counts = launch.run_workers(partial(count_bytes, numbers, processes), processes, threads=1)
+        counts = environment.run_workers(partial(count_bytes, numbers, processes), processes, threads=1)
         for (replicas, _), sent in counts.items():
             ring = 2 * 4 * numbers * (processes - 1) / processes
             print(f"{replicas:9}{processes:11}{sent / 1e6:8.2f}{ring / 1e6:8.2f}")

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from legato.trainer.checkpoints import checkpoint
-from legato.trainer.checkpoints.tree import flatten
+from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints.format import flatten
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
 
 def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each kind of work in each round, and of the first stall, which takes fresh memory."""
-    writer = checkpoint.Writer()
+    writer = store.Writer()
     behind, at_once, pickled = folder / "step-00000001", folder / "step-00000002", folder / "state.pt"
     first_stall = seconds(lambda: writer.save(behind, state))
     writer.wait()
@@ -60,17 +60,17 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
 
     for _ in range(rounds):
         # each writes to fresh files, and the disk has nothing left to do when the next begins
-        checkpoint.remove(behind)
+        store.remove(behind)
         os.sync()
         timed("torch.save + fsync", lambda: torch_save(state, pickled))
         os.sync()
         timed("torch.load", lambda: torch.load(pickled, weights_only=True))
         pickled.unlink()
         os.sync()
-        timed("save at once", lambda: checkpoint.write(at_once, state))
-        timed("verify", lambda: checkpoint.verify(at_once))
-        timed("verify and load", lambda: checkpoint.read(at_once))
-        checkpoint.remove(at_once)
+        timed("save at once", lambda: store.write(at_once, state))
+        timed("verify", lambda: store.verify(at_once))
+        timed("verify and load", lambda: store.read(at_once))
+        store.remove(at_once)
         os.sync()
         timed("save in the background: stall", lambda: writer.save(behind, state))
         timed("save in the background: the rest, beside training", writer.wait)
@@ -90,7 +90,7 @@ def main() -> None:
         # the pages of files and of the snapshot come from memory that a virtual machine may not have been given yet
         (folder / "warm").mkdir()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        writer = checkpoint.Writer()
+        writer = store.Writer()
         writer.save(folder / "warm" / "memory", state)
         writer.close()
         more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import legato as lg
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 
 Event = tuple[float, str, int, int]
 """When (seconds of the machine's clock), "step" or "group", the steps done, the processes of the group."""
@@ -167,7 +167,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("legato").setLevel(logging.ERROR)  # each death is a warning
-    launch.warm_up()
+    environment.warm_up()
     print("seconds from death to the next finished step; seconds that a replacement stops the others")
     print(f"{'processes':>9}{'kills':>7}{'median':>9}{'max':>8}{'joined: median':>16}{'max':>8}{'lost':>6}  same bits")
     for processes in options.processes:

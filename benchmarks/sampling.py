@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
+from legato.trainer.data.randomness import KeyedDataset, mix, seed_generators
 from legato.trainer.data.sampling import Deal, DealtBatches, epoch_key, permutation
-from legato.trainer.randomness import KeyedDataset, mix, seed_generators
 
 TRILLION, MILLION = 10**12, 10**6
 BATCH = 256

@@ -31,13 +31,13 @@ def by_legato() -> None:
     import torch
     from torch import distributed
 
-    from legato.trainer.processes import launch
+    from legato.trainer.processes import environment
 
-    place = launch.find_place()
+    place = environment.find_place()
     assert place is not None
-    launch.connect(place, "gloo", timedelta(seconds=60))
+    environment.connect(place, "gloo", timedelta(seconds=60))
     distributed.all_reduce(torch.ones(1))
-    launch.disconnect()
+    environment.disconnect()
 
 
 def by_fit(folder: Path) -> float:
@@ -72,10 +72,10 @@ def by_fit(folder: Path) -> float:
 
 def measure(kind: str) -> list[float]:
     """Return the seconds of a fresh process's first start and of its next one."""
-    from legato.trainer.processes import launch
+    from legato.trainer.processes import environment
 
     if kind == "early":
-        launch.warm_up()  # as the command line does it, before it reads the config
+        environment.warm_up()  # as the command line does it, before it reads the config
     import torch
     from torch import multiprocessing
 
@@ -90,7 +90,7 @@ def measure(kind: str) -> list[float]:
             if kind == "spawn":
                 multiprocessing.spawn(by_spawn, ((Path(folder) / "met").as_uri(),), nprocs=2)
             else:
-                launch.run_workers(by_legato, 2)
+                environment.run_workers(by_legato, 2)
             seconds.append(time.perf_counter() - start)
     return seconds
 

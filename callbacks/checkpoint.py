@@ -272,8 +272,8 @@ class Checkpoint(Retention):
             self._prune(trainer)
 
     def _refuse_anothers(self, trainer: "Trainer") -> None:
-        from ..trainer.checkpoints.checkpoint import all_in
-        from ..trainer.processes.launch import restart_count
+        from ..trainer.checkpoints.store import all_in
+        from ..trainer.processes.environment import restart_count
 
         found = all_in(Path(self.dirpath or "")) if restart_count() == 0 else []
         if trainer.broadcast(bool(found)):

@@ -23,7 +23,7 @@ class StragglerMonitor(Callback):
     A rank's own work of a step is the time from the end of the step before, through loading and forward, to the last
     gradient of its backward: what comes after that is waiting for the others. `wait_seconds` is how much longer the
     slowest rank works on a step than the others do on average, `wait_share` the part of its step that this is. The
-    numbers travel with the agreement of the ranks (`processes/agreement.py`), which costs no message of their own.
+    numbers travel with the agreement of the ranks (`processes/sync.py`), which costs no message of their own.
 
     Under sharded strategies the ranks wait for each other in forward too; there only loading is a rank's own work.
     """

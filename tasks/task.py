@@ -13,7 +13,7 @@ from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
     from ..callbacks.callback import Callback
-    from ..trainer.checkpoints.rebuild import Location
+    from ..trainer.checkpoints.restore import Location
     from ..trainer.loggers.logger import Logger
     from ..trainer.trainer import Trainer
 
@@ -132,7 +132,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Raises DisagreementError where ranks differ in anything else, TaskError in a step where not all can take part.
         """
-        from ..trainer.gather import gather
+        from ..trainer.processes.gather import gather
 
         return gather(self.trainer, data, group, sync_grads)
 
@@ -178,7 +178,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Return how layers are cut for tensor parallelism: name patterns, each with "column", "row" or "sequence".
 
         Asked for by strategy mesh with an axis `tensor`; what the words mean is said in
-        trainer/strategies/meshes/tensor_plan.py.
+        trainer/strategies/mesh/tensor_plan.py.
         """
         return {}
 
@@ -350,7 +350,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Raises CheckpointError where the checkpoint is broken or of another model, naming the parameters that differ.
         """
-        from ..trainer.checkpoints.rebuild import rebuild_task
+        from ..trainer.checkpoints.restore import rebuild_task
 
         return rebuild_task(cls, Path(checkpoint_path), map_location, hparams_file, strict, kwargs)
 

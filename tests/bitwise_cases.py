@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import legato as lg
 from legato.tasks.characters import ALPHABET, CharacterGPT
 from legato.trainer.loggers import JSONLinesLogger
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 
 REPLICAS = 8
 CLASSES = 3
@@ -238,4 +238,4 @@ def run_all(root, names, processes, **options):
         options = {"strategy": "ddp", "devices": processes, **options}
         return {name: run(CASES[name], root / name, **options) for name in names}
     finally:
-        launch.disconnect()
+        environment.disconnect()

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from several_ranks import ThreadRank, on_ranks
 
-from legato.trainer.checkpoints import checkpoint
-from legato.trainer.checkpoints.parts import Part
+from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints.shards import Part
 from legato.trainer.errors import CheckpointError
 
 CALLS = ("write", "fsync", "rename", "unlink", "mkdir", "rmdir", "open")
@@ -36,15 +36,15 @@ def example(step: int, flavour: int = 0) -> dict[str, Any]:
 
 
 def step(number: int) -> str:
-    return checkpoint.directory_name(number)
+    return store.directory_name(number)
 
 
 def save(path: Path, flavour: int = 0) -> None:
-    checkpoint.write(path, example(int(path.name[5:]), flavour), extra_files={"notes.txt": lambda file: file.touch()})
+    store.write(path, example(int(path.name[5:]), flavour), extra_files={"notes.txt": lambda file: file.touch()})
 
 
 def save_behind(path: Path, flavour: int = 0) -> None:
-    writer = checkpoint.Writer()
+    writer = store.Writer()
     writer.save(path, example(int(path.name[5:]), flavour))
     writer.close()
 
@@ -58,9 +58,9 @@ def save_in_parts(path: Path, flavour: int = 0, background: bool = False) -> Non
         half = Part(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
         mine = {**contents, "state_dict": {"a": half, "b": contents["state_dict"]["b"]}}
         if not background:
-            checkpoint.write(path, mine, ranks=rank)
+            store.write(path, mine, ranks=rank)
             return
-        writer = checkpoint.Writer()
+        writer = store.Writer()
         writer.save(path, mine, ranks=rank)
         writer.close()
 
@@ -85,15 +85,15 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], int]]
     "first": (lambda root: None, lambda root: save(root / step(1)), 1),
     "next": (previous, lambda root: save(root / step(3)), 3),
     "overwrite": (previous, lambda root: save(root / step(2), flavour=1), 2),
-    "remove newest": (previous, lambda root: checkpoint.remove(root / step(2)), 2),
-    "remove oldest": (previous, lambda root: checkpoint.remove(root / step(1)), 1),
+    "remove newest": (previous, lambda root: store.remove(root / step(2)), 2),
+    "remove oldest": (previous, lambda root: store.remove(root / step(1)), 1),
     "first, background": (lambda root: None, lambda root: save_behind(root / step(1)), 1),
     "next, background": (previous, lambda root: save_behind(root / step(3)), 3),
     "overwrite, background": (previous, lambda root: save_behind(root / step(2), flavour=1), 2),
     "next, in parts": (previous, lambda root: save_in_parts(root / step(3)), 3),
     "overwrite, in parts": (previous, lambda root: save_in_parts(root / step(2), flavour=1), 2),
     "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), background=True), 3),
-    "sweep": (interrupted, checkpoint.sweep, 2),
+    "sweep": (interrupted, store.sweep, 2),
     "save after a death": (interrupted, lambda root: save(root / step(4)), 4),
     "overwrite after a death": (interrupted, lambda root: save(root / step(2), flavour=1), 2),
 }
@@ -168,7 +168,7 @@ def rests(root: Path) -> list[str]:
 
 def contents_of(directory: Path) -> list[int]:
     """Return step and flavour of a checkpoint, after a look at its tensors."""
-    back = checkpoint.read(directory)
+    back = store.read(directory)
     number, flavour = back["at"]
     wanted = example(number, flavour)
     assert all(torch.equal(back["state_dict"][name], wanted["state_dict"][name]) for name in ("a", "b"))
@@ -177,7 +177,7 @@ def contents_of(directory: Path) -> list[int]:
 
 
 def newest(root: Path) -> list[int] | None:
-    found = checkpoint.newest_whole(root)
+    found = store.newest_whole(root)
     return contents_of(found) if found else None
 
 
@@ -189,14 +189,14 @@ def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: 
     own = [name for name in rests(root) if step(touched) in name]
     assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not own, f"a failed save left {own}"
     found = newest(root)
-    checkpoint.sweep(root)
+    store.sweep(root)
     assert not rests(root), f"sweep left {rests(root)}"
     assert newest(root) == found, "sweep changed which one is the newest"
     for number in () if "first" in scenario else (1, 2):
         if "remove" not in scenario or number != touched:
             assert contents_of(root / step(number))[0] == number
-    for path in checkpoint.all_in(root):
-        checkpoint.verify(path)
+    for path in store.all_in(root):
+        store.verify(path)
 
 
 def check_next_save(root: Path) -> None:
@@ -212,7 +212,7 @@ def inject(mode: str, scenario: str, folder: Path) -> dict[str, Any]:
     prepare, work, _ = SCENARIOS[scenario]
     template, root, twin = (folder / name for name in ("template", "run", "twin"))
     prepare(template)
-    before = {path.name: bytes_of(path) for path in checkpoint.all_in(template)}
+    before = {path.name: bytes_of(path) for path in store.all_in(template)}
     wrong: list[str] = []
     for number in range(1, 10_000):
         for path in (root, twin):

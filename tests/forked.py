@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 
 
 class Forked:
@@ -28,7 +28,7 @@ class Forked:
         stderr: str | None = None,
     ) -> None:
         """`stderr`: the name of a terminal in its place."""
-        launch.warm_up()
+        environment.warm_up()
         self.folder = Path(tempfile.mkdtemp())
         streams = [str(self.folder / "stdout"), stderr or str(self.folder / "stderr")]
         given = function, arguments, streams, os.getcwd(), dict(env)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
-from legato.trainer.processes.launch import find_place
-from legato.trainer.strategies.meshes.whole import count_bytes, local_of
-from legato.trainer.strategies.servers import remote
+from legato.trainer.processes.environment import find_place
+from legato.trainer.strategies.ddp_rpc import remote
+from legato.trainer.strategies.mesh.dtensors import count_bytes, local_of
 
 SAMPLES, BATCH = 22, 2
 QUIET = {

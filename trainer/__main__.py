@@ -55,7 +55,7 @@ def predict(arguments: Sequence[str]) -> None:
     run = _build(_load(arguments, "predict"))
     found = run.trainer.predict(run.task, datamodule=run.data, ckpt_path=_weights(run))
     if run.trainer.is_global_zero and found:
-        from .predictions import write_predictions
+        from .commands.predictions import write_predictions
 
         folder = run.trainer.run_dir or Path(run.trainer.default_root_dir) / run.trainer.run_name
         print(f"Predictions  {write_predictions(found, folder)}", file=STDOUT, flush=True)
@@ -70,21 +70,21 @@ def show_config(arguments: Sequence[str]) -> None:
 
 def check(arguments: Sequence[str]) -> None:
     """Try everything that can fail later."""
-    from .check import run
+    from .commands.check.check import run
 
     run(arguments)
 
 
 def plan(arguments: Sequence[str]) -> None:
     """Show what a run would do on any layout, without starting it."""
-    from .planning.plan import run
+    from .commands.plan.plan import run
 
     run(arguments)
 
 
 def export(arguments: Sequence[str]) -> None:
     """Write a checkpoint's weights to one file."""
-    from .checkpoints.export import run
+    from .checkpoints.foreign import run
 
     run(arguments)
 
@@ -145,9 +145,9 @@ def usage(command: str | None = None) -> str:
         lines = ["legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]", ""]
         lines += [f"  {name:<10}{one.summary}" for name, one in COMMANDS.items()]
         return "\n".join([*lines, "", "legato COMMAND --help lists every key of a config."])
+    from .config.check import MOVED, SECTION_OF, SECTIONS
     from .config.config import launcher_arguments, trainer_arguments
-    from .config.layers import ready_configs
-    from .config.mistakes import MOVED, SECTION_OF, SECTIONS
+    from .config.read import ready_configs
     from .launchers import LAUNCHERS
 
     ready = ", ".join(ready_configs()) or "none"
@@ -209,7 +209,7 @@ def _load(arguments: Sequence[str], command: str) -> "Config":
 
 def _tie_to_run(config: "Config", command: str) -> None:
     """Let a run's own config mean that run also where a launcher takes the values elsewhere, and not the file."""
-    from .checkpoints.run_directory import newest_checkpoint
+    from .checkpoints.store import newest_checkpoint
 
     values, run = config.values, _build(config)
     if command == "fit" and values["resume"] == "auto":

@@ -1,7 +1,8 @@
 """How a run is made, in order: checks, processes, checkpoint, hooks, the placed task, loaders, optimizers, loggers."""
 
 import logging
-from collections.abc import Collection, Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,32 +13,49 @@ from ..callbacks.checkpoint import Checkpoint
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import kernels
-from .checkpoints import checkpoint, contents, fingerprint, restore, run_directory
+from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
+from .checkpoints import contents, fingerprint, restore, store
 from .checkpoints.reading import read_for_all
+from .checkpoints.run_names import fault_of_name
 from .checkpoints.saver import new_identity
-from .checkpoints.stored_run import FRESH, StoredRun
-from .data.combined_loader import combined, one_after_another
+from .checkpoints.store import FRESH, StoredRun
+from .data.combined import combined, one_after_another
 from .data.dealing import DealtData, EvaluationData, training_data
 from .data.loaders import length_of, require_iterable
+from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
 from .data.transfer import aligned, to_device
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
-from .finite import make_guard
-from .hooks import CALLBACK_HOOKS, STEPS, TASK_HOOKS, TASK_METHODS, Hooks, check_names, check_nones, overrides
-from .metrics import Metrics
-from .optimization import Optimization
-from .optimizers import read_optimizers
-from .processes.agreement import Agreement
-from .processes.launch import Place, find_place, restart_count, wants_public_torch
+from .hooks import (
+    CALLBACK_HOOKS,
+    STEPS,
+    TASK_HOOKS,
+    TASK_METHODS,
+    Hooks,
+    check_names,
+    check_nones,
+    count_arguments,
+    overrides,
+)
+from .loggers.logger import Logger
+from .messages import let_be_seen
+from .metrics.log import Metrics
+from .metrics.torchmetrics import MetricStates
+from .optimization import kernels
+from .optimization.nonfinite import make_guard
+from .optimization.optimization import Optimization
+from .optimization.optimizers import read_optimizers
+from .optimization.precision import Precision
+from .processes.environment import Place, find_place, restart_count, wants_public_torch
+from .processes.layout_report import call_the_roll, check_place
 from .processes.own_group import located
-from .processes.roll import call_the_roll, check_place
-from .randomness import seed_generators
+from .processes.sync import Agreement
 from .run import WORDS, Request, Run
-from .signature import count_arguments
+from .strategies import STRATEGIES
+from .strategies import __getattr__ as strategy_class
+from .strategies.strategy import Strategy
 from .torch_private import take_public_ways
-from .torchmetrics_states import MetricStates
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -64,7 +82,7 @@ def join(run: Run, request: Request) -> None:
         take_public_ways()
     run.undo.enter_context(run.preemption.attend())
     if strategy.elastic is not None:
-        from .processes.elastic import membership_of
+        from .elastic.members import membership_of
 
         run.membership = membership_of(run)
     run.watchdog.place = located(find_place(trainer.cluster) or Place())
@@ -197,7 +215,7 @@ def decide_directory(
     """
 
     def check(path: Path) -> bool:
-        return path not in damaged and bool(checkpoint.check_sizes(path))
+        return path not in damaged and bool(store.check_sizes(path))
 
     root = Path(trainer.default_root_dir)
     if isinstance(request.resume, StoredRun):
@@ -209,19 +227,19 @@ def decide_directory(
             trainer.saver.release(request.resume.directory)
     else:
         named = named_checkpoint(trainer, request.resume)
-        found, source = run_directory.find(root, trainer.run_name, named, trainer.saver, check)
+        found, source = store.find(root, trainer.run_name, named, trainer.saver, check)
         request.source_is_chosen = source is not None and source != Path(named or "")
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
     if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
-        directory = run_directory.create(root, trainer.run_name)
+        directory = store.create(root, trainer.run_name)
     if directory is not None and trainer.given_dir is None:  # else whoever gave it holds it, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source
 
 
-def find_weights(trainer: "Trainer", request: Request, check: checkpoint.Check) -> Path:
+def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Path:
     """Return the checkpoint that an evaluation takes its weights from."""
     if isinstance(request.weights, StoredRun):
         request.task.trainer = trainer  # which configure_callbacks may ask
@@ -233,7 +251,7 @@ def find_weights(trainer: "Trainer", request: Request, check: checkpoint.Check) 
         raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
     if path.is_file():
         return path
-    found = checkpoint.resolve(path, check)
+    found = store.resolve(path, check)
     request.source_is_chosen = found != path
     return found
 
@@ -504,7 +522,7 @@ def open_loggers(run: Run) -> None:
         return
     if trainer.config_text is not None:
         weights = run.source if run.stage != "fit" else None
-        run_directory.write_config(trainer.run_dir, trainer.config_text, weights)
+        store.write_config(trainer.run_dir, trainer.config_text, weights)
     # also where processes were started again before there was a checkpoint: what they had logged is void
     going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)
     hyperparameters = {
@@ -528,3 +546,125 @@ def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
     kinds = {type(callback) for callback in own}
     kept = [callback for callback in callbacks if type(callback) not in kinds or callback in own]
     return kept + [callback for callback in own if callback not in kept]
+
+
+NONE_FOR_DEFAULT = (
+    *LIMITS[:4],
+    *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_algorithm", "precision"),
+    *("default_root_dir", "deterministic", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+)
+"""Where None is Lightning's default, and so may be given without a wish."""
+
+
+def check_arguments(trainer: "Trainer") -> None:
+    """Refuse arguments that cannot work, naming them; and put those in that follow from others."""
+    let_be_seen()
+    for name in NONE_FOR_DEFAULT:
+        if getattr(trainer, name) is None:
+            setattr(trainer, name, TrainerArguments.__dataclass_fields__[name].default)
+    root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
+    trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
+    for name in ARGUMENT_NAMES:
+        value = getattr(trainer, name)
+        expected = wanted(name, value)
+        if expected is not None:
+            hint = did_you_mean(str(value), (*CHOICES.get(name, ()), *(ACCELERATORS if name == "accelerator" else ())))
+            raise ConfigError(f"trainer.{name}={value!r}: expected {expected}.{hint}")
+    fault = fault_of_name(trainer.run_name)
+    if fault is not None:
+        raise ConfigError(f"trainer.run_name {fault}")
+    trainer.gradient_clip_val = trainer.gradient_clip_val or None
+    Precision(trainer.precision, trainer.device_list[0].type)
+    if trainer.fast_dev_run:
+        _shorten(trainer, int(trainer.fast_dev_run))
+    if trainer.max_epochs is None:
+        trainer.max_epochs = 1000 if trainer.max_steps == -1 and trainer.max_time is None else -1
+
+
+def _shorten(trainer: "Trainer", batches: int) -> None:
+    """Run a few batches of each stage and write nothing."""
+    for name in LIMITS[:4]:
+        setattr(trainer, name, batches)
+    trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0
+    trainer.val_check_interval, trainer.check_val_every_n_epoch, trainer.overfit_batches = 1.0, 1, 0.0
+    trainer.logger, trainer.enable_checkpointing = None, False
+
+
+def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
+    """Return the strategy that a name, a mapping with `name`, or an object asks for."""
+    if isinstance(wanted, Strategy):
+        return wanted
+    options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
+    name = options.pop("name", None)
+    if name == "auto":
+        name = "ddp" if len(trainer.device_list) * trainer.num_nodes > 1 else "single"
+        name = "ddp" if delegate_place(trainer) > 1 else name
+    if name not in STRATEGIES:
+        known = ("auto", *STRATEGIES)
+        hint = did_you_mean(str(name), known)
+        if str(name).startswith("ddp_"):
+            hint = " Options stand beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
+        raise ConfigError(f"trainer.strategy={name!r} is not known; there are {', '.join(known)}.{hint}")
+    kind = strategy_class(STRATEGIES[name].split(":")[1])
+    try:
+        found: Strategy = kind(**options)
+    except TypeError as error:
+        raise ConfigError(f"trainer.strategy.{name}: {error}.") from error
+    except ConfigError as error:
+        raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
+    return found
+
+
+def delegate_place(trainer: "Trainer") -> int:
+    """Return how many processes a launcher has started us among; 1 where none has."""
+    from .processes.environment import find_place
+
+    place = find_place(trainer.cluster)
+    return 1 if place is None else place.world_size
+
+
+def make_loggers(wanted: Any) -> list[Logger]:
+    """Return the loggers that the argument `logger` asks for."""
+    if wanted is True:
+        from .loggers.json_lines import JSONLinesLogger
+        from .loggers.tensorboard import TensorBoardLogger
+
+        return [TensorBoardLogger(), JSONLinesLogger()]
+    found = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted else []
+    for logger in found:
+        if not isinstance(logger, Logger):
+            raise ConfigError(
+                f"trainer.logger takes True, False, a legato Logger or a list of them; got {type(logger).__name__}."
+            )
+    return found
+
+
+def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
+    """Return the given callbacks and, after them, those that the trainer's other arguments ask for."""
+    from .. import callbacks as known
+
+    found = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []
+    for callback in found:
+        if not isinstance(callback, Callback):
+            raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {type(callback).__name__}.")
+    logs = bool(trainer.loggers)
+    wishes: list[tuple[bool, str, dict[str, Any]]] = [
+        (trainer.enable_progress_bar, "ProgressBar", {}),
+        (trainer.enable_model_summary, "ModelSummary", {}),
+        (logs, "LearningRateMonitor", {}),
+        (logs, "ThroughputMonitor", {}),
+        (trainer.max_time is not None, "Timer", {"duration": trainer.max_time}),
+        (trainer.enable_checkpointing, "Checkpoint", {}),
+    ]
+    for wish, name, options in wishes:
+        if wish and (name == "Timer" or not any(isinstance(callback, getattr(known, name)) for callback in found)):
+            try:
+                found.append(getattr(known, name)(**options))
+            except ConfigError as error:
+                raise ConfigError(f"trainer.max_time: {error}") from error
+    savers = [
+        callback for callback in found if not trainer.enable_checkpointing and isinstance(callback, known.Checkpoint)
+    ]
+    if savers and not trainer.fast_dev_run:
+        raise ConfigError("enable_checkpointing=False, but callbacks has a Checkpoint; leave one of the two out.")
+    return [callback for callback in found if callback not in savers]

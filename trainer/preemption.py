@@ -1,6 +1,6 @@
 """Preemption: a run that is told to end by a signal saves itself whole, and asks to be started again.
 
-A handler only notes the signal. The ranks agree on it where they meet (processes/agreement.py), so that all of them
+A handler only notes the signal. The ranks agree on it where they meet (processes/sync.py), so that all of them
 stop after the same step, or leave the same validation, which a resume does again from its beginning. Before the first
 step there is nothing to save, and a signal ends the run where it stands.
 """
@@ -13,13 +13,11 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from .checkpoints.checkpoint import directory_name
-from .checkpoints.run_directory import CHECKPOINTS
-from .data.loader_workers import signals_attended
+from .checkpoints.store import CHECKPOINTS, directory_name
 from .data.steps import Turn
-from .processes.launch import slurm_job
-from .processes.signal_watch import SignalWatch
-from .processes.signals import RESUME_ME, attended, leave
+from .data.workers import signals_attended
+from .processes.environment import slurm_job
+from .processes.signals import RESUME_ME, SignalWatch, attended, leave
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,20 +15,18 @@ from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
 from .data.sampling import Layout
 from .data.steps import StepInput, Turn
+from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError
-from .finite import bad_weights
-from .hooks import Calls, Hooks
-from .metrics import Metrics
-from .optimization import Optimization
-from .outputs import warn_of_no_loss
-from .post_mortem import explained
+from .hooks import Calls, Hooks, count_arguments, fitted
+from .metrics.log import Metrics
+from .metrics.reduce import Reduced, by_loader
+from .optimization.nonfinite import bad_weights, explained
+from .optimization.optimization import Optimization
+from .optimization.outputs import warn_of_no_loss
 from .preemption import Preemption
-from .processes.agreement import Agreement
-from .processes.membership import Membership
-from .series import Reduced, by_loader
-from .signature import count_arguments, fitted
+from .processes.sync import Agreement
+from .processes.watchdog import Watchdog
 from .undo import Undo
-from .watchdog import Watchdog
 
 if TYPE_CHECKING:
     from .trainer import Trainer

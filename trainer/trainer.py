@@ -12,16 +12,16 @@ from torch import Tensor
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import build, lifecycle
-from .assembly import check_arguments, make_callbacks, make_loggers, make_strategy
+from .build import check_arguments, make_callbacks, make_loggers, make_strategy
 from .checkpoints.saver import Saver
+from .data.masked import counted
+from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import StepInput
-from .masked import counted
-from .outputs import as_outputs, losses_of
-from .processes import delegate
-from .randomness import seed_generators
+from .metrics.reduce import Reduced
+from .optimization.outputs import as_outputs, losses_of
+from .processes import run_in_workers
 from .run import Request
-from .series import Reduced
 from .state import State
 from .view import TrainerView
 
@@ -68,8 +68,8 @@ class Trainer(TrainerView):
         """
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
-        if delegate.is_needed(self, request):
-            delegate.run(self, request)
+        if run_in_workers.is_needed(self, request):
+            run_in_workers.run(self, request)
             return
         self.state, self.run_dir, self.should_stop = State(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
@@ -267,8 +267,8 @@ class Trainer(TrainerView):
     def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
         """Run validate, test or predict; without a task that of the run before, with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
-        if delegate.is_needed(self, request):
-            found: list[Any] = delegate.run(self, request)
+        if run_in_workers.is_needed(self, request):
+            found: list[Any] = run_in_workers.run(self, request)
             return found
         with lifecycle.begin(self, request) as run:
             outputs = self.evaluate(run.doing, keep_outputs=request.keep_outputs)

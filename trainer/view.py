@@ -7,7 +7,7 @@ import torch
 
 from .arguments import TrainerArguments
 from .messages import STDOUT
-from .optimizers import ManualOptimizer, SchedulerConfig
+from .optimization.optimizers import ManualOptimizer, SchedulerConfig
 from .state import State
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..tasks.task import Task
     from .checkpoints.saver import Saver
     from .loggers.logger import Logger
-    from .metrics import Metrics
+    from .metrics.log import Metrics
     from .run import Run
     from .strategies.strategy import Strategy
 
@@ -120,7 +120,7 @@ class TrainerView(TrainerArguments):
     @property
     def device_list(self) -> list[torch.device]:
         """The devices of this machine that the run uses."""
-        from .devices import find_devices
+        from .processes.devices import find_devices
 
         return find_devices(self.accelerator, self.devices)
 

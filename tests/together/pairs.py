@@ -32,7 +32,7 @@ from together.play import Result, Unexpected, differences, play
 from together.scene import Scene
 
 from legato.trainer.errors import LegatoError
-from legato.trainer.processes import launch, workers
+from legato.trainer.processes import environment, workers
 
 BF16 = 2e-2
 WAITING: set[str] = set()
@@ -238,7 +238,7 @@ def prepare() -> None:
     warnings.simplefilter("error")
     logging.getLogger("legato").setLevel(logging.ERROR)
     workers._PRELOAD += ["legato.trainer.build", "tensorboard.summary.writer", "torchmetrics"]
-    launch.warm_up()
+    environment.warm_up()
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, make_loader, make_trainer
 
 import legato as lg
-from legato.trainer.checkpoints import checkpoint
+from legato.trainer.checkpoints import store
 
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
@@ -282,11 +282,11 @@ def result_of(trainer: lg.Trainer, task: Net, problems: list[str]) -> Result:
     assert keeper is not None
     mine = run_dir / "checkpoints" / "mine"
     if mine.exists():
-        checkpoint.verify(mine)
-    present = {path.name for path in checkpoint.all_in(run_dir / "checkpoints")}
+        store.verify(mine)
+    present = {path.name for path in store.all_in(run_dir / "checkpoints")}
     if present != set(keeper.scores):
         problems.append(f"on the disk are {sorted(present)}, the callback knows of {sorted(keeper.scores)}")
-    saved = {name: checkpoint.read(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
+    saved = {name: store.read(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
     state = {name: value for name, value in trainer.state.to_dict().items() if name != "elapsed"}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not TIMES.search(name)}
     weights = {name: value.detach().clone() for name, value in task.state_dict().items()}

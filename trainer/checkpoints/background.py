@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .commit import NOBODY, ExtraFiles, Owner, commit
-from .parts import ALONE, Ranks
+from .format import Flat, flatten
 from .progress import SAVES
-from .tree import Flat, flatten
+from .shards import ALONE, Ranks
 
 _ALIGNMENT = 64
 

@@ -18,9 +18,8 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from . import manifest
-from .parts import ALONE, PART_FILE, Ranks, file_name
-from .tensor_files import Sum, file_sum, write_bytes, write_tensors
-from .tree import MODEL, OTHERS, Flat
+from .format import MODEL, OTHERS, Flat, Sum, file_sum, write_bytes, write_tensors
+from .shards import ALONE, PART_FILE, Ranks, file_name
 
 T = TypeVar("T")
 ExtraFiles = Mapping[str, Callable[[Path], object]]

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import kernels
 from ..errors import ConfigError, TaskError
-from . import checkpoint, run_directory
+from ..optimization import kernels
+from . import store
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
@@ -55,8 +55,8 @@ def left_by_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     """
     if weights_only:
         return contents(trainer, weights_only)
-    newest = run_directory.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
-    saved = checkpoint.read(newest) if newest is not None else {}
+    newest = store.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
+    saved = store.read(newest) if newest is not None else {}
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
             "The run's optimizers ended with its processes, and it kept no whole checkpoint of its last step "

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .. import kernels
-from ..data.combined_loader import CombinedLoader, combined, loaders_in
+from ..data.combined import CombinedLoader, combined, loaders_in
 from ..data.loaders import is_plain_shuffle, length_of
+from ..optimization import kernels
 
 if TYPE_CHECKING:
-    from ..optimizers import SchedulerConfig
+    from ..optimization.optimizers import SchedulerConfig
     from ..run import Run
 
 PLAIN = (bool, int, float, str, type(None))

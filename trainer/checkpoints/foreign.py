@@ -1,16 +1,18 @@
 """Other people's checkpoint files: read for their weights alone, and never so that they can run code."""
 
+import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
-from .tensor_files import read_tensors
+from ..errors import CheckpointError, ConfigError
+from . import commit, store
+from .format import KNOWN_EVERYWHERE, read_tensors, write_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
 """Where others keep the weights in a larger file; Lightning uses the first."""
@@ -100,3 +102,41 @@ def _plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str])
 def _uncompiled(name: str) -> str:
     """Take `_orig_mod.` out of a name, wherever a submodule was compiled."""
     return ".".join(part for part in name.split(".") if part != COMPILE_PART[:-1])
+
+
+def export(source: Path, target: Path) -> int:
+    """Write a checkpoint's weights to a new file, whole, under the task's own names; return how many tensors.
+
+    source: a checkpoint, or a run directory or folder of some, of which the newest whole one is taken; however many
+    processes wrote it. Raises CheckpointError where it is none, weights are no plain tensors, or `target` is there or
+    has another ending than its content.
+    """
+    if target.suffix != ".safetensors":
+        raise CheckpointError(f"{target}: the file is one of safetensors, and its name must end in .safetensors.")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    weights = store.read(store.resolve(source)).get("state_dict")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{source} holds no weights ('state_dict').")
+    odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
+    if odd:
+        raise CheckpointError(f"{source}: {', '.join(odd[:4])} cannot stand in a safetensors file: no plain tensor.")
+    partial = commit.beside(target, commit.PARTIAL)
+    try:
+        commit.make_folder(target.absolute().parent)
+        write_tensors(partial, {name: torch.as_tensor(value) for name, value in weights.items()})
+        partial.rename(target)
+        commit.sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(weights)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run the command."""
+    if len(arguments) != 2:
+        raise ConfigError("legato export takes a checkpoint (or a run directory) and the file to write: x.safetensors.")
+    source, target = map(Path, arguments)
+    print(f"{export(source, target)} tensors  {target}")

@@ -12,7 +12,7 @@ import torch
 
 from ... import __version__
 from ..errors import CheckpointError
-from .tensor_files import Sum
+from .format import Sum
 
 MANIFEST = "manifest.json"
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"

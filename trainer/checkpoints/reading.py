@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CheckpointError
-from . import checkpoint
+from . import store
 from .foreign import read_contents
-from .parts import PART_FILE, PartFiles
-from .tree import flatten, unflatten
+from .format import flatten, unflatten
+from .shards import PART_FILE, PartFiles
 
 if TYPE_CHECKING:
-    from ..processes.launch import Place
+    from ..processes.environment import Place
 
 SENT_AT_ONCE = 64 << 20
 """Bytes of small tensors that are broadcast together."""
@@ -58,11 +58,11 @@ def _read(ranks: Ranks, source: Path) -> tuple[dict[str, Any], dict[str, dict[st
     """
     rank, size = ranks.place.rank, ranks.place.world_size
     if size == 1:
-        return checkpoint.read(source, ranks.reads_in_parts), {}
+        return store.read(source, ranks.reads_in_parts), {}
     error, files = None, {}
     if rank == 0:
         try:
-            files = checkpoint.check_sizes(source)
+            files = store.check_sizes(source)
         except CheckpointError as caught:
             error = caught
     error, files = ranks.broadcast((error, files))
@@ -74,9 +74,9 @@ def _read(ranks: Ranks, source: Path) -> tuple[dict[str, Any], dict[str, dict[st
         readers = {name: _reader(name, size, ranks.reads_in_parts) for name in files if PART_FILE.fullmatch(name)}
         own = {name: files[name] for name, reader in readers.items() if reader == rank}
         keep = [name for name in own if not _is_shared(name, ranks.reads_in_parts) or _number(name) == rank]
-        held = checkpoint.read_parts(source, own, keep)
+        held = store.read_parts(source, own, keep)
         if rank == 0:
-            contents = checkpoint.read_rest(source, files, held, ranks.reads_in_parts)
+            contents = store.read_rest(source, files, held, ranks.reads_in_parts)
     except CheckpointError as caught:
         error = caught
     problems = [problem for problem in ranks.gather_objects(error) if problem is not None]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
-from ..finite import require_finite
-from . import checkpoint, manifest
+from ..optimization.nonfinite import require_finite
+from . import manifest, store
 from .background import Writer
 from .commit import Owner, make_folder, remove
 from .contents import contents, left_by_workers
@@ -138,7 +138,7 @@ class Saver:
 
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
         writers, owner = self.trainer.strategy.writers, Owner(self.run_id, self._owns(path.parent))
-        ranks = checkpoint.ALONE if writers is None else writers
+        ranks = store.ALONE if writers is None else writers
         if self.trainer.running:
             self.require_run_dir()
         for lock in self.locks.values():
@@ -148,7 +148,7 @@ class Saver:
             return
         self.writer.join()
         try:
-            checkpoint.write(path, found, ranks=ranks, owner=owner)
+            store.write(path, found, ranks=ranks, owner=owner)
         except CheckpointError as error:
             try:
                 self.writer.check()
@@ -160,7 +160,7 @@ class Saver:
     def _owns(self, folder: Path) -> bool:
         """Return whether this run alone writes to a folder: to its own, and to those of Checkpoint callbacks."""
         known = [callback.dirpath for callback in self.trainer.checkpoint_callbacks]
-        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / checkpoint.FOLDER)
+        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / store.FOLDER)
         return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
 
     def check(self) -> None:
@@ -173,7 +173,7 @@ class Saver:
 
     def own_in(self, folder: Path) -> set[str]:
         """Return the names of the checkpoints in a folder that this run wrote."""
-        return {path.name for path in checkpoint.all_in(folder) if self._wrote(path)}
+        return {path.name for path in store.all_in(folder) if self._wrote(path)}
 
     def _wrote(self, path: Path) -> bool:
         try:

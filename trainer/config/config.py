@@ -13,16 +13,31 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
 from ..launchers import LAUNCHERS
-from . import layers
-from .mistakes import EXPECTED, MOVED, NO_DEFAULT, SECTION_OF, SECTIONS, Checker, default_of, load_class
-from .schema import TARGET, Key, Problem, convert, dotted, is_target, type_of
-from .static_signatures import Signature, Sources
-from .yaml_files import Entry, dump
+from . import read
+from .check import (
+    EXPECTED,
+    MOVED,
+    NO_DEFAULT,
+    SECTION_OF,
+    SECTIONS,
+    TARGET,
+    Checker,
+    Key,
+    Problem,
+    convert,
+    default_of,
+    dotted,
+    is_target,
+    load_class,
+    type_of,
+)
+from .read import Entry, dump
+from .signatures import Signature, Sources
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
     from ...tasks.task import Task
-    from ..checkpoints.stored_run import StoredRun
+    from ..checkpoints.store import StoredRun
     from ..trainer import Trainer
 
 _SHOWN = 5  # mistakes in one message
@@ -43,7 +58,7 @@ class Config:
 
     def text(self, origins: bool = False) -> str:
         """The config as YAML that can be run again; `origins` adds to each line where its value is from."""
-        return dump(layers.escape(self.values), self.origin if origins else None)
+        return dump(read.escape(self.values), self.origin if origins else None)
 
 
 @dataclass
@@ -60,7 +75,7 @@ class Run:
 
     def stored(self, word: str) -> "StoredRun":
         """Return the run on disk that the command line means."""
-        from ..checkpoints.stored_run import StoredRun
+        from ..checkpoints.store import StoredRun
 
         return StoredRun(Path(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
 
@@ -81,8 +96,8 @@ def load(arguments: Sequence[str]) -> Config:
     Raises:
         ConfigError: something is wrong; the message names every mistake, up to five.
     """
-    entry = layers.read(arguments)
-    return replace(check(entry), directory=layers.own_directory(arguments, entry))
+    entry = read.read(arguments)
+    return replace(check(entry), directory=read.own_directory(arguments, entry))
 
 
 def check(entry: Entry) -> Config:
@@ -113,7 +128,7 @@ def build(config: Config) -> Run:
     Raises:
         ConfigError: a `_target_` cannot be imported, or is of the wrong kind.
     """
-    from ..randomness import seed_everything
+    from ..data.randomness import seed_everything
     from ..trainer import Trainer
 
     builder = _Builder(config)

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from .combined_source import CombinedSource, is_dealable_by_batch
+from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
 from .steps import Dealing, StepInput, Turn, limited

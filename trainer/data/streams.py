@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError, DataError
-from ..randomness import seed_generators
-from .combined_loader import CombinedLoader, loaders_in, sample_counter
-from .loader_workers import shielded
-from .loaders import length_of, seed_samplers, set_epoch
-from .reading import read
+from .combined import CombinedLoader, loaders_in, sample_counter
+from .loaders import length_of, read, seed_samplers, set_epoch
+from .randomness import seed_generators
 from .sampling import Layout, mix
 from .steps import Dealing, StepInput, Turn, limited
+from .workers import shielded
 
 log = logging.getLogger("legato")
 

@@ -88,8 +88,7 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
 
 
 def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
-    from ..config.mistakes import load_class
-    from ..config.schema import TARGET
+    from ..config.check import TARGET, load_class
     from ..strategies import STRATEGIES
     from ..strategies import __getattr__ as strategy_class
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, WorkerError
-from ..processes.parcel import is_communication
 from ..processes.signals import INTERRUPTED, RESUME_ME, attended
+from ..processes.transport import is_communication
 from .launcher import Launcher, Machines, machines_of, without_launcher
 
 if TYPE_CHECKING:

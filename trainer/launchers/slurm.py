@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.run_directory import CHECKPOINTS, versions
+from ..checkpoints.store import CHECKPOINTS, versions
 from ..errors import ConfigError, WorkerError
 from ..processes.signals import RESUME_ME
 from .launcher import Launcher, Machines, machines_of, without_launcher

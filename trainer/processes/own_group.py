@@ -13,7 +13,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from .launch import Place
+    from .environment import Place
 
 _made_here: Any = None
 """The default group where Legato made it."""

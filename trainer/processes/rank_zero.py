@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from .launch import find_place
+from .environment import find_place
 
 
 def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:

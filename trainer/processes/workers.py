@@ -26,10 +26,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ..errors import ConfigError, TaskError, WorkerError
-from .ending import report_to, sign_of_life, take_down, write_whole
-from .parcel import Failure, Settings, pack, place_classes, travelling_by_value, unpack
+from .failures import report_to, sign_of_life, take_down, write_whole
 from .signals import DUMP, ENDING, leave
 from .signals import RESUME_ME as RESUME_ME
+from .transport import Failure, Settings, pack, place_classes, travelling_by_value, unpack
 
 logger = logging.getLogger("legato")
 

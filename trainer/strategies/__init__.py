@@ -5,13 +5,13 @@ from typing import Any
 
 STRATEGIES = {
     "single": ".single:SingleStrategy",
-    "data_parallel": ".data_parallel:DataParallelStrategy",
+    "data_parallel": ".data_parallel.data_parallel:DataParallelStrategy",
     "ddp": ".ddp:DDPStrategy",
-    "mesh": ".pipeline:PipelineMeshStrategy",
-    "fsdp": ".fsdp:FSDPStrategy",
+    "mesh": ".pipeline.pipeline:PipelineMeshStrategy",
+    "fsdp": ".mesh.mesh:FSDPStrategy",
     "zero1": ".zero1:Zero1Strategy",
-    "ddp_model_parallel": ".model_parallel:DDPModelParallelStrategy",
-    "ddp_rpc": ".ddp_rpc:DDPRPCStrategy",
+    "ddp_model_parallel": ".model_parallel.model_parallel:DDPModelParallelStrategy",
+    "ddp_rpc": ".ddp_rpc.ddp_rpc:DDPRPCStrategy",
 }
 """The names that a config may use, and the class behind each."""
 
@@ -31,7 +31,7 @@ __all__ = [
 
 _HOMES = {
     "Strategy": ".strategy",
-    "MeshStrategy": ".mesh",
+    "MeshStrategy": ".mesh.mesh",
     **{home.split(":")[1]: home.split(":")[0] for home in STRATEGIES.values()},
 }
 

@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.sampling import Layout
+from ..elastic.store import Terms, split_address
 from ..errors import ConfigError, TaskError, did_you_mean
-from ..processes.board import Terms, split_address
-from ..processes.launch import Place
-from ..processes.timeouts import Phase
+from ..processes.environment import Place
+from ..processes.sync import Phase
 from ..torch_private import multiply_each, require_reduced
-from .group import GroupStrategy
-from .replicas.averaging import FlatAverage, TreeAverage
-from .replicas.batch_norm import synchronize
-from .replicas.buffers import ReplicaBuffers
+from .averaging import FlatAverage, TreeAverage
+from .bitwise.batch_norm import synchronize
+from .bitwise.buffers import ReplicaBuffers
+from .collectives import GroupStrategy
 from .strategy import trainable
 
 if TYPE_CHECKING:

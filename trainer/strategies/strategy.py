@@ -8,25 +8,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import kernels, torch_private
-from ..blocks import Recomputing
+from .. import torch_private
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
+from ..elastic.store import Terms
 from ..errors import ConfigError, TaskError
-from ..exchange import Collectives
-from ..finite import are_finite
-from ..outputs import describe_bad_loss
-from ..precision import Precision, nothing
-from ..processes.board import Terms
-from ..processes.launch import Place
-from ..processes.timeouts import DEFAULT, Timeouts
-from .replicas.buffers import ReplicaBuffers
-from .replicas.tree import GradientTree
-from .servers.remote_modules import build_here
+from ..metrics.reduce import Collectives
+from ..optimization import kernels
+from ..optimization.kernels import Recomputing
+from ..optimization.nonfinite import are_finite
+from ..optimization.outputs import describe_bad_loss
+from ..optimization.precision import Precision, nothing
+from ..processes.environment import Place
+from ..processes.sync import DEFAULT, Timeouts
+from .bitwise.buffers import ReplicaBuffers
+from .bitwise.tree import GradientTree
+from .ddp_rpc.remote_modules import build_here
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
-    from ..checkpoints.parts import Ranks
+    from ..checkpoints.shards import Ranks
 
 
 class Strategy:

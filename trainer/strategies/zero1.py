@@ -14,15 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoints.parts import made_whole
+from ..checkpoints.shards import in_parts, made_whole, outlines
 from ..data.sampling import Layout
+from ..elastic.store import Terms
 from ..errors import ConfigError
-from ..processes.board import Terms
-from ..processes.launch import Place
+from ..processes.environment import Place
 from ..torch_private import mark_stepped
+from .collectives import SomeRanks
 from .ddp import DDPStrategy
-from .group import SomeRanks
-from .meshes.kept_elsewhere import in_parts, outlines
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers still use its own torch.jit.script

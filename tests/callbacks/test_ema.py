@@ -1,0 +1,180 @@
+"""The average of the weights, against torch's AveragedModel and a loop written by hand; in checkpoints and resumes."""
+
+import pytest
+import torch
+from ddp_cases import QUIET, TWO, Net, loader
+from tiny import Tiny, assert_same_bits, make_loader
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import legato as lg
+from legato.callbacks import Checkpoint, ExponentialMovingAverage
+from legato.trainer.errors import ConfigError, TaskError
+from legato.trainer.processes.environment import run_workers
+
+
+def by_hand(task, loader, epochs, decay):
+    """Train with a plain loop; return torch's average of the task."""
+    average = AveragedModel(task, multi_avg_fn=get_ema_multi_avg_fn(decay))
+    optimizer = torch.optim.SGD(task.parameters(), lr=task.lr)
+    for _ in range(epochs):
+        for batch in loader:
+            optimizer.zero_grad()
+            task.loss(batch).backward()
+            optimizer.step()
+            average.update_parameters(task)
+    return average.module
+
+
+class Seen(Tiny):
+    """Remembers the weights with which it was validated, and those with which each step began."""
+
+    def __init__(self):
+        super().__init__()
+        self.validated, self.began = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.began.append(self.model[0].weight.detach().clone())
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(self.model[0].weight.detach().clone())
+        self.log("val_loss", self.loss(batch))
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_the_average_is_torchs_and_validates(trainer, mode):
+    task, plain, average = Seen(), Tiny(), ExponentialMovingAverage(0.9)
+    made = trainer(callbacks=[average], max_epochs=3, inference_mode=mode)
+    made.fit(task, make_loader(), make_loader(4))
+    expected = by_hand(plain, make_loader(), 3, 0.9)
+    for name, tensor in expected.named_parameters():
+        assert torch.allclose(dict(task.named_parameters())[name], tensor, rtol=0, atol=1e-6), name
+    assert average.updates == 15
+    began = train_by_steps()
+    assert torch.equal(torch.stack(task.began), torch.stack(began))  # the weights that are trained know nothing of it
+    assert torch.equal(task.validated[-1], task.model[0].weight)
+    assert not torch.equal(task.validated[-2], task.began[10])
+
+
+def train_by_steps():
+    task = Seen()
+    optimizer = torch.optim.SGD(task.parameters(), lr=task.lr)
+    for _ in range(3):
+        for index, batch in enumerate(make_loader()):
+            optimizer.zero_grad()
+            task.training_step(batch, index).backward()
+            optimizer.step()
+    return task.began
+
+
+def test_steps_that_are_left_out(trainer):
+    average = ExponentialMovingAverage(0.5, every_n_steps=2, start_step=4)
+    trainer(callbacks=[average], max_epochs=2, accumulate_grad_batches=1).fit(Tiny(), make_loader())
+    assert average.updates == 4  # after steps 4, 6, 8, 10
+
+
+def test_buffers_are_averaged_where_asked_for(trainer):
+    for asked in (False, True):
+        task, average = Net(norm=True), ExponentialMovingAverage(0.5, use_buffers=asked)
+        trainer(callbacks=[average], max_epochs=2).fit(task, loader(16))
+        assert ("body.1.running_mean" in average.averages) is asked
+        assert "body.1.num_batches_tracked" not in average.averages
+
+
+def test_a_resumed_run_goes_on_with_both(trainer, tmp_path):
+    def run(epochs, resume=None):
+        average = ExponentialMovingAverage(0.9)
+        keep = Checkpoint(dirpath=tmp_path / "kept", save_top_k=-1)
+        made = trainer(callbacks=[average, keep], max_epochs=epochs, enable_checkpointing=True)
+        task = Seen()
+        made.fit(task, make_loader(), make_loader(4), resume=resume)
+        return task, average, made
+
+    whole, whole_average, _ = run(4)
+    step = tmp_path / "kept" / "step-00000010"
+    assert step.is_dir()
+    again, again_average, made = run(4, resume=step)
+    assert_same_bits(whole, again)
+    assert again_average.updates == whole_average.updates == 20
+    assert torch.equal(torch.stack(again.began), torch.stack(whole.began)[10:])
+    # a checkpoint's model is the one that is trained; evaluated with the callback, it is the averaged one
+    plain, averaged = Seen(), Seen()
+    trainer().validate(plain, make_loader(4), ckpt_path=step)
+    made.validate(averaged, make_loader(4), ckpt_path=step)
+    assert torch.equal(plain.validated[0], whole.began[10])
+    assert torch.equal(averaged.validated[0], whole.validated[2])
+    assert torch.equal(averaged.model[0].weight, whole.began[10])
+
+
+def test_two_processes_average_as_one(tmp_path):
+    def run(**options):
+        task, average = Net(dropout=0.2), ExponentialMovingAverage(0.8)
+        made = lg.Trainer(**{**QUIET, "reproducible": "bitwise", "callbacks": [average], **options})
+        made.fit(task, loader(22), loader(10))
+        return task, average
+
+    one, first = run(strategy="single", replicas=2)
+    two, second = run(**TWO)
+    assert_same_bits(one, two)
+    assert first.updates == second.updates
+    assert all(torch.equal(first.averaged_state_dict()[name], one.state_dict()[name]) for name in first.averages)
+
+
+def test_sharded_weights_are_averaged_in_parts(tmp_path):
+    def work():
+        torch.set_num_threads(1)
+        found = []
+        for strategy in ({"name": "fsdp"}, {"name": "ddp"}):
+            task, average = Net(), ExponentialMovingAverage(0.8)
+            keep = Checkpoint(dirpath=tmp_path / strategy["name"], save_top_k=-1)
+            options = {**QUIET, **TWO, "strategy": strategy, "callbacks": [average, keep], "enable_checkpointing": True}
+            made = lg.Trainer(**options)
+            made.fit(task, loader(16), loader(8))
+            found.append(average.averaged_state_dict())
+            resumed = Net()
+            options["callbacks"] = [ExponentialMovingAverage(0.8)]
+            made = lg.Trainer(**{**options, "enable_checkpointing": False})
+            made.fit(resumed, loader(16), loader(8), resume=tmp_path / strategy["name"] / "step-00000002")
+            found.append(options["callbacks"][0].averaged_state_dict())
+        return found
+
+    sharded, resumed, plain, also = run_workers(work, 2, threads=1)
+    for name in plain:
+        assert torch.allclose(sharded[name], plain[name], rtol=0, atol=1e-6), name
+        assert torch.equal(sharded[name], resumed[name]), name
+        assert torch.equal(plain[name], also[name]), name
+
+
+def test_half_precision_is_averaged_in_full(trainer):
+    average = ExponentialMovingAverage(0.999)
+    task = Tiny()
+    trainer(callbacks=[average], precision="bf16-true").fit(task, make_loader())
+    assert {tensor.dtype for tensor in average.averages.values()} == {torch.float32}
+    assert task.model[0].weight.dtype == torch.bfloat16
+
+
+def test_it_is_never_saved_in_the_place_of_the_weights(trainer, tmp_path):
+    class Saves(Seen):
+        def validation_step(self, batch, batch_idx):
+            self.trainer.save_checkpoint(tmp_path / "within")
+
+    made = trainer(callbacks=[ExponentialMovingAverage(0.9)], max_epochs=1, num_sanity_val_steps=0)
+    task = Saves()
+    with pytest.raises(TaskError, match="within an evaluation"):
+        made.fit(task, make_loader(), make_loader(4))
+    plain = Tiny()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=plain.lr)
+    for batch in make_loader():
+        optimizer.zero_grad()
+        plain.loss(batch).backward()
+        optimizer.step()
+    assert_same_bits(task.model, plain.model)  # and the task has them back
+
+
+def test_what_cannot_be_is_refused(trainer):
+    for options, message in (({"decay": 1.0}, "decay=1.0"), ({"every_n_steps": 0}, "every_n_steps=0 must be at least")):
+        with pytest.raises(ConfigError, match=message):
+            ExponentialMovingAverage(**options)
+    made = trainer(strategy={"name": "ddp", "elastic": True}, callbacks=[ExponentialMovingAverage()], threads=1)
+    with pytest.raises(ConfigError, match="cannot hand its averages to processes that join"):
+        made.fit(Tiny(), make_loader())

@@ -1,0 +1,174 @@
+"""A save or a removal that dies or fails at any call costs nothing but itself: real processes, really killed."""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.trainer.checkpoints import store
+from legato.trainer.errors import CheckpointError
+
+DRIVER = Path(__file__).parents[1].joinpath("checkpoint_driver.py")
+SCENARIOS = {  # calls into the file system that each makes, at least
+    "first": 25,
+    "next": 22,
+    "overwrite": 30,
+    "remove newest": 8,
+    "remove oldest": 8,
+    "first, background": 22,
+    "next, background": 20,
+    "overwrite, background": 28,
+    "next, in parts": 28,
+    "overwrite, in parts": 36,
+    "next, in parts, background": 28,
+    "sweep": 13,
+    "save after a death": 36,
+    "overwrite after a death": 44,
+}
+
+
+@pytest.fixture(scope="module")
+def drive() -> Iterator[Callable[..., Any]]:
+    """Have the driver do something. One process is it for all tests: only its forks die."""
+    alone = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, str(DRIVER)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    driver = subprocess.Popen(command, env={**os.environ, **alone}, **pipes)
+
+    def ask(mode: str, scenario: str, folder: Path) -> Any:
+        driver.stdin.write(json.dumps([mode, scenario, str(folder)]) + "\n")
+        assert select.select([driver.stdout], [], [], 300)[0], "the driver does not answer"
+        found = json.loads(driver.stdout.readline())
+        assert found is not None, "see the traceback in what was printed"
+        return found
+
+    yield ask
+    driver.communicate()
+    assert driver.returncode == 0
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_killed_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
+    found = drive("die", scenario, tmp_path)
+    assert found["wrong"] == []
+    assert found["faults"] >= SCENARIOS[scenario]
+
+
+def test_the_calls_are_more_than_two_hundred() -> None:
+    assert sum(SCENARIOS.values()) >= 200
+
+
+@pytest.mark.parametrize("scenario", ["first", "overwrite", "next, background", "next, in parts"])
+def test_killed_in_the_middle_of_every_write(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
+    found = drive("torn", scenario, tmp_path)
+    assert found["wrong"] == []
+    assert found["faults"] >= 8
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_disk_full_or_broken_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
+    found = drive("fail", scenario, tmp_path)
+    assert found["wrong"] == []
+    assert found["faults"] >= SCENARIOS[scenario]
+
+
+@pytest.mark.parametrize("scenario", ["first", "next", "overwrite", "overwrite, background", "save after a death"])
+def test_everything_is_on_the_disk_before_what_builds_on_it(
+    drive: Callable[..., Any], scenario: str, tmp_path: Path
+) -> None:
+    """The order that a power failure asks for: a name, or the commit mark, only over what is synced."""
+    unsynced: set[Path] = set()
+    manifests = renames = 0
+    for call, first, second in drive("record", scenario, tmp_path / "checkpoints"):
+        path = Path(first)
+        if call in ("create", "mkdir"):
+            unsynced |= {path, path.parent} if call == "create" else {path.parent}
+        elif call == "write":
+            unsynced.add(path)
+        elif call == "fsync":
+            unsynced.discard(path)
+        elif call == "rename":
+            renames += 1
+            below = {entry for entry in unsynced if path in (entry, *entry.parents)}
+            assert not below, f"{first} got its name before {below} was synced"
+            unsynced |= {path.parent, Path(second).parent}
+        elif call == "unlink" and not path.parent.name.endswith(".partial"):
+            assert path.parent.parent not in unsynced, f"{first} was deleted before its new name was synced"
+        if call == "create" and path.name == "manifest.json":
+            manifests += 1
+            assert unsynced <= {path, path.parent, path.parent.parent}, f"the commit mark before {unsynced} was synced"
+    assert not unsynced
+    assert manifests == 1
+    assert renames == 1 + ("overwrite" in scenario) + ("death" in scenario)
+
+
+def test_a_disk_without_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"needs 1,000,000,000,000\.0 MB in {tmp_path}, where .* MB are free"):
+        store.free_space_check(tmp_path / "not" / "there", 10**18)
+    store.free_space_check(tmp_path, 1)
+    huge = torch.zeros(1).expand(2**58)
+    with pytest.raises(CheckpointError, match="nothing was written"):
+        store.write(tmp_path / store.directory_name(1), {"huge": huge})
+    assert not any(tmp_path.iterdir())
+
+
+FULL_DISK = """
+    import sys
+    from pathlib import Path
+    import torch
+    from legato.trainer.checkpoints import checkpoint
+    from legato.trainer.errors import CheckpointError
+
+    root = Path(sys.argv[1])
+    saved = 0
+    while True:  # until the check says that no more fits
+        try:
+            checkpoint.write(root / checkpoint.directory_name(saved), {"w": torch.full((100_000,), float(saved))})
+            saved += 1
+        except CheckpointError as error:
+            assert f"A checkpoint needs 0.4 MB in {root}" in str(error), error
+            break
+    assert saved >= 3, saved
+
+    def fill(path):  # another program fills the disk while the save is under way
+        with path.open("wb") as file:
+            while True:
+                file.write(bytes(1 << 16))
+
+    checkpoint.remove(root / checkpoint.directory_name(0))
+    writer = checkpoint.Writer()
+    for save in (checkpoint.write, writer.save):
+        try:
+            save(root / checkpoint.directory_name(99), {"w": torch.ones(10)}, extra_files={"big": fill})
+            writer.wait()
+            raise SystemExit("the disk was never full")
+        except CheckpointError as error:
+            assert "No space left on device" in str(error) and str(root) in str(error), error
+    assert sorted(path.name for path in root.iterdir()) == [checkpoint.directory_name(step) for step in range(1, saved)]
+    assert checkpoint.read(checkpoint.newest_whole(root))["w"][0] == saved - 1
+    checkpoint.write(root / checkpoint.directory_name(99), {"w": torch.ones(10)})
+    print("good")
+"""
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    root, program = tmp_path / "small", tmp_path / "program.py"
+    root.mkdir()
+    program.write_text(textwrap.dedent(FULL_DISK))
+    mount = f"mount -t tmpfs -o size=2m none {root}"
+    private = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*private, mount], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here, not even in a namespace")
+    command = f"{mount} && exec {sys.executable} {program} {root}"
+    done = subprocess.run([*private, command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "good\n"

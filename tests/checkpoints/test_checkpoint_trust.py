@@ -1,0 +1,146 @@
+"""What a checkpoint says of others is not believed: names, folders and numbers in it touch nothing of another run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import Tiny, make_loader, make_trainer
+
+import legato as lg
+from legato.callbacks import Checkpoint
+from legato.trainer.checkpoints import manifest, store
+from legato.trainer.checkpoints.format import file_sum
+from legato.trainer.errors import CheckpointError
+
+
+def train(folder: Path, callback: Checkpoint, epochs: int = 1, resume: Any = None, **options: Any) -> lg.Trainer:
+    """Train 5 steps an epoch."""
+    trainer = make_trainer(folder, enable_checkpointing=True, callbacks=[callback], max_epochs=epochs, **options)
+    trainer.fit(Tiny(), make_loader(), resume=resume)
+    return trainer
+
+
+def forge(path: Path, **changes: Any) -> None:
+    """Change what a checkpoint says of the Checkpoint callback, as somebody does who knows the format."""
+    state = json.loads((path / "state.json").read_bytes())
+    (callback,) = state["callbacks"].values()
+    callback.update(changes)
+    (path / "state.json").write_text(json.dumps(state))
+    files = {name: file_sum(path / name) for name in manifest.load(path)}
+    (path / "manifest.json").write_bytes(manifest.dump(files, manifest.run_of(path)))
+    store.verify(path)
+
+
+@pytest.fixture
+def victims(tmp_path: Path) -> list[Path]:
+    """Folders that nobody has asked to be deleted."""
+    found = [tmp_path / "precious", tmp_path / "runs" / "other" / "version_0" / "checkpoints" / "step-00000003"]
+    for path in found:
+        store.write(path, {"state_dict": {}})
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "manifest.json").write_text("{}")
+    (bare / "thesis.tex").write_text("years")
+    return [*found, bare]
+
+
+def names_of(victims: list[Path], folder: Path) -> dict[str, list[str]]:
+    relative = [f"{'../' * len(folder.parts[1:])}{str(path)[1:]}" for path in victims]
+    return {
+        "absolute": [str(path) for path in victims],
+        "upwards": relative,
+        "through a checkpoint": [f"step-00000005/../{name}" for name in relative],
+        "hidden in a name": [f"step-00000001/{name}" for name in relative] + ["step-00000001\n", "step-1"],
+        "the folder itself": ["", ".", "..", "../.."],
+    }
+
+
+@pytest.mark.parametrize(
+    "form", ["absolute", "upwards", "through a checkpoint", "hidden in a name", "the folder itself"]
+)
+@pytest.mark.parametrize("resume", ["auto", "path"])
+def test_names_from_elsewhere_delete_nothing(tmp_path: Path, victims: list[Path], form: str, resume: str) -> None:
+    folder = tmp_path / "runs"
+    first = train(folder, Checkpoint(), run_name="a")
+    path = first.run_dir / "checkpoints" / "step-00000005"
+    names = names_of(victims, path.parent)[form]
+    forge(path, scores={**dict.fromkeys(names), "step-00000005": None})
+    callback = Checkpoint(save_top_k=1)
+    trainer = train(folder, callback, 2, "auto" if resume == "auto" else path, run_name="a")
+    assert sorted(callback.scores) == ["step-00000010"]
+    assert [entry.name for entry in (trainer.run_dir / "checkpoints").iterdir()] == ["step-00000010"]
+    for victim in victims:
+        assert (victim / "manifest.json").exists(), victim
+    assert (victims[-1] / "thesis.tex").exists()
+
+
+def test_a_folder_named_in_a_checkpoint_is_not_gone_to(tmp_path: Path, victims: list[Path]) -> None:
+    path = train(tmp_path / "runs", Checkpoint()).run_dir / "checkpoints" / "step-00000005"
+    forge(path, dirpath=str(victims[1].parent), scores={"step-00000003": None})
+    seen = []
+
+    class Look(lg.Callback):
+        def on_fit_start(self, trainer: lg.Trainer, task: lg.Task) -> None:
+            seen.append(trainer.checkpoint_callback.best_model_path)
+
+    trainer = make_trainer(tmp_path / "new", enable_checkpointing=True, callbacks=[Checkpoint(), Look()], max_epochs=2)
+    trainer.fit(Tiny(), make_loader(), resume=path)
+    assert Path(seen[0]).parent == trainer.run_dir / "checkpoints"
+    assert victims[1].is_dir()
+    assert Path(trainer.checkpoint_callback.best_model_path).parent == trainer.run_dir / "checkpoints"
+
+
+def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> None:
+    """One has a name as Legato gives them, and stands where this run writes; but this run did not write it."""
+    folder, own = tmp_path / "runs", tmp_path / "own"
+    train(folder, Checkpoint(dirpath=own, save_top_k=-1))
+    store.write(own / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
+    (own / "step-00000003").symlink_to(own / "step-00000002")
+    named = {f"step-{step:08d}": None for step in (2, 3, 4, 5)}
+    forge(own / "step-00000005", scores=named)
+    callback = Checkpoint(dirpath=own)
+    train(folder, callback, 2, own / "step-00000005")
+    assert sorted(entry.name for entry in own.iterdir()) == [f"step-{step:08d}" for step in (2, 3, 10)]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scores": {"step-00000005": "0.5"}},
+        {"scores": {"step-00000005": [1]}},
+        {"scores": ["step-00000005"]},
+        {"newest_step": "7"},
+        {"saved_at": None},
+        {"wanted_step": {}},
+    ],
+)
+def test_values_of_a_wrong_kind_are_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = train(tmp_path, Checkpoint()).run_dir / "checkpoints" / "step-00000005"
+    forge(path, **changes)
+    with pytest.raises(CheckpointError, match=f"Checkpoint.*{next(iter(changes))}"):
+        train(tmp_path, Checkpoint(), 2, path)
+
+
+def test_a_step_that_never_comes_does_not_keep_a_run_from_saving(tmp_path: Path) -> None:
+    path = train(tmp_path, Checkpoint()).run_dir / "checkpoints" / "step-00000005"
+    forge(path, newest_step=10**9)
+    trainer = train(tmp_path, Checkpoint(), 2, path)
+    assert trainer.checkpoint_callback.last_model_path.endswith("step-00000010")
+
+
+def test_remove_takes_only_checkpoints_of_this_run(tmp_path: Path, victims: list[Path]) -> None:
+    trainer = train(tmp_path / "runs", Checkpoint())
+    for path in victims[:2]:
+        with pytest.raises(CheckpointError, match=r"is not removed: .* of this run"):
+            trainer.remove_checkpoint(path)
+    with pytest.raises(CheckpointError, match=r"is not removed: .*manifest\.json"):
+        trainer.remove_checkpoint(victims[2])
+    own = Path(trainer.checkpoint_callback.best_model_path)
+    (own / "notes.txt").write_text("the best so far")
+    with pytest.raises(CheckpointError, match=r"is not removed: .*notes\.txt"):
+        trainer.remove_checkpoint(own)
+    (own / "notes.txt").unlink()
+    trainer.remove_checkpoint(own)
+    assert not own.exists()
+    assert all(path.is_dir() for path in victims)

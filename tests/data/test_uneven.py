@@ -1,0 +1,305 @@
+"""Data that does not come out even: evaluation counts every sample once, training goes on to the end of all data."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import legato as lg
+from legato.callbacks import Checkpoint
+from legato.trainer.errors import DataError
+from legato.trainer.processes.environment import run_workers
+
+QUIET = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 1,
+    "max_epochs": 1,
+}
+
+
+class Numbers(Dataset):
+    """The numbers from 0 on, as floats."""
+
+    def __init__(self, length, first=0):
+        self.length, self.first = length, first
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, index):
+        return torch.tensor([float(self.first + index)], dtype=torch.float64)
+
+
+class Stream(IterableDataset):
+    def __init__(self, length, first=0):
+        self.length, self.first = length, first
+
+    def __iter__(self):
+        return (torch.tensor([float(self.first + index)], dtype=torch.float64) for index in range(self.length))
+
+
+# --- evaluation ------------------------------------------------------------------------------------------------------
+
+
+class Evaluated(lg.Task):
+    """Logs in every way there is."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.mean, self.highest = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
+        self.auroc = torchmetrics.classification.BinaryAUROC()
+        self.count = 0
+
+    def evaluate(self, batch):
+        values = batch[:, 0]
+        self.count += len(batch)
+        self.log("mean", values.mean())
+        self.log("sum", values.sum(), reduce_fx="sum")
+        self.log("lowest", values.min(), reduce_fx="min", prog_bar=True)
+        self.log("of a part", values[0], batch_size=1)
+        self.mean.update(values)
+        self.highest.update(values)
+        self.auroc.update((values * 0.37) % 1, (values % 2).long())
+        self.log("metric/mean", self.mean)
+        self.log("metric/highest", self.highest)
+        self.log("metric/auroc", self.auroc)
+
+    def validation_step(self, batch, batch_idx):
+        self.evaluate(batch)
+
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("mean", batch.mean())
+        self.log("together", batch.mean(), add_dataloader_idx=False)
+
+    def on_validation_epoch_end(self):
+        self.log("count", float(self.count), reduce_fx="sum")
+        self.count = 0
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return {"values": batch[:, 0].tolist(), "loader": dataloader_idx}
+
+
+def evaluate(**strategy):
+    """Evaluate many layouts of data, and return all that came of it."""
+    task, found = Evaluated(), {}
+    trainer = lg.Trainer(**QUIET, **strategy)
+    for samples, batch_size in ((10, 1), (10, 2), (10, 3), (10, 4), (10, 10), (1, 1), (2, 1), (3, 2), (4, 2), (7, 2)):
+        for kind in (Numbers, Stream):
+            loader = DataLoader(kind(samples), batch_size)
+            name = f"{kind.__name__} {samples} by {batch_size}"
+            found[f"validate {name}"] = trainer.validate(task, loader)
+            found[f"predict {name}"] = trainer.predict(task, loader)
+    several = [DataLoader(Numbers(5), 2), DataLoader(Numbers(1, first=7), 1), DataLoader(Stream(8, first=20), 3)]
+    found["test several"] = trainer.test(task, several)
+    found["predict several"] = trainer.predict(task, several)
+    limited = lg.Trainer(**QUIET, **strategy, limit_val_batches=2, limit_predict_batches=0.5)
+    found["validate limited"] = limited.validate(task, DataLoader(Numbers(10), 3))
+    found["predict limited"] = limited.predict(task, DataLoader(Numbers(10), 3))
+    own_sampler = DataLoader(Numbers(6), 2, sampler=[5, 3, 1])
+    found["predict own sampler"] = trainer.predict(task, own_sampler)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:No (posi|nega)tive samples in targets")
+def test_evaluation_on_three_processes_is_that_of_one():
+    """To the bit, also where processes get no batch at all: numbers are small integers, so that every sum is exact."""
+    alone = evaluate(strategy="single")
+    assert alone["validate Numbers 10 by 1"][0]["mean"] == 4.5
+    assert alone["validate Numbers 10 by 4"][0] | {"metric/auroc": 0} == {
+        "mean": 4.5,
+        "sum": 45.0,
+        "lowest": 0.0,
+        "of a part": 4.0,
+        "metric/mean": 4.5,
+        "metric/highest": 9.0,
+        "metric/auroc": 0,
+        "count": 10.0,
+    }
+    assert alone["validate limited"][0]["mean"] == 2.5
+    assert [part["values"] for part in alone["predict own sampler"]] == [[5.0, 3.0], [1.0]]
+    assert [part["values"] for part in alone["predict several"][2]] == [[20, 21, 22], [23, 24, 25], [26, 27]]
+    together = run_workers(lambda: evaluate(strategy="ddp", devices=3), 3)
+    assert together.keys() == alone.keys()
+    for name, expected in alone.items():
+        assert together[name] == expected, name
+
+
+def test_validation_within_a_fit_counts_every_sample_once():
+    def train(**strategy):
+        trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "val_check_interval": 2}, **strategy)
+        task = Trained()
+        trainer.fit(task, DataLoader(Numbers(23), 2), DataLoader(Numbers(10), 4))
+        return task.validated
+
+    expected = train(strategy="single", replicas=3)
+    assert len(expected) == 4
+    assert expected == run_workers(lambda: train(strategy="ddp", devices=3), 3)
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+class Trained(lg.Task):
+    """The gradient of the loss is the mean over the samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.place = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.seen, self.validated = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch[:, 0].tolist()
+        loss = (self.place * batch[:, 0]).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/mean", batch.mean())
+
+    def on_validation_end(self):
+        self.validated.append((self.global_step, float(self.trainer.callback_metrics["val/mean"])))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def train_on_shares(shares, kind=Stream, accumulate=1, task=None, loader=DataLoader, resume=None, **arguments):
+    """Train on this process's own share of (samples, batch size); return what is the same on every process."""
+    task = task or Trained()
+    options = {"strategy": "ddp", "devices": len(shares), "use_distributed_sampler": False}
+    trainer = lg.Trainer(**{**QUIET, **options, "accumulate_grad_batches": accumulate, **arguments})
+
+    class Shares(lg.DataModule):
+        def train_dataloader(self):
+            rank = self.trainer.global_rank
+            return loader(kind(shares[rank][0], first=100 * rank), batch_size=shares[rank][1])
+
+        def val_dataloader(self):
+            return DataLoader(Numbers(3 + self.trainer.global_rank), 2)
+
+    trainer.fit(task, datamodule=Shares(), resume=resume)
+    state = trainer.state
+    counts = (state.global_step, state.epoch, state.samples_seen, state.epoch_rounds)
+    return trainer.strategy.gather_objects((task.place.item(), counts, task.seen, task.validated))
+
+
+def by_hand(shares, accumulate=1, epochs=1):
+    """Return the place after steps whose gradient is the mean over the samples of all processes."""
+    place, steps = 0.0, 0
+    for _ in range(epochs):
+        for step in range(max(-(-samples // (size * accumulate)) for samples, size in shares)):
+            values = []
+            for rank, (samples, size) in enumerate(shares):
+                window = range(step * size * accumulate, min(samples, (step + 1) * size * accumulate))
+                values += [100 * rank + index for index in window]
+            place -= sum(values) / len(values)
+            steps += 1
+    return place, steps
+
+
+@pytest.mark.parametrize("shares", [((10, 2), (26, 3)), ((0, 2), (6, 2)), ((7, 1), (0, 1), (9, 4))], ids=str)
+def test_shares_of_any_length_are_trained_on_to_their_end(shares):
+    """5 and 9 batches, 0 and 3, and three processes: nobody hangs, nothing is lost, all have the same weights."""
+
+    def work():
+        return {
+            (kind.__name__, accumulate): train_on_shares(shares, kind, accumulate, max_epochs=2)
+            for kind in (Stream, Numbers)
+            for accumulate in (1, 4)
+            if kind is Stream or all(samples for samples, _ in shares)
+        }
+
+    for (_, accumulate), ranks in run_workers(work, len(shares)).items():
+        place, steps = by_hand(shares, accumulate, epochs=2)
+        for rank, (own, counts, seen, validated) in enumerate(ranks):
+            assert own == pytest.approx(place, rel=1e-12)
+            assert counts == (steps, 2, 2 * sum(samples for samples, _ in shares), 0)
+            assert seen == 2 * [100.0 * rank + index for index in range(shares[rank][0])]
+            assert validated == ranks[0][3]
+            assert [step for step, _ in validated] == [steps // 2, steps]
+
+
+def test_a_run_on_uneven_shares_stops_validates_and_saves_together(tmp_path):
+    """Between the ends of the shares, where the processes know different lengths of an epoch."""
+    shares = ((10, 2), (26, 3))
+
+    def work():
+        callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1)]
+        write = {"enable_checkpointing": True, "callbacks": callbacks, "default_root_dir": tmp_path}
+        whole = train_on_shares(shares, Numbers, **write, run_name="whole")
+        stopped = train_on_shares(shares, Numbers, **write, run_name="stopped", max_steps=7)
+        intervals = train_on_shares(shares, Numbers, val_check_interval=0.5, max_epochs=2)
+        return whole, stopped, intervals
+
+    whole, stopped, intervals = run_workers(work, 2)
+    assert [rank[1] for rank in whole] == [(9, 1, 36, 0)] * 2
+    assert [rank[1] for rank in stopped] == [(7, 0, 31, 7)] * 2
+    assert [[step for step, _ in rank[3]] for rank in intervals] == [[4, 8, 13, 17]] * 2
+    names = [path.name for path in sorted((tmp_path / "whole" / "version_0" / "checkpoints").iterdir())]
+    assert names == [f"step-{step:08d}" for step in range(1, 10)]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch, in torchdata's loader
+def test_shares_go_on_from_their_own_state(tmp_path):
+    """Each process's loader has its own place in its own share, and no batch is read again."""
+    shares = ((10, 2), (26, 3))
+
+    def work():
+        whole = train_on_shares(shares, Numbers, max_epochs=2)
+        write = {"enable_checkpointing": True, "default_root_dir": tmp_path, "loader": StatefulDataLoader}
+        stop = train_on_shares(shares, Numbers, **write, max_epochs=2, max_steps=3)
+        go_on = train_on_shares(shares, Numbers, **write, max_epochs=2, resume="auto")
+        return whole, stop, go_on
+
+    whole, stop, go_on = run_workers(work, 2)
+    for one, two, three in zip(whole, stop, go_on, strict=True):
+        assert three[:2] == one[:2]
+        assert two[2] + three[2] == one[2]
+
+
+def test_manual_optimization_refuses_shares_that_end_unevenly():
+    class Manual(Trained):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def work():
+        with pytest.raises(DataError, match="in step 6 of epoch 0 1 of 2 processes had one left"):
+            train_on_shares(((10, 2), (26, 3)), task=Manual())
+        return train_on_shares(((10, 2), (15, 3)), task=Manual())
+
+    ranks = run_workers(work, 2)
+    assert ranks[0][:2] == ranks[1][:2]
+    assert ranks[0][1][0] == 5
+
+
+def test_a_stream_that_all_processes_read_is_dealt_out_by_batches(tmp_path):
+    """11 batches for three replicas: the last round has two, and is trained on."""
+
+    def train(**strategy):
+        task = Trained()
+        trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "enable_checkpointing": True}, **strategy,
+                             default_root_dir=Path(tmp_path) / str(strategy["strategy"]),
+                             callbacks=[Checkpoint(every_n_train_steps=1, save_top_k=2)])  # fmt: skip
+        trainer.fit(task, DataLoader(Stream(22), 2))
+        seen = sorted(value for rank in trainer.strategy.gather_objects(task.seen) for value in rank)
+        return task.place.item(), trainer.global_step, trainer.state.samples_seen, seen
+
+    expected = train(strategy="single", replicas=3)
+    assert expected[1:3] == (8, 44)
+    assert run_workers(lambda: train(strategy="ddp", devices=3), 3) == expected
+    assert run_workers(lambda: train(strategy="ddp", devices=2, replicas=3), 2) == expected

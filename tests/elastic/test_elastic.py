@@ -1,0 +1,605 @@
+"""Elastic runs: processes die, are replaced and join while the run goes on, and its result stays the same."""
+
+import itertools
+import json
+import os
+import signal
+import time
+
+import psutil
+import pytest
+import torch
+import torchmetrics
+from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import free_port
+
+import legato as lg
+from legato.trainer.checkpoints import store
+from legato.trainer.errors import ConfigError
+from legato.trainer.processes import environment
+from legato.trainer.processes.sync import Agreement
+
+STEPS = EPOCHS * STEPS_PER_EPOCH
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The same run in one process: its task, its trainer and its points."""
+    task, trainer = fit(tmp_path_factory.mktemp("undisturbed"))
+    return task, trainer, points(trainer)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where processes tell what they do. In the end none of them is left, nor a file outside."""
+    environment.warm_up()
+    path = tmp_path / "told"
+    path.mkdir()
+    yield path
+    words = ("trained", "built", "validating", "loading")
+    told = [int(file.name.rsplit("-", 1)[1]) for word in words for file in path.glob(f"{word}-*")]
+    assert not [process for process in told if psutil.pid_exists(process)]
+    assert not [name for name in os.listdir("/dev/shm") for process in told if f"_{process}_" in name]
+
+
+def points(trainer):
+    """The lines of metrics.jsonl by step, without what tells the time; each step must be there once, in order."""
+    lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps))
+    timed = ("time", "throughput/")
+    return {line["step"]: {name: value for name, value in line.items() if not name.startswith(timed)} for line in lines}
+
+
+def assert_same(task, trainer, undisturbed):
+    """The result is that of the undisturbed run, bit for bit, and so is every point of the log."""
+    assert trainer.global_step == undisturbed[1].global_step
+    assert trainer.state.samples_seen == undisturbed[1].state.samples_seen
+    assert digest(task) == digest(undisturbed[0])
+    assert points(trainer) == undisturbed[2]
+
+
+# --- any process, any moment ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 4, 1), (3, 5, 2), (4, 6, 3)])
+def test_kills_at_random_moments_leave_no_trace_in_the_result(tmp_path, folder, undisturbed, processes, kills, seed):
+    def plan(killer):
+        killer.wait_for_members(processes)
+        for _ in range(kills):
+            time.sleep(killer.random.random() * 0.3)
+            killer.kill(killer.random.choice(killer.wait_for_members(2)))
+        killer.wait_for_members(1)
+
+    with Killer(folder, plan, seed, kills) as killer:
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=processes, max_restarts=kills)
+    assert len(killer.dead) == kills
+    assert_same(task, trainer, undisturbed)
+
+
+class DiesBeforeItsUpdate(Net):
+    """Rank `victim` dies when a step's gradients and buffers are those of all; the others are about to meet."""
+
+    def __init__(self, folder, victim):
+        super().__init__(folder)
+        self.victim = victim
+
+    def on_before_optimizer_step(self, optimizer):
+        if (self.global_rank, self.global_step) == (self.victim, STEPS_PER_EPOCH - 1) and self.trainer.world_size > 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.all_gather(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize(("victim", "missing"), [(2, 0), (0, 14)])
+def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_beginning(tmp_path, folder, victim, missing):
+    """With 14 samples missing only rank 0 has a batch of the step, from which all others have their buffers."""
+    results, samples = [], STEPS_PER_EPOCH * REPLICAS * 4 - missing
+    for where, options in ((None, {}), (folder, {"elastic": True, "devices": 3})):
+        task, trainer = DiesBeforeItsUpdate(where, victim), trainer_of(tmp_path, max_epochs=2, **options)
+        trainer.fit(task, loader(samples, shuffle=True))
+        results.append((trainer.global_step, digest(task)))
+    assert results[0] == results[1]
+    assert results[0][0] == 2 * STEPS_PER_EPOCH
+
+
+def test_two_killed_at_once_or_during_healing(tmp_path, folder, undisturbed):
+    delays = [0.0, 0.005, 0.015, 0.03]
+
+    def plan(killer):
+        for delay in delays:
+            first, second, *_ = killer.random.sample(killer.wait_for_members(3), 3)
+            killer.kill(first)
+            time.sleep(delay)
+            killer.kill(second)
+
+    with Killer(folder, plan, kills=2 * len(delays)):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=4, max_restarts=2 * len(delays))
+    assert_same(task, trainer, undisturbed)
+
+
+def test_rank_zero_dies_and_another_process_writes_on(tmp_path, folder, undisturbed):
+    def plan(killer):
+        for _ in range(2):
+            members = killer.wait_for_members(2)
+            killer.wait(lambda: killer.step() % STEPS_PER_EPOCH == 6)
+            killer.kill(members[0])  # ids go up, and who comes is put at the end
+
+    with Killer(folder, plan, kills=2):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=3)
+    assert_same(task, trainer, undisturbed)
+    events = EventAccumulator(str(trainer.run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    for tag, first in (("loss_step", 4), ("val", STEPS_PER_EPOCH), ("loss_epoch", STEPS_PER_EPOCH)):
+        steps = [event.step for event in events.Scalars(tag)]
+        assert steps == list(range(first, STEPS + 1, first)), tag
+
+
+# --- validation and saving --------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_dies_during_validation_which_is_done_again(tmp_path, folder, undisturbed, victim):
+    def plan(killer):
+        hold = folder / "hold-0.05"
+        hold.touch()
+        members = killer.wait(lambda: len(killer.living("validating")) == 2 and killer.living("validating"))
+        killer.kill(members[victim])
+        hold.unlink()
+
+    with Killer(folder, plan):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=2)
+    assert_same(task, trainer, undisturbed)
+
+
+def test_a_validation_saves_its_best_after_a_process_died_in_the_epoch(tmp_path, folder, undisturbed):
+    def plan(killer):
+        members = killer.wait_for_members(3)
+        killer.wait(lambda: killer.step() % STEPS_PER_EPOCH == 4)
+        killer.kill(members[2])
+
+    best = lg.callbacks.Checkpoint(monitor="val", save_top_k=2)
+    with Killer(folder, plan):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=3, callbacks=[best])
+    assert_same(task, trainer, undisturbed)
+    assert len(trainer.checkpoint_callback.best_k_models) == 2
+
+
+class SlowSave(lg.Callback):
+    """Tells that rank 0 is about to write a checkpoint, and takes its time."""
+
+    def on_save_checkpoint(self, trainer, task, checkpoint):
+        if trainer.is_global_zero and trainer.training and trainer.global_step == 20:
+            task.tell("saving")
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_rank_zero_dies_while_it_saves(tmp_path, folder, undisturbed, asynchronous):
+    def plan(killer):
+        killer.kill(killer.wait(lambda: killer.living("saving"))[0])
+
+    saver = lg.callbacks.Checkpoint(every_n_train_steps=10, save_top_k=-1, asynchronous=asynchronous)
+    with Killer(folder, plan):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, callbacks=[saver, SlowSave()])
+    assert_same(task, trainer, undisturbed)
+    kept = store.all_in(trainer.run_dir / "checkpoints")
+    assert [path.name for path in kept] == [f"step-{step:08d}" for step in range(10, STEPS + 1, 10)]
+    for path in kept:
+        store.verify(path)
+
+
+# --- who comes --------------------------------------------------------------------------------------------------------
+class TellsShare(Net):
+    """Tells which replicas its process executes."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.tell("share", str(len(self.trainer.current_run.layout.owned(self.trainer.global_rank))))
+
+
+def test_a_replacement_takes_its_share_and_survivors_do_not_wait_for_it(tmp_path, folder, undisturbed):
+    steps = []
+
+    def plan(killer):
+        members = killer.wait_for_members(2)
+        killer.kill(members[1])
+        steps.append(killer.step())
+        (fresh,) = killer.wait(lambda: set(killer.living("share")) - set(members))
+        steps.append(killer.step())
+        killer.wait(lambda: all((folder / f"share-{one}").read_text() == "2" for one in (members[0], fresh)))
+
+    with Killer(folder, plan, kills=2):
+        task, trainer = fit(
+            tmp_path, folder, task=TellsShare(folder), elastic=True, devices=2, max_restarts=1, min_processes=1
+        )
+    assert steps[1] > steps[0]
+    assert_same(task, trainer, undisturbed)
+
+
+class UntilTold(TellsShare):
+    """Trains until there is a file `enough`."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.trainer.should_stop |= (self.folder / "enough").exists()
+
+
+def test_a_survivor_that_logs_more_often_than_the_processes_meet_takes_a_replacement_in(tmp_path, folder):
+    """A point is logged each 40 ms, and they meet each second: logging must not put that off again and again."""
+
+    def plan(killer):
+        members = killer.wait_for_members(2)
+        killer.kill(members[1])
+        (fresh,) = killer.wait(lambda: set(killer.living("share")) - set(members))
+        killer.wait(lambda: all((folder / f"share-{one}").read_text() == "2" for one in (members[0], fresh)))
+        (folder / "enough").touch()
+
+    options = {"max_epochs": 1000, "log_every_n_steps": 1, "max_restarts": 1, "min_processes": 1}
+    with Killer(folder, plan, steps=10**9):
+        fit(tmp_path, folder, task=UntilTold(folder), elastic=True, devices=2, **options)
+    assert (folder / "enough").exists()
+
+
+@pytest.fixture(scope="module")
+def guest(tmp_path_factory):
+    """A launcher that joins runs."""
+    started = Guest(tmp_path_factory.mktemp("guest"))
+    yield started
+    started.kill()
+
+
+def test_another_launcher_joins_and_gets_the_result(tmp_path, folder, undisturbed, guest):
+    address = f"127.0.0.1:{free_port()}"
+    guest.join(address, folder)
+
+    def plan(killer):
+        members = killer.wait_for_members(3)
+        killer.kill(members[0])
+        killer.wait(lambda: killer.step() > STEPS // 2)
+
+    with Killer(folder, plan, kills=2):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, init_method=f"tcp://{address}")
+    assert guest.result() == f"{STEPS} {digest(undisturbed[0])}"
+    assert not (guest.root / "elsewhere").exists()
+    assert_same(task, trainer, undisturbed)
+
+
+def test_the_last_processes_of_the_first_launcher_die_and_those_of_a_guest_go_on(tmp_path, folder, undisturbed, guest):
+    address = f"127.0.0.1:{free_port()}"
+    guest.join(address, folder)
+
+    def plan(killer):
+        (own,) = killer.wait_for_members(1)
+        killer.wait_for_members(2)
+        killer.kill(own)
+
+    with Killer(folder, plan):
+        task, _ = fit(tmp_path, folder, elastic=True, devices=1, init_method=f"tcp://{address}")
+    assert guest.result() == f"{STEPS} {digest(undisturbed[0])}"
+    assert digest(task) == digest(Net())  # this launcher has no process left that could bring it the result
+
+
+def test_a_guest_for_whom_there_is_no_replica_waits_until_the_run_is_done(tmp_path, folder, undisturbed, guest):
+    address = f"127.0.0.1:{free_port()}"
+    guest.join(address, folder)
+
+    def plan(killer):
+        killer.wait_for_members(REPLICAS)
+        killer.wait(lambda: len(killer.living("built")) == REPLICAS + 1)
+
+    with Killer(folder, plan):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=REPLICAS, init_method=f"tcp://{address}")
+    assert guest.result() == f"0 {digest(Net())}"
+    assert "The run was done before there was a place in it." in guest.said.read_text()
+    assert_same(task, trainer, undisturbed)
+
+
+def test_a_guest_with_another_seed_is_refused_and_the_run_does_not_notice(tmp_path, folder, undisturbed):
+    address = f"127.0.0.1:{free_port()}"
+
+    def plan(killer):
+        killer.wait_for_members(1)
+        with pytest.raises(ConfigError, match="The run to join has seed=0, this config says 5"):
+            fit(tmp_path / "elsewhere", elastic=True, devices=1, join=address, seed=5)
+
+    with Killer(folder, plan):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=1, init_method=f"tcp://{address}")
+    assert_same(task, trainer, undisturbed)
+
+
+def test_a_launcher_that_joined_dies_with_its_processes(tmp_path, folder, undisturbed, guest):
+    address = f"127.0.0.1:{free_port()}"
+    guest.join(address, folder, devices=2)
+
+    def plan(killer):
+        own = set(killer.wait_for_members(1))
+        members = set(killer.wait_for_members(3))
+        guest.kill()
+        killer.dead += members - own
+        step = killer.step()
+        killer.wait(lambda: killer.step() > step + 2)
+
+    with Killer(folder, plan, kills=2):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=1, init_method=f"tcp://{address}")
+    assert_same(task, trainer, undisturbed)
+
+
+# --- too few ----------------------------------------------------------------------------------------------------------
+def test_with_too_few_processes_the_run_saves_itself_and_can_be_resumed(tmp_path, folder, undisturbed):
+    def plan(killer):
+        members = killer.wait_for_members(3)
+        killer.wait(lambda: killer.step() > 13)
+        killer.kill(members[1])
+
+    with Killer(folder, plan), pytest.raises(SystemExit) as ended:
+        fit(tmp_path, folder, elastic=True, devices=3, min_processes=3)
+    assert ended.value.code == 75
+    (run_dir,) = (tmp_path / "default").iterdir()
+    newest = store.newest_whole(run_dir / "checkpoints")
+    assert newest is not None
+    step = int(newest.name.removeprefix("step-"))
+    assert 13 < step < STEPS
+    task, trainer = fit(tmp_path, resume="auto", elastic=True, devices=2)
+    assert trainer.run_dir == run_dir
+    assert_same(task, trainer, undisturbed)
+
+
+def test_with_too_few_processes_the_run_waits_for_a_replacement_that_is_coming(tmp_path, folder, undisturbed):
+    def plan(killer):
+        members = killer.wait_for_members(2)
+        killer.kill(members[0])
+        killer.wait_for_members(2)
+
+    with Killer(folder, plan, kills=2):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, min_processes=2, max_restarts=1)
+    assert_same(task, trainer, undisturbed)
+
+
+def test_when_all_die_at_once_the_run_starts_again_from_its_newest_checkpoint(tmp_path, folder, undisturbed):
+    def plan(killer):
+        members = killer.wait_for_members(2)
+        killer.wait(lambda: killer.step() > STEPS_PER_EPOCH + 3)
+        for process in members:
+            killer.kill(process)
+        killer.wait_for_members(2)
+
+    with Killer(folder, plan, kills=4):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, max_restarts=3)
+    assert_same(task, trainer, undisturbed)
+
+
+# --- other trouble ----------------------------------------------------------------------------------------------------
+def test_a_process_that_hangs_is_ended_after_the_timeout_and_the_others_go_on(tmp_path, folder, undisturbed):
+    def plan(killer):
+        members = killer.wait_for_members(3)
+        killer.kill(members[1], signal.SIGSTOP)
+        step = killer.step()
+        killer.wait(lambda: killer.step() > step + 3)
+
+    with Killer(folder, plan, kills=2):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=3, timeout=2.0)
+    assert_same(task, trainer, undisturbed)
+
+
+class Mistaken(Net):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.global_step == 7:
+            raise KeyError("a mistake of the task")
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_mistake_in_the_task_ends_the_run_at_once(tmp_path, folder):
+    began = time.monotonic()
+    with pytest.raises(KeyError, match="a mistake of the task"):
+        fit(tmp_path, folder, task=Mistaken(folder), elastic=True, devices=2)
+    assert time.monotonic() - began < 20
+
+
+def test_the_loader_workers_of_a_dead_process_end_with_it(tmp_path, folder, undisturbed):
+    seen = {}
+
+    def plan(killer):
+        members = killer.wait_for_members(2)
+        loading = killer.wait(lambda: psutil.Process(members[1]).children(recursive=True))
+        killer.kill(members[1])
+        killer.wait(lambda: not any(process.is_running() for process in loading))
+        seen["step"] = killer.step()
+
+    with Killer(folder, plan):
+        task, trainer = fit(tmp_path, folder, elastic=True, devices=2, num_workers=1)
+    assert seen["step"] < STEPS
+    assert_same(task, trainer, undisturbed)
+
+
+class Counts(Net):
+    """Has torchmetrics objects that count batches of training and of validation."""
+
+    def __init__(self, folder=None):
+        super().__init__(folder)
+        self.trained, self.validated = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+
+    def training_step(self, batch, batch_idx):
+        self.trained.update(1.0)
+        self.log("trained", self.trained, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        self.validated.update(1.0)
+        self.log("validated", self.validated)
+
+
+def test_torchmetrics_count_a_repeated_step_once(tmp_path, folder):
+
+    def plan(killer):
+        hold = folder / "hold-0.05"
+        killer.kill(killer.wait_for_members(3)[2])
+        hold.touch()
+        killer.kill(killer.wait(lambda: len(killer.living("validating")) == 2 and killer.living("validating"))[1])
+        hold.unlink()
+
+    with Killer(folder, plan, kills=2):
+        _, trainer = fit(tmp_path, folder, task=Counts(folder), elastic=True, devices=3)
+    lines = [line for line in points(trainer).values() if "validated" in line]
+    assert [line["validated"] for line in lines] == [8.0] * EPOCHS
+    assert [line["trained"] for line in lines] == [float(REPLICAS * STEPS_PER_EPOCH)] * EPOCHS
+
+
+# --- what was logged, and what is decided by it ----------------------------------------------------------------------
+COMMUNICATION = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list")
+
+
+class Judged(Net):
+    """Logs in every way, and dies where it is told to: member -> (at which collective or step, before or after)."""
+
+    def __init__(self, folder=None, deaths=()):
+        super().__init__(folder)
+        self.deaths = dict(deaths)
+        self.error, self.unseen = torchmetrics.MeanSquaredError(), torchmetrics.SumMetric()
+        self.kept = torchmetrics.CatMetric()
+
+    def on_train_start(self):
+        super().on_train_start()
+        run = self.trainer.current_run
+        member = getattr(run.membership, "member", None)
+        if member is not None and member.id in self.deaths:
+            nth, after = self.deaths[member.id]
+            called = itertools.count(1)
+
+            def deadly(function):
+                def call(*arguments, **options):
+                    here = next(called) == nth
+                    if here and not after:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    result = function(*arguments, **options)
+                    if here:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    return result
+
+                return call
+
+            for name in COMMUNICATION:
+                setattr(torch.distributed, name, deadly(getattr(torch.distributed, name)))
+            run.count = deadly(run.count)
+
+    def on_train_epoch_start(self):
+        self.log("begun", 1.0, reduce_fx="sum", rank_zero_only=True)
+        self.log("epoch", self.current_epoch + 0.1)
+
+    def training_step(self, batch, batch_idx):
+        found = self.model(batch[0])
+        loss = torch.nn.functional.mse_loss(found, batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("greatest", batch[0].max(), on_epoch=True, reduce_fx="max")
+        self.log("all", batch[0].sum(), on_step=True, on_epoch=True, reduce_fx="sum")
+        self.error(found.detach().squeeze(1), batch[1].squeeze(1))
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.kept.update(loss.detach())
+        self.unseen.update(1.0)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.log("norm", torch.nn.utils.get_total_norm([p.grad for p in self.parameters()]), on_epoch=True)
+
+    def on_train_epoch_end(self):
+        self.log("steps", self.unseen)
+        self.log("closing", self.current_epoch + 0.1)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "loss_epoch"}}
+
+
+def judged(root, folder=None, deaths=(), **options):
+    """Train three epochs at most, with decisions by what training logs; return task and trainer."""
+    callbacks = [
+        lg.callbacks.EarlyStopping("loss_epoch", patience=2, min_delta=0.5),
+        lg.callbacks.Checkpoint(monitor="error_epoch", every_n_train_steps=7, save_top_k=2),
+        lg.callbacks.LearningRateMonitor(),
+    ]
+    task = Judged(folder, deaths)
+    trainer = trainer_of(root, max_epochs=4, log_every_n_steps=1, callbacks=callbacks, **options)
+    trainer.fit(task, loader(shuffle=True), loader(32))
+    return task, trainer
+
+
+def decisions(trainer):
+    stopping, saving = trainer.callbacks[0], trainer.checkpoint_callback
+    return trainer.global_step, stopping.wait_count, stopping.best_score, saving.scores
+
+
+@pytest.fixture(scope="module")
+def unjudged(tmp_path_factory):
+    """The undisturbed run of `judged`."""
+    task, trainer = judged(tmp_path_factory.mktemp("judged"))
+    assert trainer.global_step == 3 * STEPS_PER_EPOCH  # it was stopped
+    return digest(task), points(trainer), decisions(trainer)
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        {0: (30, False), 1: (101, True)},  # rank 0 first
+        {2: (60, True), 1: (60, True)},  # two at once
+        {1: (95, False), 2: (96, False)},  # about the end of the first epoch
+        {0: (139, True), 2: (158, True)},
+    ],
+)
+def test_no_death_shows_in_what_was_logged_nor_in_what_was_decided_by_it(tmp_path, folder, unjudged, deaths):
+    task, trainer = judged(tmp_path, folder, deaths, elastic=True, devices=3)
+    assert len(list(folder.glob("built-*"))) == 3
+    assert (digest(task), points(trainer), decisions(trainer)) == unjudged
+
+
+def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):
+    def plan(killer):
+        killer.kill(killer.wait_for_members(2)[0])
+
+    with Killer(folder, plan):
+        _, trainer = fit(tmp_path, folder, elastic=True, devices=2, reproducible="order")
+    assert trainer.global_step == STEPS
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"join": "nowhere"}, "'nowhere' is no address: expected 'HOST:PORT'"),
+        ({"min_processes": 0}, "min_processes=0: expected at least 1"),
+        ({"init_method": "file:///tmp/x"}, "needs init_method=tcp://HOST:PORT"),
+    ],
+)
+def test_terms_that_cannot_be_met_are_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(tmp_path, elastic=True, **options)
+
+
+def test_a_run_that_would_begin_with_too_few_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="min_processes=3, but the run would begin with 2"):
+        fit(tmp_path, elastic=True, devices=2, min_processes=3)
+
+
+@pytest.mark.parametrize("options", [{"join": "127.0.0.1:1"}, {"min_processes": 2}])
+def test_terms_without_elastic_are_refused(tmp_path, options):
+    with pytest.raises(ConfigError, match="set elastic=true"):
+        lg.Trainer(default_root_dir=tmp_path, accelerator="cpu", strategy={"name": "ddp", **options})
+
+
+def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="needs processes that Legato has started"):
+        fit(tmp_path, elastic=True, devices=1)
+
+
+class Hasty:
+    """Another rank that has measured its pace over a microsecond."""
+
+    def all_reduce(self, tensor, operation):
+        tensor[3] = max(float(tensor[3]), 1e6)
+        return tensor
+
+
+def test_a_pace_measured_over_a_moment_does_not_put_off_the_next_look_at_the_roster():
+    agreement, met = Agreement(Hasty(), 2, 0, 0.0), []
+    for step in range(1, 100):
+        if step >= agreement.next_step:
+            agreement.meet(step, wish=False)
+            met.append(step)
+    assert met == [1, 3, 7, 15, 31, 63]

@@ -1,0 +1,227 @@
+"""launcher=slurm and launcher=ray, as the command line has them, up to the end of the run that they started."""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from legato.trainer.__main__ import main
+from legato.trainer.errors import ConfigError
+from legato.trainer.launchers import SlurmLauncher
+from legato.trainer.launchers.slurm import _seconds
+
+SLURM = """#!{python}
+# Stands for SLURM on one machine: runs the script at once, and again as often as it asks to be queued again.
+import os, subprocess, sys, time
+from pathlib import Path
+
+name, arguments, here = Path(sys.argv[0]).name, sys.argv[1:], Path(sys.argv[0]).parent
+if name == "scontrol":
+    (here / "requeued").write_text(" ".join(arguments))
+elif name == "srun":
+    command = [word for word in arguments if not word.startswith("--")]
+    count = int(os.environ["SLURM_NTASKS"])
+    ranks = [
+        subprocess.Popen(command, env={{**os.environ, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}})
+        for rank in range(count)
+    ]
+    while "--kill-on-bad-exit=1" in arguments and any(rank.poll() is None for rank in ranks):
+        time.sleep(0.02)
+        if any(rank.poll() for rank in ranks):  # as SLURM's srun does it: the others end by SIGTERM, the job with 143
+            [rank.terminate() for rank in ranks]
+    sys.exit(max(code if code >= 0 else 128 - code for code in [rank.wait() for rank in ranks]))
+else:
+    (script,) = [word for word in arguments if not word.startswith("--")]
+    options = dict(
+        line.removeprefix("#SBATCH --").partition("=")[::2]
+        for line in Path(script).read_text().splitlines() if line.startswith("#SBATCH")
+    )
+    tasks = int(options["nodes"]) * int(options["ntasks-per-node"])
+    restarts = 0
+    while True:
+        job = {{"SLURM_JOB_ID": str(os.getpid()), "SLURM_NTASKS": str(tasks), "SLURM_NODEID": "0",
+               "SLURM_NNODES": "1", "SLURM_TASKS_PER_NODE": str(tasks), "SLURM_RESTART_COUNT": str(restarts)}}
+        with open(options["output"].replace("%j", "7"), "a") as output:
+            code = subprocess.call(["bash", script], env={{**os.environ, **job}}, stdout=output, stderr=output,
+                                   cwd=options["chdir"])
+        if not (here / "requeued").exists():
+            break
+        assert (here / "requeued").read_text() == "requeue " + str(os.getpid())
+        (here / "requeued").unlink()
+        restarts += 1
+    print("7;cluster")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a config and its task, which is the current one."""
+    shutil.copy(Path(__file__).parents[1] / "launched_task.py", tmp_path)
+    config = {
+        "task": {"_target_": "launched_task.Line"},
+        "run": {"name": "line", "root": "runs"},
+        "trainer": {
+            "accelerator": "cpu",
+            "devices": 2,
+            "strategy": "ddp",
+            "max_epochs": 2,
+            "replicas": 2,
+            "threads": 1,
+        },
+    }
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def launch(*words):
+    """Run the command line; return its exit code, which a launcher ends it with."""
+    try:
+        return main(["fit", "line.yaml", *words])
+    except SystemExit as end:
+        return end.code
+
+
+# --- the config -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("launcher=slrum", "launcher must be one of slurm, ray, not the string 'slrum'. Did you mean 'slurm'?"),
+        ("launcher=slurm launcher.partion=a", "no argument of the launcher 'slurm'. Did you mean 'partition'?"),
+        ("launcher=ray launcher.cpus_per_process=two", "launcher.cpus_per_process must be int"),
+        ("launcher=slurm launcher.time=soon", "launcher.time='soon': expected minutes, 'HH:MM:SS'"),
+        ("launcher=slurm launcher.time=2", "signal_seconds=120 is not before the time limit launcher.time=2"),
+        ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal is set by the script itself"),
+        ("launcher=slurm launcher.options={-p: gpu}", "expected a long option of sbatch without its dashes"),
+        ("launcher=slurm trainer.devices=auto", "must know what to ask for, but trainer.devices='auto'"),
+        ("launcher=slurm trainer.accelerator=auto", "must know what to ask for, but trainer.accelerator='auto'"),
+        (
+            "launcher=slurm trainer.strategy.elastic=true",
+            "an elastic run .* is started on each machine by `legato fit`",
+        ),
+        ("lancher=slurm", "lancher is no key of a config. Did you mean 'launcher'?"),
+    ],
+)
+def test_mistakes_are_refused(folder, capsys, words, message):
+    first, *rest = words.split(" launcher.")
+    assert launch(*first.split(" "), *(f"launcher.{word}" for word in rest)) == 2
+    error = capsys.readouterr().err
+    assert __import__("re").search(message, error) or message in error
+    assert not (folder / "runs").exists()
+
+
+def test_time_limits_in_slurms_words():
+    found = {text: _seconds(text) for text in ("90", "90:30", "1:30:00", "2-0", "2-12", "1-12:30", "1-00:00:10")}
+    assert list(found.values()) == [5400, 5430, 5400, 172800, 216000, 131400, 86410]
+    with pytest.raises(ConfigError, match="expected minutes"):
+        _seconds("1:2:3:4")
+
+
+# --- slurm ------------------------------------------------------------------------------------------------------------
+def test_a_dry_run_shows_the_script_and_writes_nothing(folder, capsys):
+    words = ["launcher=slurm", "launcher.dry_run=true", "launcher.time=1-00:00:00", "launcher.memory=8G"]
+    more = ["launcher.options={constraint: a 100, exclusive: true}", "launcher.setup=[module load x]"]
+    gpus = ["trainer.num_nodes=3", "trainer.accelerator=cuda", "trainer.devices=[0, 1, 2, 3]"]
+    assert launch(*words, *more, *gpus) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    options = {line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH ")}
+    assert options == {
+        *("job-name=line", "nodes=3", "ntasks-per-node=4", "gpus-per-node=4", "time=1-00:00:00", "mem=8G"),
+        *(f"chdir={folder}", f"output={folder}/runs/line/slurm/%j.out", "open-mode=append", "requeue"),
+        *("signal=USR1@120", "constraint='a 100'", "exclusive"),
+    }
+    assert lines.index("module load x") < next(i for i, line in enumerate(lines) if line.startswith("srun "))
+    assert not (folder / "runs").exists()
+    assert subprocess.run(["bash", "-n"], input="\n".join(lines), text=True, timeout=60).returncode == 0
+
+
+def test_what_sbatch_says_is_passed_on(folder, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(folder))
+    assert launch("launcher=slurm") == 1
+    assert "cannot run sbatch (No such file or directory)" in capsys.readouterr().err
+    (folder / "sbatch").write_text("#!/bin/sh\necho invalid partition >&2\nexit 1\n")
+    (folder / "sbatch").chmod(0o755)
+    assert launch("launcher=slurm") == 1
+    assert "job-0002.sh: invalid partition." in capsys.readouterr().err
+
+
+def test_a_job_that_is_preempted_is_queued_again_and_goes_on(folder, capsys, monkeypatch):
+    tools = folder / "bin"
+    tools.mkdir()
+    for name in ("sbatch", "srun", "scontrol"):
+        (tools / name).write_text(SLURM.format(python=sys.executable))
+        (tools / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    earlier = folder / "runs" / "line" / "version_0" / "checkpoints"
+    earlier.mkdir(parents=True)  # an earlier run, with which a job that is queued again must not go on
+    assert launch("launcher=slurm", "task.at=3", "task.then=stop", "task.rank=1", "trainer.requeue=true") == 0
+    out = capsys.readouterr().out
+    assert "Job     7, 1 x 2 processes" in out
+    assert (folder / "noted").exists()
+    output = (folder / "runs" / "line" / "slurm" / "7.out").read_text()
+    assert "SIGUSR1: stopped at step" in output
+    assert "scontrol" not in output  # the script asks for a new start, and the run does not besides
+    assert output.count("2 processes on 1 node, started by slurm, met at 127.0.0.1:") == 2
+    assert output.count("after 12 steps") == 2  # of each rank, once: the first run did not get there
+    assert sorted(path.name for path in (folder / "runs" / "line").iterdir()) == ["slurm", "version_0", "version_1"]
+    stored = yaml.safe_load((folder / "runs" / "line" / "slurm" / "job-0001.yaml").read_text())
+    assert "launcher" not in stored
+    assert stored["trainer"]["requeue"] is False
+
+
+def test_a_launcher_can_be_made_by_hand():
+    assert SlurmLauncher(time="4:00:00", partition="gpu").requeue is True
+
+
+# --- ray --------------------------------------------------------------------------------------------------------------
+RAY = """
+import os, sys
+os.environ["RAY_AUTH_MODE"] = "disabled"
+from ray.cluster_utils import Cluster
+from legato.trainer.__main__ import main
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+cluster.add_node(num_cpus=1)
+words = ["fit", "line.yaml", "launcher=ray", "launcher.address=" + cluster.address, "trainer.devices=1"]
+def run(*more):
+    try:
+        print("@@", main([*words, *more]), flush=True)
+    except SystemExit as end:
+        print("@@", end.code, flush=True)
+run("trainer.num_nodes=2")
+run("trainer.num_nodes=2", "task.at=3", "task.then=fail", "task.rank=1", "task.noted=failed")
+run("trainer.num_nodes=2", "task.at=3", "task.then=stop", "task.rank=0", "task.noted=stopped")
+run("trainer.num_nodes=3", "launcher.placement_timeout=1")
+cluster.shutdown()
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")
+def test_without_ray_its_launcher_says_so(folder, capsys):
+    assert launch("launcher=ray") == 2
+    assert "launcher=ray needs Ray" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray")
+def test_two_nodes_of_a_ray_cluster(folder):
+    done = subprocess.run([sys.executable, "-c", RAY], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    runs = done.stdout.split("@@ ")
+    codes = [run.split("\n")[0] for run in runs[1:]]
+    assert codes == ["0", "1", "75", "1"], done.stdout + done.stderr
+    assert "Ray  2 x 1 processes, node 0 is" in runs[0]
+    assert runs[0].count("after 12 steps") == 2
+    assert "Node 1 of the run ended with exit code 1" in done.stderr
+    assert "RuntimeError: rank 1 does as it was told" in done.stderr
+    assert "had no 3 nodes" in done.stderr
+    assert "2 have as much at all" in done.stderr
+    versions = sorted(path.name for path in (folder / "runs" / "line").iterdir())
+    assert versions == ["version_0", "version_1", "version_2"]  # one a run, whichever nodes it has

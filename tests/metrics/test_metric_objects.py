@@ -1,0 +1,319 @@
+"""torchmetrics objects have the value over all samples of their stage."""
+
+import pytest
+import torch
+import torchmetrics
+from tiny import Tiny, make_data, make_loader, make_trainer
+from torch import nn
+
+from legato.trainer.errors import TaskError
+from legato.trainer.metrics.torchmetrics import MetricStates, states_of
+from legato.trainer.processes.environment import run_workers
+
+
+# --- torchmetrics -----------------------------------------------------------------------------------------------------
+class Median(torchmetrics.Metric):
+    """Keeps everything that it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx="cat")
+
+    def update(self, values):
+        self.seen.append(values.flatten())
+
+    def compute(self):
+        return torch.cat(self.seen).median()
+
+
+class Metered(Tiny):
+    """Logs metrics of three kinds: a weighted mean, sums, and everything it ever saw."""
+
+    def __init__(self, on_step=False):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.accuracy = torchmetrics.classification.BinaryAccuracy()
+        self.auroc = torchmetrics.classification.BinaryAUROC()
+        self.val_auroc = torchmetrics.classification.BinaryAUROC()
+        self.on_step = on_step
+
+    def training_step(self, batch, batch_idx):
+        outputs, truth = self(batch[0]).flatten().sigmoid(), (batch[1] > 0).flatten().int()
+        self.mean(batch[0])
+        self.accuracy(outputs, truth)
+        self.auroc.update(outputs, truth)
+        self.log_dict(
+            {"mean": self.mean, "accuracy": self.accuracy, "auroc": self.auroc}, on_step=self.on_step, on_epoch=True
+        )
+        return self.loss(batch) * 0
+
+    def validation_step(self, batch, batch_idx):
+        outputs, truth = self(batch[0]).flatten().sigmoid(), (batch[1] > 0).flatten().int()
+        self.val_auroc.update(outputs, truth)
+        self.log("val_auroc", self.val_auroc)
+
+
+def expected_metrics(task):
+    inputs, targets = make_data(18).tensors
+    with torch.no_grad():
+        outputs = task(inputs).flatten().sigmoid()
+    truth = (targets > 0).flatten().int()
+    return {
+        "mean": inputs.mean().item(),
+        "accuracy": ((outputs > 0.5) == truth).float().mean().item(),
+        "auroc": torchmetrics.functional.auroc(outputs, truth, task="binary").item(),
+    }
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_metric_objects_have_the_value_over_all_samples_of_each_epoch(play, replicas, reproducible):
+    task = Metered()
+    made = play(task, max_epochs=2, replicas=replicas, reproducible=reproducible)
+    for name, value in expected_metrics(task).items():
+        assert made.memory.of(name) == [
+            (made.global_step // 2, pytest.approx(value)),
+            (made.global_step, pytest.approx(value)),
+        ]
+    assert [value for _, value in made.memory.of("val_auroc")] == [pytest.approx(expected_metrics(task)["auroc"])] * 2
+    assert task.auroc.preds == []  # nothing of the epoch is kept
+
+
+def test_metric_objects_by_step_have_the_value_of_the_batch(play):
+    task = Metered(on_step=True)
+    made = play(task)
+    means = [batch[0].mean().item() for batch in make_loader(18)]
+    assert [value for _, value in made.memory.of("mean_step")] == pytest.approx(means)
+    assert made.memory.of("mean_epoch") == [(5, pytest.approx(expected_metrics(task)["mean"]))]
+
+
+def test_metric_objects_logged_by_step_only_do_not_grow_over_epochs(play):
+    class Steps(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.median = Median()
+
+        def training_step(self, batch, batch_idx):
+            self.median(batch[0])
+            self.log("median", self.median)
+            return self.loss(batch)
+
+    task = Steps()
+    made = play(task, max_epochs=3)
+    medians = [batch[0].median().item() for batch in make_loader(18)]
+    assert [value for _, value in made.memory.of("median")] == medians * 3
+    assert task.median.seen == []
+
+
+def test_a_collection_of_metrics(play):
+    class Collects(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.metrics = torchmetrics.MetricCollection(
+                {"low": torchmetrics.MinMetric(), "high": torchmetrics.MaxMetric(), "all": torchmetrics.SumMetric()}
+            )
+
+        def training_step(self, batch, batch_idx):
+            self.metrics.update(batch[0])
+            self.log_dict(self.metrics, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    made, inputs = play(Collects()), make_data(18).tensors[0]
+    found = {name: made.callback_metrics[name].item() for name in ("low", "high", "all")}
+    assert found == pytest.approx({"low": inputs.min().item(), "high": inputs.max().item(), "all": inputs.sum().item()})
+
+
+def test_a_metric_of_two_stages_is_refused(play):
+    class Shares(Metered):
+        def validation_step(self, batch, batch_idx):
+            self.accuracy.update(torch.ones(1), torch.ones(1).int())
+            self.log("val", self.accuracy)
+
+    with pytest.raises(TaskError, match=r"same BinaryAccuracy is logged in train and in validation.*clone"):
+        play(Shares())
+
+
+def test_a_metric_of_several_numbers_says_how_to_log_it(play):
+    class Curve(Tiny):
+        def __init__(self):
+            super().__init__()
+            self.classes = torchmetrics.classification.MulticlassAccuracy(2, average=None)
+
+        def training_step(self, batch, batch_idx):
+            self.classes.update((batch[1] > 0).flatten().int(), (batch[1] > 0).flatten().int())
+            self.log("classes", self.classes, on_step=False, on_epoch=True)
+            return self.loss(batch)
+
+    with pytest.raises(TaskError, match=r"MulticlassAccuracy.compute\(\).*log_dict"):
+        play(Curve())
+
+
+# --- states that cannot be merged before they are read ----------------------------------------------------------------
+class Correlated(Tiny):
+    """Logs correlations, whose states have no reduction, beside a mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.correlation, self.validated = torchmetrics.PearsonCorrCoef(), torchmetrics.PearsonCorrCoef()
+        self.mean = torchmetrics.MeanMetric()
+        self.values, self.pairs = {}, []
+
+    def training_step(self, batch, batch_idx):
+        outputs = self(batch[0])
+        self.correlation.update(outputs[:, 0].detach(), batch[1][:, 0])
+        self.mean.update(batch[0])
+        self.log_dict({"correlation": self.correlation, "mean": self.mean}, on_step=False, on_epoch=True)
+        return nn.functional.mse_loss(outputs, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.pairs.append((self(batch[0])[:, 0], batch[1][:, 0]))
+
+    def on_validation_epoch_end(self):
+        """Update outside of all turns."""
+        self.validated.update(*map(torch.cat, zip(*self.pairs, strict=True)))
+        self.pairs.clear()
+        self.log("validated", self.validated)
+
+    def on_train_epoch_end(self):
+        for name, value in self.trainer.callback_metrics.items():
+            self.values[f"{name} {self.current_epoch}"] = value.item()
+
+
+def correlate(folder, processes=1, resume=None, save_to=None, **options):
+    """Return the epochs' values; the run, or its rest, is that of two epochs of three steps with two replicas."""
+
+    def run():
+        task, strategy = Correlated(), "single" if processes == 1 else "ddp"
+        made = make_trainer(
+            folder, strategy=strategy, devices=processes, max_epochs=2, num_sanity_val_steps=0, **options
+        )
+        made.fit(task, make_loader(18), make_loader(18), resume=resume)
+        if save_to is not None:
+            made.save_checkpoint(save_to)
+        return task.values
+
+    return run() if processes == 1 else run_workers(run, processes)
+
+
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_metric_without_reduction_goes_on_in_the_middle_of_an_epoch(tmp_path, replicas, reproducible):
+    options = {"replicas": replicas, "reproducible": reproducible}
+    whole = correlate(tmp_path, **options)
+    assert whole.keys() >= {"correlation 0", "correlation 1", "validated 1", "mean 1"}
+    for stop in (1, 2, 4):
+        correlate(tmp_path, save_to=tmp_path / f"{stop}", max_steps=stop, **options)
+        found = correlate(tmp_path, resume=tmp_path / f"{stop}", **options)
+        assert found == {name: whole[name] for name in found}
+        assert "correlation 1" in found
+
+
+@pytest.mark.parametrize(("before", "after", "replicas"), [(2, 1, 2), (1, 2, 2), (2, 2, 4)])
+def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, before, after, replicas):
+    """Also in the epochs after: what takes turns for the sake of the resumed epoch does so no longer."""
+    whole = correlate(tmp_path, replicas=replicas, processes=before)
+    correlate(tmp_path, before, save_to=tmp_path / "stopped", max_steps=1, replicas=replicas)
+    assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(whole, rel=1e-4)
+
+
+def test_turns_that_a_resume_began_end_with_the_epoch(tmp_path):
+    task = Correlated()
+    states = MetricStates(task, range(2), by_replica=False)
+    outputs, truth = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    saved = {"correlation": {}, "mean": {}}
+    for replica in range(2):
+        half = slice(4 * replica, 4 * replica + 4)
+        task.correlation.reset(), task.mean.reset()
+        task.correlation.update(outputs[half], truth[half]), task.mean.update(outputs[half])
+        for path, parts in saved.items():
+            parts[replica] = states_of(getattr(task, path))
+    states.load(saved)
+    assert states.taking_turns
+    states.open_replica(1)
+    states.forget([task.correlation])
+    assert not states.taking_turns
+    assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
+    states.load(saved)
+    assert states.taking_turns
+    states.load({"mean": saved["mean"]})
+    assert not states.taking_turns
+    assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
+
+
+# --- states reduced by "mean" -----------------------------------------------------------------------------------------
+class Running(torchmetrics.Metric):
+    """The mean of all updates, in a state that ranks merge by "mean", and one that stands for no number at first."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.tensor(float("inf")), dist_reduce_fx="mean")
+        self.add_state("stacked", torch.tensor(float("nan")), dist_reduce_fx=None)
+
+    def update(self, value):
+        before = self.mean if self._update_count > 1 else torch.tensor(0.0)
+        self.mean = before + (value - before) / self._update_count
+        self.stacked = value * 1.0
+
+    def compute(self):
+        return self.mean + 0 * self.stacked.sum()
+
+
+class Averaging(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.running = Running()
+
+    def validation_step(self, batch, batch_idx):
+        self.running.update(batch[0].sum())
+        self.log("mean", self.running)
+
+
+def measure_means(batches, **options):
+    made = make_trainer("unused", **options)
+    loaders = [
+        torch.utils.data.DataLoader([(torch.tensor([float(3 * i)]), 0) for i in range(1, n + 1)], 1) for n in batches
+    ]
+    return [made.validate(Averaging(), loader, verbose=False)[0]["mean"] for loader in loaders]
+
+
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
+    """One batch leaves a rank without any; three are two and one."""
+    options = {"reproducible": reproducible, "replicas": 2}
+    expected = measure_means((1, 2, 3, 5), **options)
+    assert expected == pytest.approx([3.0, 4.5, 6.0, 9.0])
+    found = run_workers(lambda: measure_means((1, 2, 3, 5), strategy="ddp", devices=2, **options), 2)
+    assert found == pytest.approx(expected)
+
+
+class Composed(Tiny):
+    """Logs a sum of two metrics, of which one is logged by itself as well, and a mean state within a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean, self.total, self.running = torchmetrics.MeanMetric(), torchmetrics.SumMetric(), Running()
+        self.both, self.twice = self.mean + self.total, self.running * 2
+
+    def validation_step(self, batch, batch_idx):
+        for metric in (self.mean, self.total, self.running):
+            metric.update(batch[0].sum())
+        self.log_dict({"both": self.both, "mean": self.mean, "twice": self.twice})
+
+
+def measure_composed(**options):
+    made, found = make_trainer("unused", **options), []
+    for count in (1, 3):
+        loader = torch.utils.data.DataLoader([(torch.tensor([float(i)]), 0) for i in range(1, count + 1)], 1)
+        found.append(made.validate(Composed(), loader, verbose=False)[0])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:The ``compute`` method")
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_a_metric_made_of_others_is_that_of_one_process(reproducible):
+    options = {"reproducible": reproducible, "replicas": 2}
+    alone = measure_composed(**options)
+    assert alone == [{"both": 2.0, "mean": 1.0, "twice": 2.0}, {"both": 8.0, "mean": 2.0, "twice": 4.0}]
+    assert run_workers(lambda: measure_composed(strategy="ddp", devices=2, **options), 2) == alone

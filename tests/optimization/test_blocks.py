@@ -1,0 +1,181 @@
+"""What the trainer changes in a task's modules while it runs: batch norm over all processes, compiled blocks."""
+
+import pytest
+import torch
+from ddp_cases import DATA, QUIET, Net, flat, loader
+from tiny import make_loader
+from torch import nn
+
+import legato as lg
+from legato.trainer.errors import ConfigError, TaskError
+from legato.trainer.processes.environment import run_workers
+from legato.trainer.strategies.bitwise.batch_norm import synchronize
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+class Images(Net):
+    """Batch norm over images and over features."""
+
+    def __init__(self, leave_out=-1, **options):
+        super().__init__(norm=True)
+        self.start = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2, **options), nn.Flatten(), nn.Linear(2, 4))
+        self.leave_out = leave_out
+
+    def training_step(self, batch, batch_idx):
+        output = super().training_step(batch, batch_idx)
+        return None if self.global_step == self.leave_out and self.trainer.global_rank else output
+
+    def loss(self, batch):
+        image, label = batch
+        return super().loss((self.start(image.view(-1, 1, 2, 2)), label))
+
+
+def train(task, samples=24, batch_size=4, **options):
+    arguments = {**QUIET, "max_epochs": 3, "sync_batchnorm": True, "devices": 2, "strategy": "ddp", **options}
+    lg.Trainer(**arguments).fit(task, loader(samples, batch_size), loader(10))
+    kinds = {type(module) for module in task.modules()}
+    assert {kind for kind in kinds if issubclass(kind, nn.modules.batchnorm._BatchNorm)} <= {
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+    }
+    return flat(task)
+
+
+def cases():
+    """Everything that needs two processes, in the two of one start."""
+    torch.set_num_threads(1)
+    found = {"plain": train(Images()), "uneven": train(Images(), samples=28), "apart": train(Images())}
+    found["cumulative"] = train(Images(momentum=None))
+    found["not followed"] = train(Images(track_running_stats=False, affine=False))
+    found["zero1"] = train(Images(), strategy="zero1")
+    found["half"] = train(Images(), precision="bf16-mixed")
+    found["apart"] = train(Images(), sync_batchnorm=False)
+    refused = {}
+    for name, options in {
+        "turns": {"replicas": 4},
+        "bitwise": {"reproducible": "bitwise"},
+        "elsewhere": {"strategy": "fsdp"},
+    }.items():
+        with pytest.raises(ConfigError) as caught:
+            train(Images(), **options)
+        refused[name] = str(caught.value)
+    return found, refused
+
+
+@pytest.fixture(scope="module")
+def found():
+    return run_workers(cases, 2, threads=1)
+
+
+def in_one(samples=24, **options):
+    return train(Images(**options), samples, 8, devices=1, strategy="single")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("plain", {}),
+        ("zero1", {}),
+        ("cumulative", {"momentum": None}),
+        ("not followed", {"track_running_stats": False, "affine": False}),
+    ],
+)
+def test_two_processes_normalise_as_one_with_both_batches(found, name, options):
+    assert torch.allclose(found[0][name], in_one(**options), rtol=0, atol=2e-6)
+    if not options:
+        assert not torch.allclose(found[0]["apart"], in_one(), rtol=0, atol=1e-3)
+
+
+def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
+    """The last four of 28 samples are one replica's, whose process would wait for the other in its forward."""
+    assert torch.equal(found[0]["uneven"], found[0]["plain"])
+    assert torch.allclose(found[0]["half"], found[0]["plain"], rtol=0, atol=0.05)
+
+
+def test_what_cannot_be_synchronized_is_refused(found, refused):
+    said = found[1]
+    assert "all 4 replicas of a step at once, but they take turns on 2 processes" in said["turns"]
+    assert "does not go with elastic=true or reproducible: bitwise" in said["bitwise"]
+    assert "works under strategy ddp, not under 'fsdp'" in said["elsewhere"]
+    message = refused(ConfigError, Net(norm=True), sync_batchnorm=True, replicas=2)
+    assert "take turns on 1 processes" in message
+
+
+def test_a_batch_that_is_left_out_after_its_forward_ends_the_run():
+    with pytest.raises(TaskError, match=r"left a batch out of step 2 .* Return a loss times 0\.0"):
+        train(Images(leave_out=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_it_is_torchs_own(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        task, plain = Net(norm=True).cuda(), Net(norm=True).cuda()
+        undo = synchronize(task, torch.device("cuda"), dist.group.WORLD)
+        batch = [tensor[:8].cuda() for tensor in DATA.tensors]
+        for one in (task, plain):
+            one.loss(batch).backward()
+        assert type(task.body[1]) is nn.SyncBatchNorm
+        undo()
+        assert type(task.body[1]) is nn.BatchNorm1d
+        torch.testing.assert_close(flat(task), flat(plain), rtol=0, atol=1e-6)
+        for ours, theirs in zip(task.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    finally:
+        dist.destroy_process_group()
+
+
+# --- compiled blocks --------------------------------------------------------------------------------------------------
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs):
+        return torch.tanh(self.linear(inputs)) + inputs
+
+
+class Deep(Net):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def loss(self, batch):
+        inputs, label = batch
+        for block in self.blocks:
+            inputs = block(inputs)
+        return super().loss((inputs, label))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks at it
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_blocks_are_compiled_by_class_and_compute_the_same(trainer, backend):
+    plain, compiled = Deep(), Deep()
+    trainer().fit(plain, loader(20))
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    names = set(compiled.state_dict())
+    chosen = backend if backend != "eager" else counting
+    trainer(compile={"blocks": ["Block"], "backend": chosen}).fit(compiled, loader(20))
+    torch.testing.assert_close(flat(compiled), flat(plain), rtol=0, atol=1e-6)
+    assert set(compiled.state_dict()) == names
+    assert [block._compiled_call_impl is not None for block in compiled.blocks] == [True] * 3
+    assert compiled.head._compiled_call_impl is None
+    if backend == "eager":
+        assert 1 <= len(graphs) <= 2  # the three share one: their code is the same
+
+
+def test_compile_options_that_are_none_are_refused(refused):
+    said = refused(ConfigError, Deep(), loader(8), compile={"blocks": ["Blok"]})
+    assert "trainer.compile.blocks: no module of Deep is a 'Blok'. Did you mean 'Block'?" in said
+    said = refused(ConfigError, Deep(), loader(8), compile={"block": ["Block"]})
+    assert "trainer.compile has no option 'block'. Did you mean 'blocks'?" in said
+    said = refused(ConfigError, Deep(), make_loader(8), compile={"backed": "eager"})
+    assert "Did you mean 'backend'?" in said

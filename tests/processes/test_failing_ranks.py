@@ -1,0 +1,137 @@
+"""One rank fails, in every way, at every place: the job ends with its own error last and alone, and nothing is left."""
+
+import itertools
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny import Validated, make_data, make_loader
+from torch.utils.data import DataLoader, Dataset
+
+import legato as lg
+from legato.callbacks import Checkpoint
+from legato.trainer.processes.environment import warm_up
+
+WAYS = ("raises", "is killed", "leaves")
+PLACES = ("step", "hook", "loader worker", "validation", "saving", "saving in the background")
+WHO = 1
+
+
+class Boom(Exception):
+    """What goes wrong on one rank."""
+
+
+def fail(way):
+    if way == "raises":
+        raise Boom("what went wrong")
+    if way == "is killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(0)
+
+
+class Failing(Validated):
+    """Fails on one rank, at its second chance."""
+
+    def __init__(self, way, place):
+        super().__init__()
+        self.way, self.place, self.chances = way, place, 0
+
+    def reach(self, place):
+        if place == self.place and self.global_rank == WHO:
+            self.chances += 1
+            if self.chances == 2:
+                fail(self.way)
+
+    def training_step(self, batch, batch_idx):
+        self.reach("step")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.reach("validation")
+        super().validation_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.reach("hook")
+
+    def on_save_checkpoint(self, checkpoint):
+        self.reach("saving")
+        self.reach("saving in the background")
+
+
+class FailsInWorker(Dataset):
+    """The worker of one rank fails at a sample that this rank reads."""
+
+    def __init__(self, way):
+        self.data, self.way = make_data(32), way
+
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        if index == 20:  # in the third round of two replicas with batches of 4: of rank 1
+            fail(self.way)
+        return self.data[index]
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+def children():
+    found = psutil.Process().children(recursive=True)
+    return {child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture
+def nothing_left():
+    warm_up()
+    deadline = time.monotonic() + 5
+    while len(children()) < 2 and time.monotonic() < deadline:  # the fork server and its resource tracker stay
+        time.sleep(0.02)
+    processes, memory = children(), shared_memory()
+    yield
+    deadline = time.monotonic() + 5
+    while (children() - processes or shared_memory() - memory) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not children() - processes
+    assert not shared_memory() - memory
+
+
+CASES = [(way, place, 2) for way, place in itertools.product(WAYS, PLACES)] + [(way, "step", 4) for way in WAYS]
+
+
+@pytest.mark.parametrize(("way", "place", "processes"), CASES)
+def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, nothing_left, way, place, processes):
+    task = Failing(way, place)
+    callbacks: list[lg.Callback] = []
+    if place.startswith("saving"):
+        callbacks.append(Checkpoint(every_n_train_steps=1, asynchronous="background" in place))
+    data = DataLoader(FailsInWorker(way), 4, num_workers=1) if place == "loader worker" else make_loader(32)
+    made = trainer(
+        strategy="ddp", devices=processes, max_epochs=2, callbacks=callbacks, enable_checkpointing=bool(callbacks)
+    )
+    with pytest.raises(Exception) as caught:
+        made.fit(task, data, make_loader(18) if place == "validation" else None)
+    said = "".join(traceback.format_exception(caught.value)).rstrip()
+    last = said.splitlines()[-1]
+    if way == "raises":
+        assert isinstance(caught.value, Boom)
+        assert last.endswith("Boom: what went wrong")
+        assert said.count("what went wrong") <= 2  # torch quotes a worker's traceback in the error
+        assert traceback.extract_tb(caught.value.__traceback__)[-1].name in ("fail", "reraise")
+    elif place == "loader worker":
+        assert "DataLoader worker" in last
+        assert f"Rank {WHO} of {processes} failed" in said
+    else:
+        words = "was killed by SIGKILL" if way == "is killed" else "left by sys.exit(0) before its work was done"
+        assert f"Rank {WHO} of {processes} {words}" in said
+    if place != "loader worker":  # whose own connection to its rank may show
+        assert "onnection closed" not in said
+        assert "onnection reset" not in said
+    for checkpoint in Path(tmp_path).rglob("step-*"):
+        assert (checkpoint / "manifest.json").exists() or "." in checkpoint.name

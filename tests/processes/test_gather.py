@@ -1,0 +1,306 @@
+"""Task.all_gather: uneven shares, groups, what ranks must agree on, and gradients that go back to all ranks."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_cases import QUIET
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import legato as lg
+from legato.trainer.errors import DisagreementError, TaskError
+from legato.trainer.processes.environment import run_workers
+
+ROWS = torch.randn(18, 5, generator=torch.Generator().manual_seed(6))
+
+
+@dataclass
+class Box:
+    value: torch.Tensor
+    note: str
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: int
+
+
+class Asks(lg.Task):
+    """Calls `ask` in a hook or step of an evaluation, and keeps what came of it."""
+
+    def __init__(self, ask, at="on_validation_epoch_end"):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.ask, self.at, self.seen, self.found = ask, at, [], None
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.seen.append(batch)
+        if self.at == "validation_step":
+            self.found = self.ask(self, batch)
+
+    def on_validation_epoch_end(self):
+        if self.at == "on_validation_epoch_end":
+            self.found = self.ask(self, self.global_rank)
+
+
+def asked(ask, samples=10, batch_size=2, processes=2, at="on_validation_epoch_end", loader=None, **options):
+    """Return what `ask` came to on every rank: its answer, or the error's type and text."""
+    task = Asks(ask, at)
+    trainer = lg.Trainer(**{**QUIET, "strategy": "ddp", "devices": processes, **options})
+    numbers = TensorDataset(torch.arange(samples, dtype=torch.float32))
+    try:
+        trainer.validate(task, loader or DataLoader(numbers, batch_size), verbose=False)
+    except (DisagreementError, TaskError) as error:
+        return type(error).__name__, str(error)
+    return task.found
+
+
+def everything(task, rank):
+    return {
+        "tensor": torch.full((2, 3), float(rank)),
+        "numbers": [rank, rank + 0.5, rank > 0, np.arange(2) + rank],
+        "box": Box(torch.tensor(rank, dtype=torch.int16), "text"),
+        "pair": Pair(torch.tensor([1 + 2j * rank]), rank),
+        "odd": (torch.ones(1, dtype=torch.bfloat16) * rank, torch.zeros(0, 4), torch.tensor([rank == 0])),
+        "other": None,
+    }
+
+
+def of_a_group(task, rank):
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    mine = groups[rank == 2]
+    found = task.all_gather(torch.tensor([rank]), group=mine), task.all_gather(rank, group=dist.group.WORLD)
+    try:
+        task.all_gather(torch.ones(1), group=groups[rank != 2])
+    except TaskError as error:
+        return *found, str(error)
+    return found
+
+
+class Unsized(IterableDataset):
+    def __iter__(self):
+        return iter(torch.arange(5.0))
+
+
+ASKED = {
+    "everything": lambda task, rank: task.all_gather(everything(task, rank)),
+    "uneven": lambda task, rank: task.all_gather(torch.cat([batch[0] for batch in task.seen])),
+    "strided": lambda task, rank: task.all_gather(torch.arange(6.0).view(2, 3).t()[rank:] + rank),
+    "dtype": lambda task, rank: task.all_gather({"a": torch.ones(2, dtype=torch.int64 if rank else torch.float32)}),
+    "columns": lambda task, rank: task.all_gather([torch.ones(1, 3), torch.ones(2, 4 + rank)]),
+    "dimensions": lambda task, rank: task.all_gather(torch.ones((2,) * (1 + rank))),
+    "numbers of tensors": lambda task, rank: task.all_gather([torch.ones(1)] * (2 + rank)),
+    "keys": lambda task, rank: task.all_gather({"ab"[rank]: torch.ones(1)}),
+}
+
+
+def two_ranks():
+    found = {name: asked(ask, 10 if name != "uneven" else 7) for name, ask in ASKED.items()}
+    found["in steps"] = asked(lambda task, batch: task.all_gather(batch[0]), 8, at="validation_step")
+    found["in uneven steps"] = asked(lambda task, batch: task.all_gather(batch[0]), 10, at="validation_step")
+    return found
+
+
+def every_rank(function):
+    """Return what `function` returned on each rank."""
+
+    def work():
+        own = function()
+        every = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        return every
+
+    return work
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_workers(every_rank(two_ranks), 2)
+
+
+def test_everything_in_a_collection_comes_back_in_its_place(two):
+    for rank in two:
+        found = rank["everything"]
+        assert found["tensor"].tolist() == [[[0.0] * 3] * 2, [[1.0] * 3] * 2]
+        assert [one.tolist() for one in found["numbers"]] == [[0, 1], [0.5, 1.5], [False, True], [[0, 1], [1, 2]]]
+        assert found["box"].value.tolist() == [0, 1]
+        assert (found["box"].value.dtype, found["box"].note) == (torch.int16, "text")
+        assert isinstance(found["pair"], Pair)
+        assert found["pair"].left.tolist() == [[1], [1 + 2j]]
+        assert found["pair"].right.tolist() == [0, 1]
+        assert [tuple(one.shape) for one in found["odd"]] == [(2, 1), (2, 0, 4), (2, 1)]
+        assert found["odd"][2].tolist() == [[True], [False]]
+        assert found["other"] is None
+
+
+def test_uneven_shares_come_as_a_list_that_says_so(two):
+    for rank in two:
+        found = rank["uneven"]
+        assert sorted(torch.cat(list(found)).tolist()) == list(range(7))
+        assert [len(one) for one in found] == [4, 3]
+        with pytest.raises(AttributeError, match=r"the ranks gave \[4, 3\] rows; a list has no 'view'. torch.cat"):
+            found.view(-1)
+        assert [tuple(one.shape) for one in rank["strided"]] == [(3, 2), (2, 2)]
+        assert torch.equal(rank["strided"][1], torch.arange(6.0).view(2, 3).t()[1:] + 1)
+        assert torch.cat(list(rank["in steps"])).tolist() == [4.0, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("dtype", "data['a'] is torch.float32 on cpu on rank 0, torch.int64 on cpu on rank 1"),
+        ("columns", "data[1] has the shape (2, 4) on rank 0, (2, 5) on rank 1. Only the first dimension may differ"),
+        ("dimensions", "data has the shape (2,) on rank 0, (2, 2) on rank 1"),
+        ("numbers of tensors", "2 tensors on rank 0 (data[0], data[1]) and 3 on rank 1"),
+        ("keys", "1 tensors on rank 0 (data['a']) and 1 on rank 1 (data['b'])"),
+    ],
+)
+def test_what_differs_is_named_on_every_rank(two, name, words):
+    for rank in two:
+        kind, message = rank[name]
+        assert kind == "DisagreementError"
+        assert words in message
+
+
+def test_in_steps_all_ranks_must_take_part(two):
+    for kind, message in (rank["in uneven steps"] for rank in two):
+        assert kind == "TaskError"
+        assert "validation_step calls all_gather, which every rank must call equally often" in message
+        assert "on_validation_epoch_end" in message
+
+
+def test_a_group_is_asked_and_no_other():
+    for rank, found in enumerate(run_workers(every_rank(lambda: {"group": asked(of_a_group, processes=3)}), 3)):
+        own, whole, refused = found["group"]
+        assert own.tolist() == ([[2]] if rank == 2 else [[0], [1]])
+        assert whole.tolist() == [0, 1, 2]
+        assert f"rank {rank}, which is not in that group" in refused
+
+
+def test_an_unsized_stream_that_ends_unevenly_is_refused_when_it_does():
+    """Rank 1 has no batch in the last round, and does not wait for the others in silence."""
+    stream = DataLoader(Unsized(), batch_size=1)
+    trainer = lg.Trainer(**QUIET, strategy="ddp", devices=2)
+    with pytest.raises(TaskError, match="equally often"):
+        trainer.validate(Asks(lambda task, batch: task.all_gather(batch), "validation_step"), stream)
+
+
+def test_one_process_has_one_rank():
+    found = asked(lambda task, rank: task.all_gather({"x": torch.ones(2), "n": 3}), strategy="single", devices=1)
+    assert found["x"].tolist() == [[1.0, 1.0]]
+    assert found["n"].tolist() == [3]
+
+
+# --- with a gradient --------------------------------------------------------------------------------------------------
+class Contrastive(lg.Task):
+    """Each rank's rows must find their partners among the rows of all ranks."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second = nn.Linear(5, 4), nn.Sequential(nn.Linear(5, 4), nn.Tanh())
+        self.options = {"sync_grads": True, **options}
+        self.first_gradient = None
+
+    def training_step(self, batch, batch_idx):
+        ours, theirs = self.first(batch[0]), self.second(batch[0])
+        every = list(self.all_gather(theirs, **self.options))
+        own = torch.arange(len(ours)) + sum(map(len, every[: self.global_rank]))
+        loss = functional.cross_entropy(ours @ torch.cat(every).T, own)
+        self.log("loss", loss)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        if self.first_gradient is None:
+            self.first_gradient = [parameter.grad.clone() for parameter in self.parameters()]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Manual(Contrastive):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+def train(task, rows=16, **options):
+    trainer = lg.Trainer(**{**QUIET, "max_epochs": 1, "strategy": "ddp", "devices": 2, **options})
+    trainer.fit(task, DataLoader(TensorDataset(ROWS[:rows]), 4))
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()]), task.first_gradient
+
+
+def by_hand(sizes=((4, 4), (4, 4))):
+    """Train on the batches of all ranks in one process: the mean over all rows, each against all columns."""
+    task, start = Contrastive(), 0
+    optimizer = task.configure_optimizers()
+    for of_step in sizes:
+        rows = ROWS[start : start + sum(of_step)]
+        start += sum(of_step)
+        optimizer.zero_grad()
+        functional.cross_entropy(task.first(rows) @ task.second(rows).T, torch.arange(len(rows))).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in task.parameters()])
+
+
+class Frozen(Contrastive):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            with torch.no_grad():
+                return self.all_gather(self.second(batch[0]), sync_grads=True)[0].sum()
+        return super().training_step(batch, batch_idx)
+
+
+def gradient_cases():
+    return {
+        "ddp": train(Contrastive())[0],
+        "bitwise": train(Contrastive(), reproducible="bitwise")[0],
+        "manual": train(Manual())[0],
+        "short last batch": train(Contrastive(), rows=14)[0],
+        "fsdp": train(Contrastive(), strategy="fsdp")[0],
+        "of a group": train(Contrastive(group=dist.group.WORLD))[0],
+        "accumulated": train(Contrastive(), accumulate_grad_batches=2, limit_train_batches=1)[0],
+    }
+
+
+def test_a_contrastive_loss_over_two_processes_is_that_of_all_rows():
+    found = run_workers(gradient_cases, 2)
+    for name in ("ddp", "bitwise", "manual", "fsdp", "of a group"):
+        torch.testing.assert_close(found[name], by_hand(), rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(found["short last batch"], by_hand(((4, 4), (4, 2))), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found["accumulated"], by_hand(((4, 4),)), rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found["ddp"], torch.cat([p.detach().flatten() for p in Contrastive().parameters()]))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"strategy": "single", "devices": 1, "replicas": 2},
+            r"over 2 replicas, which run on 1 processes, one after",
+        ),
+        ({"strategy": "data_parallel", "devices": 2}, r"strategy 'data_parallel' cuts batches"),
+        ({"rows": 18, "replicas": 2}, r"do not go evenly into 2 replicas on 2 processes.*drop_last"),
+        ({"strategy": {"name": "ddp", "elastic": True}}, "2 processes that may die"),
+    ],
+)
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_what_cannot_mean_the_same_is_refused_by_name(options, words, with_gradient):
+    rows = options.get("rows", 16)
+    options = {name: value for name, value in options.items() if name != "rows"}
+    with pytest.raises(TaskError, match=words):
+        train(Contrastive(sync_grads=with_gradient), rows, **options)
+
+
+def test_ranks_must_agree_on_whether_there_is_a_gradient():
+    with pytest.raises(DisagreementError, match="data requires a gradient: True on rank 0, False on rank 1"):
+        train(Frozen())

@@ -1,0 +1,242 @@
+"""Where processes stand in a group that others have started, and how they meet."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from waiting import free_port, own_lines
+
+from legato.trainer.errors import ConfigError
+from legato.trainer.processes import environment
+from legato.trainer.processes.environment import Place, find_place
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefixes = ("SLURM_", "OMPI_", "PMI_", "MPI_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "MASTER_", "RANK", "WORLD_SIZE")
+    for name in list(os.environ):
+        if name.startswith((*prefixes, "NODE_RANK", "LEGATO_WORKER")):
+            monkeypatch.delenv(name)
+
+
+# --- places ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        ("", None),
+        ("RANK=1 WORLD_SIZE=2", Place(1, 1, 0, 2, 2, 1, "environment")),
+        (
+            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 TORCHELASTIC_RUN_ID=x",
+            Place(5, 1, 1, 8, 4, 2, "torchrun"),
+        ),
+        ("LEGATO_WORKER=1:0 RANK=0 WORLD_SIZE=2", None),  # started by a worker, and no member of its group
+        ("SLURM_JOB_NAME=bash SLURM_PROCID=0 SLURM_NTASKS=1", None),  # an interactive shell
+        ("SLURM_JOB_NAME=bash SLURM_PROCID=1 SLURM_NTASKS=2", Place(1, 1, 0, 2, 2, 1, "slurm")),
+        ("SLURM_NTASKS=4", None),  # the shell of an allocation
+        (
+            "SLURM_PROCID=4 SLURM_NTASKS=5 SLURM_LOCALID=0 SLURM_NODEID=2 SLURM_NNODES=3 SLURM_TASKS_PER_NODE=2(x2),1",
+            Place(4, 0, 2, 5, 1, 3, "slurm"),
+        ),
+        (
+            "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2",
+            Place(3, 1, 1, 4, 2, 2, "mpi"),
+        ),
+        ("PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2", Place(1, 1, 0, 2, 2, 1, "mpi")),
+    ],
+)
+def test_places_by_variables(variables: str, place: Place | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert find_place() == place
+    assert find_place("off") is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ("RANK=1", "RANK is set and WORLD_SIZE is not.*trainer.cluster=off"),
+        ("WORLD_SIZE=2", "WORLD_SIZE is set and RANK is not"),
+        ("RANK=one WORLD_SIZE=2", "RANK must be a whole number, got 'one'"),
+        ("RANK=2 WORLD_SIZE=2", "RANK=2 must be less than WORLD_SIZE=2"),
+        ("RANK=0 WORLD_SIZE=0", "RANK=0 must be less than WORLD_SIZE=0"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_RANK=3", "LOCAL_RANK=3 must be less than LOCAL_WORLD_SIZE=2"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=4", "LOCAL_WORLD_SIZE=4 must be at most WORLD_SIZE=2"),
+        ("SLURM_PROCID=4 SLURM_NTASKS=4", "SLURM_PROCID=4 must be less than SLURM_NTASKS=4"),
+        ("PMI_RANK=4 PMI_SIZE=4", "PMI_RANK=4 must be less than PMI_SIZE=4"),
+    ],
+)
+def test_variables_that_do_not_fit_are_named(variables: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(ConfigError, match=message):
+        find_place()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu[003-005,7],cpu1", "gpu003"),
+        ("a1,a2", "a1"),
+        ("n[7,9]-ib,x", "n7-ib"),
+        ("host-1.example", "host-1.example"),
+    ],
+)
+def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
+    assert environment._first_host(nodes) == first
+
+
+# --- joining what others have started -------------------------------------------------------------------------------
+
+JOINER = """
+import json, os, sys
+from datetime import timedelta
+import torch
+from torch import distributed
+from legato.trainer.processes import launch
+
+for variables, init_method in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    place = launch.find_place()
+    launch.connect(place, "gloo", timedelta(seconds=30), init_method)
+    total = torch.ones(1) * (place.rank + 1)
+    distributed.all_reduce(total)
+    launch.disconnect()
+    print(place.origin, place.rank, place.local_rank, place.world_size, place.nodes, total.item(), flush=True)
+    for name in variables:
+        del os.environ[name]
+"""
+
+
+def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(JOINER)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    by_tcp, by_file, at_slurm, at_mpi = (
+        f"tcp://localhost:{free_port()}",
+        (tmp_path / "met").as_uri(),
+        free_port(),
+        free_port(),
+    )
+    processes = []
+    for rank in ("0", "1"):
+        hand = {"RANK": rank, "WORLD_SIZE": "2"}
+        slurm = {"SLURM_PROCID": rank, "SLURM_NTASKS": "2", "SLURM_LOCALID": rank, "SLURM_NODEID": "0"}
+        slurm |= {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gpu[003-004]", "MASTER_PORT": str(at_slurm)}
+        mpi = {"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": rank}
+        mpi |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(at_mpi)}
+        meetings = [(hand | address, None), (hand, by_tcp), (hand, by_file), (hand | address, "env://")]
+        meetings += [(slurm, None), (mpi, None)]
+        command = [sys.executable, str(script), json.dumps(meetings)]
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+    try:
+        outputs = [own_lines(process.communicate(timeout=60)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    for rank, output in enumerate(outputs):
+        origins = ["environment"] * 4 + ["slurm", "mpi"]
+        assert output == [f"{origin} {rank} {rank} 2 1 3.0" for origin in origins]
+    assert not (tmp_path / "met").exists()
+
+
+TORCHRUN = """
+import os, pathlib, signal, sys
+from datetime import timedelta
+import torch
+from torch import distributed
+from legato.trainer.processes import launch
+
+place = launch.find_place()
+launch.connect(place, "gloo", timedelta(seconds=30))
+total = torch.ones(1)
+distributed.all_reduce(total)
+if launch.restart_count() == 0 and place.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+distributed.all_reduce(total)
+line = f"{place.origin} {place.local_rank} {place.world_size} {launch.restart_count()} {total.item()}"
+(pathlib.Path(sys.argv[1]) / f"rank-{place.rank}").write_text(line)
+launch.disconnect()
+"""
+
+
+def test_torchrun_is_joined_and_its_restart_as_well(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [
+        f"torchrun {rank} 2 1 4.0" for rank in (0, 1)
+    ]
+
+
+# --- meeting --------------------------------------------------------------------------------------------------------
+
+PAIR = Place(0, 0, 0, 2, 2, 1, "environment")
+
+
+def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"Port {port} of 127.0.0.1.*in use.*init_method"):
+            environment.connect(PAIR, "gloo", TIMEOUT, f"tcp://127.0.0.1:{port}")
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(ConfigError, match=rf"Port {port} of localhost.*in use.*MASTER_PORT"):
+            environment.connect(PAIR, "gloo", TIMEOUT)
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    short, port = timedelta(seconds=0.5), free_port()
+    alone = Place(1, 1, 0, 2, 2, 1, "environment")
+    with pytest.raises(ConfigError, match=rf"Rank 1 of 2 found no one at 127.0.0.1:{port} within 0.5 s"):
+        environment.connect(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=rf"waited 0.5 s at 127.0.0.1:{port} for 2 ranks; missing: 1\."):
+        environment.connect(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match=r"waited 0.5 s at .*met for 2 ranks; missing: 1\."):
+        environment.connect(PAIR, "gloo", short, (tmp_path / "met").as_uri())
+    socket.create_server(("127.0.0.1", port)).close()  # the port is free again
+
+
+def test_a_file_that_an_earlier_run_left_is_named(tmp_path: Path) -> None:
+    from torch.distributed import FileStore
+
+    earlier = FileStore(str(tmp_path / "met"), 2)
+    earlier.set("legato/0/0/rank 0", "1")
+    with pytest.raises(ConfigError, match=r"Rank 0 of 2 is at .*met already.*delete it"):
+        environment.connect(PAIR, "gloo", TIMEOUT, (tmp_path / "met").as_uri())
+
+
+@pytest.mark.parametrize(
+    ("init_method", "message"),
+    [
+        ("tpc://localhost:1", "init_method must be 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got 'tpc"),
+        ("tcp://localhost", "init_method must be"),
+        ("tcp://localhost:99999", "init_method must be"),
+        ("tcp://localhost:2000?rank=0", "init_method must be.*RANK and WORLD_SIZE"),
+        ("file:///not/there/met", "folder of init_method's file /not/there/met does not exist"),
+        ("tcp://no-such-host.invalid:2000", "'no-such-host.invalid'.*unknown"),
+        ("env://", "MASTER_ADDR='' and MASTER_PORT=''"),
+    ],
+)
+def test_meeting_places_that_are_none(init_method: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        environment.connect(PAIR, "gloo", TIMEOUT, init_method)
+
+
+def test_an_unknown_backend_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no process group backend 'nccc'"):
+        environment.connect(PAIR, "nccc", TIMEOUT)

@@ -1,0 +1,169 @@
+"""Several nodes: two network namespaces joined by a cable, under torchrun and Legato's launcher; elastic nodes."""
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from legato.trainer.errors import ConfigError
+from legato.trainer.processes.environment import Place
+from legato.trainer.processes.layout_report import check_place, describe
+
+CABLE = """
+set -e
+unshare -n sleep 120 &
+other=$!
+trap 'kill $other' EXIT
+for try in $(seq 100); do
+    [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/$$/ns/net)" ] && break
+    sleep 0.02
+done
+ip link add left type veth peer name right
+ip link set right netns $other
+ip addr add 10.77.0.1/24 dev left
+ip link set left up
+ip link set lo up
+nsenter -t $other -n sh -c 'ip addr add 10.77.0.2/24 dev right; ip link set right up; ip link set lo up'
+if [ $# = 0 ]; then exit 0; fi
+export MASTER_ADDR=10.77.0.1 MASTER_PORT=29400
+GLOO_SOCKET_IFNAME=right NODE_RANK=1 nsenter -t $other -n --preserve-credentials "$@" > other 2>&1 &
+second=$!
+GLOO_SOCKET_IFNAME=left NODE_RANK=0 "$@"
+wait $second
+"""
+"""Runs a command in two namespaces, which have each their own loopback and see each other through a veth pair only."""
+
+TASK = """
+import sys
+import legato as lg
+from launched_task import Line
+
+trainer = lg.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, logger=False, replicas=4, threads=1,
+                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+                     **dict(num_nodes=2, devices=2) if sys.argv[1:] == ["own"] else {})
+trainer.fit(Line())
+"""
+
+
+def alone():
+    """The same four replicas in one process."""
+    import torch
+    from launched_task import Line
+
+    import legato as lg
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    task = Line()
+    lg.Trainer(accelerator="cpu", strategy="single", replicas=4, max_epochs=1, **quiet).fit(task)
+    assert torch.isfinite(task.slope).all()
+    return f"slope {task.slope.item():.6f} after 3 steps"
+
+
+def namespaces_are_allowed():
+    if sys.platform != "linux" or not all(map(shutil.which, ("unshare", "nsenter", "ip", "bash"))):
+        return False
+    tried = subprocess.run(["unshare", "-Urn", "bash", "-c", CABLE], capture_output=True, timeout=60)
+    return tried.returncode == 0
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    shutil.copy(Path(__file__).parents[1] / "launched_task.py", tmp_path)
+    (tmp_path / "script.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def cable():
+    if not namespaces_are_allowed():
+        pytest.skip("network namespaces are not allowed here")
+
+
+def on_two_nodes(*command):
+    words = ["unshare", "-Urn", "bash", "-c", CABLE, "bash", *command]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr + Path("other").read_text()
+    return done.stdout, done.stderr, Path("other").read_text()
+
+
+@pytest.mark.slow
+def test_two_nodes_with_torchrun(cable, folder):
+    node = "$0 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=$NODE_RANK"
+    command = f"{node} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT script.py"
+    out, errors, other = on_two_nodes("bash", "-c", command, sys.executable)
+    assert out.count(alone()) == 2
+    assert other.count(alone()) == 2
+    assert errors.count("4 processes on 2 nodes, started by torchrun, met at 10.77.0.1:29400") == 1
+    assert "node 0 " in errors
+    assert "node 1 " in errors
+    assert "met at" not in other  # said once
+
+
+@pytest.mark.slow
+def test_two_nodes_with_legatos_own_launcher(cable, folder):
+    out, errors, other = on_two_nodes(sys.executable, "script.py", "own")
+    assert out.count(alone()) == 2
+    assert other.count(alone()) == 2
+    assert errors.count("4 processes on 2 nodes, started by legato, met at 10.77.0.1:29400") == 1
+    assert "ranks 0-1 on cpu" in errors
+    assert "ranks 2-3 on cpu" in errors
+    assert "met at" not in other
+
+
+@pytest.mark.slow
+def test_torchruns_elastic_nodes(folder):
+    """Two agents of one to two nodes, whose store neither of them takes along when it ends first."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    agent += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false,last_call_timeout=8"]
+    agent += ["--local-addr=127.0.0.1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [subprocess.Popen([*agent, "script.py"], **pipes) for _ in range(2)]
+    try:
+        ends = [node.communicate(timeout=240) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                node.send_signal(signal.SIGTERM)
+                time.sleep(1)
+                node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], ends
+    assert sum(out.count(alone()) for out, _ in ends) == 4
+    assert sum(errors.count("4 processes on 2 nodes, started by torchrun") for _, errors in ends) == 1
+
+
+# --- the roll ---------------------------------------------------------------------------------------------------------
+def test_the_roll_groups_ranks_by_node_and_device():
+    entries = [(0, 0, "a", "cpu"), (1, 0, "a", "cpu"), (2, 1, "b", "cuda:0 H"), (3, 1, "b", "cuda:1 H")]
+    assert describe(entries, Place(world_size=4, origin="slurm"), "10.0.0.1:7").splitlines() == [
+        "4 processes on 2 nodes, started by slurm, met at 10.0.0.1:7",
+        "  node 0 a: ranks 0-1 on cpu",
+        "  node 1 b: rank 2 on cuda:0 H; rank 3 on cuda:1 H",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "message"),
+    [
+        ({"devices": 4}, Place(0, 0, 0, 2, 2, 1, "torchrun"), "asks for 4 processes a node, but torchrun started 2"),
+        ({"devices": 2, "num_nodes": 2}, Place(0, 0, 0, 2, 2, 1, "slurm"), "num_nodes=2, but slurm started 2 proc"),
+        ({"devices": 2}, Place(0, 0, 0, 8, 8, 1, "environment"), r"WORLD_SIZE=8, but .*num_nodes=1 x 2 .* = 2"),
+        ({"devices": 2}, Place(0, 0, 0, 4, 2, 2, "torchrun"), None),
+        ({"devices": "auto", "num_nodes": 2}, Place(0, 0, 0, 4, 2, 2, "slurm"), None),
+        ({"devices": 2, "num_nodes": 4}, Place(0, 0, 0, 8, 8, 1, "environment"), None),
+        ({"devices": 2}, Place(0, 0, 0, 2, 2, 1, "legato"), None),
+    ],
+)
+def test_nodes_and_devices_must_agree_with_the_launcher(trainer, options, place, message):
+    made = trainer(strategy="ddp", **options)
+    if message is None:
+        check_place(made, place)
+        return
+    with pytest.raises(ConfigError, match=message):
+        check_place(made, place)

@@ -1,0 +1,240 @@
+"""Runs that hang in user code and are told to end: ended in time, by force, after their stacks; a save is finished."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import unanswered_run
+from forked import Forked
+from waiting import members, wait_until
+
+from legato.trainer.checkpoints import store
+from legato.trainer.processes.signals import RESUME_ME
+
+TWO = {"devices": 2, "strategy": "ddp"}
+
+
+@contextmanager
+def running(folder, *arguments, stderr=None, **options):
+    """A run in a process and session of its own; nothing of it lives on."""
+    process = Forked(unanswered_run.run_with, folder, arguments, options, stderr=stderr)
+    try:
+        assert wait_until((folder / "stuck").exists, 60) or process.poll() is not None
+        yield process
+    finally:
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()
+
+
+def stuck(folder):
+    """The process that hangs, once it does so: a loader's worker is some batches ahead."""
+    assert wait_until(lambda: bool((folder / "stuck").read_text()), 5)
+    time.sleep(0.5)
+    return int((folder / "stuck").read_text())
+
+
+def end(process, code, seconds=30):
+    """Wait for the end; return what was said."""
+    errors = process.communicate(timeout=seconds)[1]
+    assert process.returncode == code, errors
+    assert wait_until(lambda: not members(process.pid), 20), members(process.pid)
+    return errors
+
+
+def checkpoints(folder):
+    found = store.all_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    for path in found:
+        store.verify(path)
+    return [path.name for path in found]
+
+
+HOW = ("sleep", "swallows", "lock", "python", "library", "loader")
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_is_not_answered(tmp_path, how, number):
+    with running(tmp_path, how) as process:
+        os.kill(stuck(tmp_path), number)
+        errors = end(process, 128 + number)
+    assert f"{number.name}: this process is ended in the midst of its work" in errors
+    assert "not answered for 1 s" in errors
+    assert "unanswered_run.py" in errors or how == "loader"
+    assert "legato-signals" not in errors
+    assert len(checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("how", [*HOW, "validate, library"])
+def test_a_second_ctrl_c(tmp_path, how):
+    with running(tmp_path, how, grace=60.0) as process:
+        os.kill(stuck(tmp_path), signal.SIGINT)
+        time.sleep(0.7)
+        os.kill(stuck(tmp_path), signal.SIGINT)
+        errors = end(process, 130)
+    assert "Ctrl-C was pressed again" in errors
+    assert "unanswered_run.py" in errors or how == "loader"
+
+
+@pytest.mark.parametrize("how", ["library", "holds the interpreter"])
+@pytest.mark.parametrize("whom", ["the launcher", "the rank that hangs", "the other rank"])
+def test_two_processes(tmp_path, how, whom):
+    if how == "holds the interpreter" and whom != "the launcher":
+        pytest.skip("nobody hears it")
+    with running(tmp_path, how, 1, **TWO) as process:
+        rank = stuck(tmp_path)
+        other = next(one for one in ranks_of(process) if one != rank)
+        os.kill(
+            {"the launcher": process.pid, "the rank that hangs": rank, "the other rank": other}[whom], signal.SIGTERM
+        )
+        errors = end(process, 128 + signal.SIGTERM)
+    assert "unanswered_run.py" in errors or whom == "the other rank"
+    assert "of 2 " in errors
+
+
+def test_ctrl_c_twice_to_the_launcher(tmp_path):
+    with running(tmp_path, "library", 1, grace=60.0, **TWO) as process:
+        stuck(tmp_path)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.7)
+        os.kill(process.pid, signal.SIGINT)
+        errors = end(process, 1)  # a forked function's KeyboardInterrupt
+    assert "Ctrl-C was pressed again" in errors
+    assert "KeyboardInterrupt" in errors
+
+
+def ranks_of(process):
+    """The workers of a launcher: group leaders in its session."""
+    return [one for one in members(process.pid) if os.getpgid(one) == one and one != process.pid]
+
+
+@pytest.mark.parametrize("how", ["setup", "save", "teardown"])
+def test_what_comes_before_and_after_the_steps(tmp_path, how):
+    with running(tmp_path, how, callbacks=[]) as process:
+        os.kill(stuck(tmp_path), signal.SIGTERM)
+        errors = end(process, 128 + signal.SIGTERM)
+    assert "not answered for 1 s" in errors
+    assert bool(checkpoints(tmp_path)) == (how == "teardown")
+
+
+def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path):
+    """The launcher tells that one to end: that it did not answer is a consequence."""
+    with running(tmp_path, "setup", **TWO) as process:
+        errors = end(process, 1)
+    assert "LookupError: the other rank fails" in errors
+    assert "not answered for 1 s" in errors
+
+
+def test_a_save_that_moves_is_finished_first(tmp_path):
+    """The hook that writes with the save takes less than the grace time, the whole save and the step more."""
+    with running(tmp_path, "slow save", grace=4.0) as process:
+        assert wait_until((tmp_path / "saving").exists, 30)
+        os.kill(process.pid, signal.SIGINT)
+        time.sleep(0.7)
+        os.kill(process.pid, signal.SIGINT)
+        assert process.communicate(timeout=30) is not None
+    assert process.returncode in (1, 130)  # it may have ended of itself meanwhile, by a KeyboardInterrupt
+    assert checkpoints(tmp_path) == ["step-00000002"]
+    assert not list((tmp_path / "runs").rglob("*.partial"))
+
+
+def test_a_closed_terminal(tmp_path):
+    """SIGHUP is answered as SIGTERM is: with a checkpoint and the code that asks for a new start."""
+    with running(tmp_path, "moves", max_epochs=100) as process:
+        os.kill(stuck(tmp_path), signal.SIGHUP)
+        errors = end(process, RESUME_ME)
+    assert "SIGHUP: stopped at step" in errors
+    assert checkpoints(tmp_path)
+
+
+def test_nohup(tmp_path):
+    with running(tmp_path, "moves", nohup=True, max_epochs=3) as process:
+        os.kill(stuck(tmp_path), signal.SIGHUP)
+        end(process, 0)
+
+
+def test_a_wakeup_descriptor_of_an_event_loop_hears_signals_too(trainer):
+    from tiny import Tiny, make_loader
+
+    class Kills(Tiny):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        with pytest.raises(SystemExit):
+            trainer().fit(Kills(), make_loader())
+        assert signal.set_wakeup_fd(before) == writer
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+    assert os.read(reader, 10) == bytes([signal.SIGUSR1])
+    os.close(reader)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 3.0])
+def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, seconds):
+    """The server that workers are forked from is told, too."""
+    script = tmp_path / "script.py"
+    script.write_text(STARTS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
+    process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert wait_until((tmp_path / "begun").exists, 60)
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGTERM)
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode == RESUME_ME, errors
+    assert "Traceback" not in errors
+
+
+STARTS = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from tiny import Tiny, make_loader, make_trainer
+
+class Long(Tiny):
+    def __getstate__(self):
+        (Path({folder!r}) / "begun").touch()
+        return super().__getstate__() if hasattr(Tiny, "__getstate__") else self.__dict__
+
+if __name__ == "__main__":
+    make_trainer({folder!r}, strategy="ddp", devices=2, max_epochs=100000).fit(Long(), make_loader(32))
+"""
+TORCHRUN = """
+import sys
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+import unanswered_run
+unanswered_run.run(Path({folder!r}), "library", 1, devices=2, strategy="ddp")
+"""
+
+
+def test_torchrun(tmp_path):
+    """The agent passes SIGTERM on; the ranks end themselves, before the agent would kill them without a word."""
+    script = tmp_path / "script.py"
+    script.write_text(TORCHRUN.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert wait_until((tmp_path / "stuck").exists, 120)
+        os.kill(process.pid, signal.SIGTERM)
+        errors = process.communicate(timeout=25)[1]
+    finally:
+        for member in members(process.pid):
+            os.kill(member, signal.SIGKILL)
+        process.communicate()
+    assert process.returncode != 0
+    assert "SIGTERM: this process is ended in the midst of its work" in errors

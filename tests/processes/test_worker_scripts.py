@@ -1,0 +1,179 @@
+"""Whole scripts that start workers: run once, stopped by Ctrl-C, killed, or one on each node."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from waiting import free_port, own_lines, runs, wait_until
+
+SCRIPT = """
+from dataclasses import dataclass
+import torch
+from torch.utils.data import DataLoader, Dataset
+from legato.trainer.processes.environment import run_workers
+
+print("script runs")
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+class Numbers(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return Batch(torch.tensor(index))
+
+class Mistake(Exception):
+    pass
+
+collate = lambda items: Batch(torch.stack([item.x for item in items]))
+
+def work():
+    return list(DataLoader(Numbers(), batch_size=2, num_workers=1, collate_fn=collate))
+
+def fail():
+    raise Mistake("of the script")
+
+batches = run_workers(lambda: work(), 1)
+assert all(type(batch) is Batch for batch in batches)
+print([batch.x.tolist() for batch in batches])
+try:
+    run_workers(fail, 1)
+except Mistake as error:
+    print("caught", error)
+"""
+
+
+def test_a_script_without_a_main_guard_runs_once(tmp_path: Path) -> None:
+    """Its classes, lambdas and what its loaders' workers send travel all the same."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == ["script runs", "[[0, 1], [2, 3]]", "caught of the script"]
+
+
+INTERRUPTED = """
+import os, pathlib, signal, sys, time
+from legato.trainer.processes.environment import run_workers
+folder = pathlib.Path(sys.argv[1])
+
+def save():
+    told = []
+    signal.signal(signal.SIGINT, lambda *_: told.append(1))
+    (folder / ("ready-" + os.environ["RANK"])).touch()
+    while not told:
+        time.sleep(0.01)
+    time.sleep(1)
+    return "saved, told %d times" % len(told)
+
+def sleep():
+    (folder / ("asleep-" + os.environ["RANK"])).touch()
+    time.sleep(60)
+
+print(run_workers(save, 2), flush=True)
+run_workers(sleep, 2)
+"""
+
+
+def test_ctrl_c_lets_workers_finish_and_a_second_one_breaks_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    command = [sys.executable, str(script), str(tmp_path)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 30)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        assert wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2, 30)
+        os.killpg(process.pid, signal.SIGINT)
+        output, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert output == "saved, told 2 times\n"  # the second press is for whoever does not answer the first
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert errors.count("Traceback") == 1
+
+
+ORPHANS = """
+import os, pathlib, sys, time
+from datetime import timedelta
+import torch
+from torch import distributed
+from legato.trainer.processes import launch
+folder = pathlib.Path(sys.argv[1])
+
+def work():
+    place = launch.find_place()
+    launch.connect(place, "gloo", timedelta(seconds=60))
+    (folder / ("ready-%d" % os.getpid())).touch()
+    if place.rank == 0:
+        distributed.all_reduce(torch.ones(1))
+    while True:
+        pass
+
+launch.run_workers(work, 2)
+"""
+
+
+def test_workers_die_with_their_caller(tmp_path: Path) -> None:
+    """One waits in a collective, the other runs in circles; the private folder goes too."""
+    script = tmp_path / "script.py"
+    script.write_text(ORPHANS)
+    process = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 30)
+    finally:
+        process.kill()
+        process.wait()
+    orphans = [int(path.name.removeprefix("ready-")) for path in tmp_path.glob("ready-*")]
+    assert wait_until(lambda: not any(runs(orphan) for orphan in orphans), 2)
+    assert wait_until(lambda: not list(tmp_path.glob("legato-*")), 2)
+
+
+NODE = """
+import os
+from datetime import timedelta
+import torch
+from torch import distributed
+from legato.trainer.processes import launch
+
+def work():
+    place = launch.find_place()
+    launch.connect(place, "gloo", timedelta(seconds=30))
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    return f"{place.rank} {place.local_rank} {place.node_rank} {place.world_size} {place.nodes} {total.item()}"
+
+print(launch.run_workers(work, 1, nodes=2))
+"""
+
+
+def test_one_launcher_a_node(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(NODE)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=os.environ | address | {"NODE_RANK": node},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for node in ("0", "1")
+    ]
+    try:
+        outputs = [own_lines(process.communicate(timeout=60)[0]) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert outputs == [["0 0 0 2 2 2.0"], ["1 0 1 2 2 2.0"]]

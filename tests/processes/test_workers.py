@@ -1,0 +1,333 @@
+"""Legato's own workers: how they start, answer, fail, stop and are cleaned up after."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch import distributed
+from waiting import runs, wait_until
+
+from legato.trainer.errors import ConfigError, TaskError, WorkerError
+from legato.trainer.processes import environment, workers
+from legato.trainer.processes.environment import Place, find_place, run_workers
+
+TIMEOUT = timedelta(seconds=20)
+
+
+@dataclass
+class Answer:
+    value: Any
+
+
+class Refusal(Exception):
+    """Does not unpickle: its constructor takes other arguments than it passes on."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{reason} ({code})")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Run in a clean environment; after the test no process, file in the temporary folder or shared memory is left."""
+    for name in ("RANK", "WORLD_SIZE", "LEGATO_WORKER", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    environment.warm_up()  # before the environment is this test's: the server keeps that which it began with
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    assert wait_until(lambda: len(children()) >= 2)  # the server and multiprocessing's resource tracker stay
+    before, shared = children(), set(os.listdir("/dev/shm"))
+    yield
+    assert wait_until(lambda: children() <= before), f"left running: {children() - before}"
+    assert not list(folder.glob("legato-*"))
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True) if runs(child.pid)}
+
+
+def join() -> Place:
+    place = find_place()
+    assert place is not None
+    environment.connect(place, "gloo", TIMEOUT)
+    return place
+
+
+def all_reduce() -> float:
+    total = torch.ones(1)
+    distributed.all_reduce(total)
+    return total.item()
+
+
+def printed(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+# --- work and results -----------------------------------------------------------------------------------------------
+
+
+def test_workers_meet_and_the_first_one_answers() -> None:
+    factor = 3
+
+    def work() -> Answer:
+        place = join()
+        weight = torch.nn.Linear(2, 2).weight
+        return Answer((place, factor * all_reduce(), weight, os.getpid()))
+
+    answer = run_workers(work, 2)
+    assert type(answer) is Answer
+    place, total, weight, process = answer.value
+    assert place == Place(0, 0, 0, 2, 2, 1, "legato")
+    assert total == 6.0
+    assert weight.shape == (2, 2)
+    assert process != os.getpid()
+    assert find_place() is None
+
+
+def test_workers_see_the_caller_as_it_is_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LEGATO_TEST_WORD", "now")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--flag"])
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    torch.set_default_dtype(torch.float64)
+
+    def work() -> dict[str, Any]:
+        print("a line of the worker")
+        with pytest.raises(UserWarning), warnings.catch_warnings():
+            warnings.warn("an error, as the caller's filters say", stacklevel=1)
+        return {
+            "word": os.environ["LEGATO_TEST_WORD"],
+            "variables": {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")},
+            "argv": sys.argv,
+            "cwd": os.getcwd(),
+            "path": sys.path[-1],
+            "dtype": torch.get_default_dtype(),
+            "threads": torch.get_num_threads(),
+        }
+
+    try:
+        seen = run_workers(work, 1, threads=2)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert seen == {
+        "word": "now",
+        "variables": {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "2"},
+        "argv": ["train.py", "--flag"],
+        "cwd": str(tmp_path),
+        "path": str(tmp_path),
+        "dtype": torch.float64,
+        "threads": 2,
+    }
+    assert "a line of the worker" in capfd.readouterr().out
+
+
+def test_the_spawn_method_works_too(tmp_path: Path) -> None:
+    def enter(attempt: int, rank: int) -> Callable[[], None]:
+        return print
+
+    assert workers.run(lambda: Answer(7), range(1), 1, enter, start_method="spawn") == Answer(7)
+
+
+def test_a_task_that_cannot_travel_is_refused() -> None:
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"cannot be sent to worker processes: .*lock.*setup\(\)"):
+        run_workers(lambda: lock, 1)
+
+
+def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by the caller through a finder of its own, so that it travels by name."""
+    from importlib.machinery import PathFinder
+
+    (tmp_path / "hidden_module.py").write_text("def work(): return 1")
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+            return PathFinder.find_spec(name, [str(tmp_path)]) if name == "hidden_module" else None
+
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    import hidden_module  # type: ignore[import-not-found]
+
+    monkeypatch.delitem(sys.modules, "hidden_module")
+    sys.modules["hidden_module"] = hidden_module
+    with pytest.raises(ConfigError, match=r"cannot import 'hidden_module'.*PYTHONPATH"):
+        run_workers(hidden_module.work, 1)
+
+
+# --- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
+    def work() -> None:
+        if join().rank == 1:
+            try:
+                {}["a key"]
+            except KeyError as error:
+                raise ValueError("what rank 1 says") from error
+        all_reduce()
+
+    started = time.monotonic()
+    with pytest.raises(ValueError, match="what rank 1 says") as caught:
+        run_workers(work, 2)
+    assert time.monotonic() - started < 10
+    text = printed(caught.value)
+    assert text.count("ValueError: what rank 1 says") == 1
+    assert text.rstrip().splitlines()[-1] == "ValueError: what rank 1 says"
+    frames = traceback.extract_tb(caught.value.__traceback__)
+    assert (frames[-1].name, frames[-1].line) == ("work", 'raise ValueError("what rank 1 says") from error')
+    assert isinstance(caught.value.__cause__, KeyError)
+    origin = caught.value.__cause__.__cause__
+    assert isinstance(origin, WorkerError)
+    assert origin.rank == 1
+    assert str(origin) == "Rank 1 of 2 failed with ValueError."
+    assert "onnection closed" not in text
+
+
+def test_an_error_that_does_not_unpickle_comes_as_text() -> None:
+    def work() -> None:
+        raise Refusal(3, "no")
+
+    with pytest.raises(WorkerError, match=r"(?s)Rank 0 of 1 failed with Refusal.*in work.*Refusal: no \(3\)$"):
+        run_workers(work, 1)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "Rank 1 of 2 was killed by SIGKILL"),
+        (lambda: sys.exit(0), r"(?s)Rank 1 of 2 left by sys.exit\(0\) before its work was done.*SystemExit: 0$"),
+        (lambda: os._exit(0), "Rank 1 of 2 ended with exit code 0 before its work was done"),
+    ],
+)
+def test_a_rank_that_goes_without_an_error(end: Callable[[], None], message: str) -> None:
+    def work() -> None:
+        if join().rank == 1:
+            all_reduce()
+            end()
+        all_reduce()
+        all_reduce()
+
+    with pytest.raises(WorkerError, match=message) as caught:
+        run_workers(work, 2)
+    assert caught.value.rank == 1
+
+
+def test_survivors_that_do_not_listen_are_killed() -> None:
+    """As is what the failed rank has started."""
+
+    def work() -> None:
+        if join().rank == 1:
+            subprocess.Popen(["sleep", "60"])
+            raise TaskError("rank 1 is done for")
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        while True:
+            time.sleep(1)
+
+    started = time.monotonic()
+    with pytest.raises(TaskError, match="rank 1 is done for"):
+        run_workers(work, 2)
+    assert time.monotonic() - started < 10
+
+
+def test_twenty_of_twenty_restarts_work() -> None:
+    def work() -> tuple[int, float]:
+        place = join()
+        total = all_reduce()
+        if environment.restart_count() < 20 and place.rank == environment.restart_count() % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return environment.restart_count(), total + all_reduce()
+
+    assert run_workers(work, 2, max_restarts=20) == (20, 4.0)
+
+
+def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
+    def work() -> None:
+        with (tmp_path / "tries").open("a") as file:
+            file.write("x")
+        raise ConfigError("wrong for good")
+
+    with pytest.raises(ConfigError, match="wrong for good"):
+        run_workers(work, 1, max_restarts=3)
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+# --- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_reach_every_worker_and_75_comes_back(number: signal.Signals, tmp_path: Path) -> None:
+    caller = os.getpid()
+
+    def work() -> None:
+        told: list[int] = []
+        signal.signal(number, lambda number, _: told.append(number))
+        place = join()
+        all_reduce()
+        if place.rank == 0:
+            os.kill(caller, number)
+        while not told:
+            time.sleep(0.01)
+        (tmp_path / f"told-{place.rank}").write_text(str(told))
+        sys.exit(75)
+
+    handler = signal.getsignal(number)
+    with pytest.raises(SystemExit) as caught:
+        run_workers(work, 2)
+    assert caught.value.code == 75
+    assert sorted(path.name for path in tmp_path.glob("told-*")) == ["told-0", "told-1"]
+    assert signal.getsignal(number) == handler
+
+
+def test_a_worker_stopped_before_it_listens_asks_to_be_resumed() -> None:
+    def work() -> None:
+        if join().rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        all_reduce()
+
+    with pytest.raises(SystemExit) as caught:
+        run_workers(work, 2)
+    assert caught.value.code == 75
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"NODE_RANK.*MASTER_ADDR.*MASTER_PORT"):
+        run_workers(lambda: None, 1, nodes=2)
+    with pytest.raises(ConfigError, match="at least 1, got 0"):
+        run_workers(lambda: None, 0)
+
+
+def test_nothing_listens_beyond_loopback() -> None:
+    caller = os.getpid()
+
+    def work() -> list[str]:
+        join()
+        all_reduce()
+        everyone = [psutil.Process(caller), *psutil.Process(caller).children(recursive=True)]
+        found = [one.laddr.ip for process in everyone for one in process.net_connections() if one.status == "LISTEN"]
+        all_reduce()
+        return found
+
+    addresses = run_workers(work, 2)
+    assert len(addresses) >= 3  # the caller's store, and each rank's gloo
+    assert set(addresses) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}

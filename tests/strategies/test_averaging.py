@@ -1,0 +1,148 @@
+"""Gradients under manual optimization: averaged over ranks in one collective for each dtype, or in the tree."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_cases import QUIET
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+from legato.trainer.errors import TaskError
+from legato.trainer.processes.environment import run_workers
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
+ROWS = torch.randn(24, 7, generator=torch.Generator().manual_seed(4))
+
+
+class Hundred(lg.Task):
+    """A hundred parameters of one type, and some that are odd: in float64, used by rank 1 alone, unused."""
+
+    automatic_optimization = False
+
+    def __init__(self, odd=True, sparse=True):
+        super().__init__()
+        torch.manual_seed(3)
+        self.many = nn.ParameterList(nn.Parameter(torch.randn(7)) for _ in range(100))
+        self.odd = odd
+        if odd:
+            self.wide = nn.Parameter(torch.randn(3, dtype=torch.float64))
+            self.seldom, self.never = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+            self.table = nn.Embedding(9, 4, sparse=sparse)
+            self.rare_table = nn.Embedding(9, 4, sparse=sparse)
+        self.counts, self.gradients, self.own = [], [], []
+
+    def loss(self, rows, rank):
+        loss = sum((rows @ one).square().mean() * (index % 7 - 3) for index, one in enumerate(self.many))
+        if self.odd:
+            loss = loss + (self.wide * rows.mean()).sum().float() + self.table(torch.arange(rank, rank + 3)).sum()
+            if rank == 1:
+                loss = loss + self.seldom.sum() * 3 + self.rare_table(torch.tensor([5])).sum()
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch[0], self.global_rank))
+        counts, originals = {}, {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
+
+        def counting(name):
+            def call(*arguments, **options):
+                counts[name] = counts.get(name, 0) + 1
+                return originals[name](*arguments, **options)
+
+            return call
+
+        for name in originals:
+            setattr(dist, name, counting(name))
+        try:
+            optimizer.step()
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+        self.counts.append(counts)
+        found = {name: one.grad for name, one in self.named_parameters()}
+        self.gradients.append({name: None if one is None else one.to_dense().clone() for name, one in found.items()})
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def train(task, processes, **options):
+    loader = DataLoader(TensorDataset(ROWS), 4)
+    trainer = lg.Trainer(
+        **{**QUIET, "max_epochs": 1, "nan": "ignore", "strategy": "ddp", "devices": processes, **options}
+    )
+    trainer.fit(task, loader)
+    return task.counts, task.gradients
+
+
+def by_hand(task, start, processes):
+    """The mean of the ranks' gradients of the batches from `start` on, added up in the fixed tree for 2 and 3 ranks."""
+    every = []
+    for rank in range(processes):
+        task.zero_grad()
+        task.loss(ROWS[start + 4 * rank : start + 4 * rank + 4], rank).backward()
+        every.append([None if one.grad is None else one.grad.to_dense().clone() for one in task.parameters()])
+    found = []
+    for gradients in zip(*every, strict=True):
+        there = [one for one in gradients if one is not None]
+        found.append(sum(there[1:], there[0]) / processes if there else None)
+    return found
+
+
+class Undeclared(Hundred):
+    """Has a sparse gradient that no module tells of."""
+
+    def __init__(self):
+        super().__init__(odd=False)
+        self.rows = nn.Parameter(torch.ones(5, 2))
+
+    def loss(self, rows, rank):
+        return super().loss(rows, rank) + nn.functional.embedding(torch.tensor([1]), self.rows, sparse=True).sum()
+
+
+def cases():
+    found = {name: train(Hundred(odd=False), 2, reproducible=name) for name in ("order", "bitwise")}
+    found["odd"] = train(Hundred(), 2)
+    found["odd in the tree"] = train(Hundred(sparse=False), 2, reproducible="bitwise")
+    return found
+
+
+@pytest.fixture(scope="module")
+def two():
+    return run_workers(cases, 2)
+
+
+def test_a_hundred_parameters_take_one_collective(two):
+    counts, gradients = two["order"]
+    assert counts == [{"all_reduce": 1}] * 3
+    assert two["bitwise"][0] == [{"all_to_all_single": 1}] * 3  # and an all-gather
+    for name in ("order", "bitwise"):
+        for ours, theirs in zip(two[name][1][0].values(), by_hand(Hundred(odd=False), 0, 2), strict=True):
+            assert torch.equal(ours, theirs), name
+    last = zip(gradients[2].values(), two["bitwise"][1][2].values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in last)
+
+
+@pytest.mark.parametrize("name", ["odd", "odd in the tree"])
+def test_other_types_sparse_and_unused_parameters_are_averaged_too(two, name):
+    counts, gradients = two[name]
+    if name == "odd":
+        assert counts == [{"all_reduce": 4}] * 3  # for float32, for float64 and for two sparse gradients
+    for ours, theirs in zip(gradients[0].values(), by_hand(Hundred(), 0, 2), strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)
+    assert gradients[0]["never"] is None
+    assert gradients[0]["seldom"].tolist() == [1.5, 1.5]
+
+
+def test_three_ranks_add_up_in_the_tree():
+    _, gradients = run_workers(lambda: train(Hundred(odd=False), 3, reproducible="bitwise"), 3)
+    for ours, theirs in zip(gradients[0].values(), by_hand(Hundred(odd=False), 0, 3), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_sparse_gradient_that_no_embedding_tells_of_is_named():
+    with pytest.raises(TaskError, match=r"shape \(5, 2\) has a sparse gradient, but no Embedding\(sparse=True\)"):
+        train(Undeclared(), 2)

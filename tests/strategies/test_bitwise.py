@@ -1,0 +1,202 @@
+"""`reproducible: bitwise`: one run's bits, on any number of processes and through any break."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+
+import bitwise_cases
+import pytest
+import torch
+from bitwise_cases import CASES, Case, Noisy, run, run_all
+
+from legato.trainer.errors import ConfigError, WorkerError
+from legato.trainer.processes import environment
+
+NAMES = list(CASES)
+UNUSED = {"name": "ddp", "find_unused_parameters": True}
+MLP, CNN, GPT = "mlp sgd accumulate clip", "cnn adamw", "gpt adamw clip"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """What each case leaves behind when one process runs it from beginning to end."""
+    return run_all(tmp_path_factory.mktemp("alone"), NAMES, 1, strategy="single")
+
+
+def start(function, processes, *arguments, **options):
+    """Call `function` in so many processes."""
+    return environment.run_workers(partial(function, *arguments, processes, **options), processes, threads=1)
+
+
+def assert_same(found, expected):
+    for name in found:
+        differing = [part for part in expected[name] if found[name][part] != expected[name][part]]
+        ours, theirs = found[name]["metrics"], expected[name]["metrics"]
+        points = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
+        assert not differing, f"{name}: other {', '.join(differing)}; other points: {points}"
+
+
+# --- on any number of processes -------------------------------------------------------------------------------------
+
+
+def test_the_cases_are_worth_their_name(undisturbed):
+    for name, found in undisturbed.items():
+        steps, epochs, samples = found["counts"]
+        assert steps >= 4, name
+        assert epochs == 2, name
+        assert samples == 2 * len(CASES[name].data), name
+        assert sum("val/loss" in line for line in found["metrics"]) >= 2, name
+    assert {"train/mean", "val/error", "val/correct"} < undisturbed[MLP]["callback_metrics"].keys()
+
+
+def test_data_parallel_has_the_bits_of_one_device(undisturbed, tmp_path):
+    assert_same(run_all(tmp_path, NAMES, 3, strategy="data_parallel"), undisturbed)
+
+
+@pytest.mark.parametrize("processes", [2, 3, 4, 8])
+def test_any_number_of_processes_has_the_bits_of_one(processes, undisturbed, tmp_path):
+    assert_same(start(run_all, processes, tmp_path, NAMES), undisturbed)
+
+
+def test_in_order_the_bits_do_depend_on_the_number_of_processes_and_nothing_more(tmp_path):
+    names = [MLP, CNN]
+    alone = run_all(tmp_path / "alone", names, 1, reproducible="order")
+    two = start(run_all, 2, tmp_path / "two", names, reproducible="order", strategy=UNUSED)
+    for name in names:
+        ours, theirs = two[name], alone[name]
+        assert ours["counts"] == theirs["counts"]
+        assert ours["weights"] != theirs["weights"]
+        numbers = [
+            {key: float.fromhex(value) for key, value in one["callback_metrics"].items()} for one in (ours, theirs)
+        ]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4)
+
+
+# --- through any break ----------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_stops_goes_on_with_other_processes_and_loader_workers(undisturbed, tmp_path):
+    names = [MLP, CNN, GPT]
+    # max_steps for two of them; a learning rate schedule that spans the run is none of max_steps's, so GPT is stopped
+    start(stop_early, 3, tmp_path, [MLP, CNN], max_steps=2)
+    stopped = run(CASES[GPT], tmp_path / GPT, workers=2, checkpoints=True, stop_after=1)
+    assert stopped["counts"][:2] == [1, 0]
+    start(stop_early, 2, tmp_path, [MLP, CNN], max_steps=4, workers=2)
+    found = start(stop_early, 4, tmp_path, names)
+    assert_same(found, undisturbed)
+
+
+def stop_early(root, names, processes, **options):
+    return run_all(root, names, processes, checkpoints=True, **options)
+
+
+def test_a_killed_run_goes_on_with_other_processes(undisturbed, tmp_path):
+    # in the second batch of a window of two, and in the validation after the step that follows
+    for processes, die in ((3, ("train", 1, 3)), (2, ("validation", 2, 1))):
+        with pytest.raises(WorkerError, match="SIGKILL"):
+            start(stop_early, processes, tmp_path, [MLP], die=die)
+    newest = max((tmp_path / MLP).glob("default/version_0/checkpoints/step-*"))
+    assert newest.name == "step-00000002"
+    assert_same(run_all(tmp_path, [MLP], 1, checkpoints=True, workers=2), undisturbed)
+
+
+# --- what would break it --------------------------------------------------------------------------------------------
+
+
+def test_other_arithmetic_is_refused_on_resume(tmp_path):
+    case = CASES["mlp fused adamw bf16"]
+    run(case, tmp_path, checkpoints=True, stop_after=1)
+    with pytest.raises(ConfigError, match=r"threads: 1 -> 2\. .*reproducible: order"):
+        run(case, tmp_path, threads=2)
+    assert torch.get_num_threads() == 1
+    with pytest.raises(ConfigError, match=r"optimizers: .*'fused': True.* -> .*'fused': False"):
+        run(Case(partial(bitwise_cases.Perceptron, "adamw"), case.data, case.options, 3), tmp_path)
+    with pytest.raises(ConfigError, match="precision: bf16-mixed -> 32-true"):
+        run(case, tmp_path, precision=32)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with pytest.raises(ConfigError, match="matmul_precision: highest -> medium"):
+            run(case, tmp_path)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert run(case, tmp_path, reproducible="order")["counts"][1] == 2
+
+
+OTHER_CPU = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from bitwise_cases import CASES, run
+run(CASES[sys.argv[2]], Path(sys.argv[3]))
+"""
+
+
+def test_another_instruction_set_is_refused_on_resume(tmp_path):
+    run(CASES[CNN], tmp_path, checkpoints=True, stop_after=1)
+    script = tmp_path / "script.py"
+    script.write_text(OTHER_CPU)
+    done = subprocess.run(
+        [sys.executable, script, Path(bitwise_cases.__file__).parent, CNN, tmp_path],
+        env=os.environ | {"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=90, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "cpu_capability: " in done.stderr
+
+
+def unlike_ranks(root, processes):
+    """Rank 1 alone has a fused optimizer; then a communication hook is asked for."""
+    place = environment.find_place()
+    case = Case(partial(bitwise_cases.Convolutions, "fused adamw" if place.rank else "adamw"), Noisy(16, (2, 6, 6)))
+    messages = []
+    for options in ({}, {"strategy": {"name": "ddp", "comm_hook": "fp16_compress"}}):
+        try:
+            run(case, root, **{"strategy": "ddp", "devices": processes, **options})
+        except ConfigError as error:
+            messages.append(str(error))
+    environment.disconnect()
+    return messages
+
+
+def test_processes_that_compute_unlike_bits_are_refused(tmp_path):
+    ranks, hook = start(unlike_ranks, 2, tmp_path)
+    assert "on rank 1 optimizers is" in ranks
+    assert "'fused': True" in ranks
+    assert "comm_hook='fp16_compress'" in hook
+
+
+def out_of_line(samples):
+    """Collate to inputs that begin 4 bytes after an aligned address."""
+    inputs = torch.stack([sample for sample, _ in samples])
+    room = torch.empty(inputs.numel() + 1)
+    view = room[1:].view(inputs.shape).copy_(inputs)
+    assert view.data_ptr() % 64
+    return view, torch.tensor([label for _, label in samples])
+
+
+class OutOfLine(Case):
+    def loader(self, workers=0, shuffle=True):
+        loader = super().loader(workers, shuffle)
+        loader.collate_fn = out_of_line
+        return loader
+
+    def make_out_of_line(self):
+        """A task whose weights begin 4 bytes after an aligned address, as those in a mapped file may."""
+        task = self.make()
+        for parameter in task.parameters():
+            room = torch.empty(parameter.numel() + 1)
+            parameter.data = room[1:].view(parameter.shape).copy_(parameter.data)
+        return task
+
+
+@pytest.mark.parametrize("name", [MLP, CNN])
+def test_the_memory_alignment_of_batches_and_weights_leaves_no_trace(name, undisturbed, tmp_path):
+    case = CASES[name]
+    batches = OutOfLine(case.make, case.data, case.options, case.batch_size)
+    weights = replace(case, make=batches.make_out_of_line)
+    for index, one in enumerate((batches, weights)):
+        assert_same({name: run(one, tmp_path / str(index))}, undisturbed)

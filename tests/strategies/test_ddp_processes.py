@@ -1,0 +1,286 @@
+"""DDP's processes: where they meet, and how a run ends when one of them fails, hangs, disagrees or is interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+
+import psutil
+import pytest
+import torch
+from ddp_cases import TWO, Net, Spare, close, fit, in_one, trained
+from waiting import free_port
+
+import legato as lg
+from legato.trainer.checkpoints import store
+from legato.trainer.errors import ConfigError, DisagreementError, TaskError
+from legato.trainer.processes.environment import run_workers, warm_up
+
+
+def children():
+    found = psutil.Process().children(recursive=True)
+    return {child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE}
+
+
+@pytest.fixture
+def nothing_left(monkeypatch):
+    """Fail where a process lives on, or where the end takes long: 2 s alone, but the tests share the machine."""
+    warm_up()
+    deadline = time.monotonic() + 5
+    while len(children()) < 2 and time.monotonic() < deadline:  # the fork server and its resource tracker stay
+        time.sleep(0.02)
+    before, started = children(), time.monotonic()
+    yield
+    seconds = time.monotonic() - started
+    deadline = time.monotonic() + 3
+    while children() - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not children() - before
+    assert seconds < 30
+
+
+# --- meeting ----------------------------------------------------------------------------------------------------------
+
+
+def test_processes_meet_where_init_method_says(tmp_path):
+    expected = in_one(Net())
+    for method in (f"file://{tmp_path}/store", f"tcp://127.0.0.1:{free_port()}", "env://"):
+        strategy = {"name": "ddp", "init_method": method, "process_group_backend": "gloo"}
+        assert close(trained(Net(), devices=2, strategy=strategy), expected), method
+
+
+SCRIPT = """
+import sys, torch, legato as lg
+from dataclasses import dataclass
+from torch.utils.data import DataLoader
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+class Line(lg.Task):
+    def __init__(self):
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.zeros(1))
+    def training_step(self, batch):
+        return (batch.x * self.slope - 2 * batch.x).pow(2).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+print("script runs", flush=True)
+task = Line()
+trainer = lg.Trainer(max_epochs=3, devices=int(sys.argv[1]), strategy="ddp", accelerator="cpu", logger=False,
+                     replicas=2, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+collate = lambda items: Batch(torch.stack(items))
+trainer.fit(task, DataLoader(torch.linspace(0, 1, 7), 2, collate_fn=collate, num_workers=1))
+line = f"slope {task.slope.item():.5f} after {trainer.global_step} steps on {trainer.world_size}"
+sys.stdout.write(line + "\\n")  # at once: two ranks of torchrun share the pipe
+sys.stdout.flush()
+"""
+
+
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+@pytest.fixture
+def start():
+    """Start processes that end with the test."""
+    started = []
+
+    def start_one(command, **environment):
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        process = subprocess.Popen(command, text=True, env={**os.environ, **environment}, **pipes)
+        started.append(process)
+        return process
+
+    yield start_one
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answers(process):
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return [line.split(" on ")[0] for line in output.splitlines() if line.startswith("slope")]
+
+
+def test_own_launcher_torchrun_and_two_terminals_give_the_same(tmp_path, start):
+    path = script(tmp_path)
+    port = str(free_port())
+    terminals = [
+        start([sys.executable, path, "2"], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        for rank in range(2)
+    ]
+    torchrun = start(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path, "2"]
+    )
+    own = start([sys.executable, path, "2"])
+    slope, samples = 0.0, [index / 6 for index in range(7)]
+    for step in 3 * (samples[:4], samples[4:]):
+        slope -= 0.1 * sum(2 * x * x * (slope - 2) for x in step) / len(step)
+    expected = f"slope {slope:.5f} after 6 steps"
+    assert answers(own) == [expected]
+    assert answers(torchrun) == [expected, expected]
+    assert [answers(terminal) for terminal in terminals] == [[expected], [expected]]
+
+
+@pytest.mark.skipif(torch.distributed.is_mpi_available(), reason="this torch has MPI")
+def test_a_backend_that_torch_lacks_is_named(nothing_left):
+    with pytest.raises(ConfigError, match="no process group backend 'mpi'; take gloo"):
+        fit(Net(), devices=2, strategy={"name": "ddp", "process_group_backend": "mpi"})
+
+
+# --- failures ---------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_without_gradient_are_named(nothing_left):
+    with pytest.raises(TaskError, match=r"spare.0.weight, spare.0.bias, .* and 4 more.*find_unused_parameters=true"):
+        fit(Spare(), **TWO)
+
+
+class LogsOnOneRank(Net):
+    def training_step(self, batch, batch_idx):
+        if self.global_rank == 1 and self.global_step == 2:
+            self.log("train/extra", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class ValidatesOnOneRank(Net):
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if self.global_rank == 0:
+            self.log("val/extra", 1.0)
+
+
+def test_different_names_on_two_ranks_are_named(nothing_left):
+    with pytest.raises(DisagreementError, match=r"train at step 3.*rank 1 also logged \['train/extra'\]"):
+        fit(LogsOnOneRank(), **TWO)
+    with pytest.raises(DisagreementError, match=r"validation.*rank 0 also logged \['val/extra'\]"):
+        fit(ValidatesOnOneRank(), **TWO)
+
+
+def test_what_rank_zero_logs_alone_is_shown_and_nothing_else():
+    class Alone(Net):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 0:
+                self.log("alone", float(batch_idx), rank_zero_only=True, on_step=True, on_epoch=True)
+            self.log("everywhere", float(self.global_rank), rank_zero_only=True)
+            return super().training_step(batch, batch_idx)
+
+    trainer = fit(Alone(), **TWO)
+    assert trainer.logged_metrics["alone_epoch"] == 1.0  # of batches 0, 1, 2
+    assert trainer.logged_metrics["everywhere"] == 0.0
+    assert not {"alone", "everywhere"} & trainer.callback_metrics.keys()
+
+
+def test_one_rank_that_wants_to_stop_stops_all_of_them_after_the_same_step():
+    class Wishes(lg.Callback):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            trainer.should_stop |= trainer.global_rank == 1 and trainer.global_step == 5
+
+    def work():
+        trainer = fit(Net(), **{**TWO, "max_epochs": 10000, "callbacks": [Wishes()], "log_every_n_steps": 10000})
+        return trainer.strategy.gather_objects(trainer.global_step)
+
+    first, second = run_workers(work, 2)
+    assert first == second
+    assert 5 <= first < 30000
+
+
+def fails(name):
+    """Return a task whose rank 1 fails in the method `name`."""
+
+    def method(self, *arguments):
+        if self.trainer.global_rank == 1:
+            raise ValueError(f"rank 1 fails in {name}")
+        return getattr(Net, name)(self, *arguments[:2])
+
+    return type("Fails", (Net,), {name: method})()
+
+
+@pytest.mark.parametrize("name", ["setup", "configure_optimizers", "training_step", "validation_step", "on_train_end"])
+def test_the_rank_that_fails_is_the_one_that_is_shown(name, nothing_left):
+    with pytest.raises(ValueError, match=f"^rank 1 fails in {name}$") as caught:
+        fit(fails(name), **TWO)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "method"
+    text = "".join(traceback.format_exception(caught.value)).rstrip()
+    assert text.splitlines()[-1] == f"ValueError: rank 1 fails in {name}"
+    assert "Rank 1 of 2 failed with ValueError." in text
+    assert "Connection closed" not in text
+
+
+def test_a_rank_that_hangs_ends_the_run_after_the_timeout(nothing_left):
+    class Hangs(Net):
+        def training_step(self, batch, batch_idx):
+            if self.global_rank == 1 and batch_idx == 1:
+                time.sleep(60)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match=r"(?s)has waited 1.5 s .*rank 1 is in .*training_step"):
+        fit(Hangs(), devices=2, strategy={"name": "ddp", "timeout": 1.5})
+
+
+INTERRUPTED = """
+import pathlib, sys, time, torch, legato as lg
+from torch.utils.data import DataLoader
+
+class Slow(lg.Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.05)
+        (pathlib.Path(sys.argv[1]) / f"started-{self.global_rank}").touch()
+        return self.layer(batch).mean()
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+lg.Trainer(devices=2, strategy="ddp", accelerator="cpu", max_epochs=1000, default_root_dir=sys.argv[1],
+           enable_progress_bar=False).fit(Slow(), DataLoader(torch.ones(400, 1), 4))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_ends_a_run_and_leaves_nothing(tmp_path, start):
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    process = start([sys.executable, str(tmp_path / "script.py"), str(tmp_path)])
+    deadline = time.monotonic() + 120
+    while len(list(tmp_path.glob("started-*"))) < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    interrupted_at = time.monotonic()
+    _, errors = process.communicate(timeout=60)
+    assert time.monotonic() - interrupted_at < 30
+    assert process.returncode not in (0, None)
+    assert errors.rstrip().splitlines()[-1].startswith("KeyboardInterrupt")
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not alive
+
+
+# --- afterwards -------------------------------------------------------------------------------------------------------
+
+
+def test_the_caller_may_save_what_the_workers_left(tmp_path):
+    """The weights it has; the rest is in the run's own checkpoint of its end, if there is one."""
+    for keeps in (True, False):
+        task = Net()
+        made = fit(task, **TWO, max_epochs=1, default_root_dir=tmp_path / str(keeps), enable_checkpointing=keeps)
+        made.save_checkpoint(tmp_path / f"weights-{keeps}", weights_only=True)
+        again = Net()
+        again.load_state_dict(store.read(tmp_path / f"weights-{keeps}")["state_dict"])
+        assert all(map(torch.equal, again.parameters(), task.parameters()))
+        if keeps:
+            made.save_checkpoint(tmp_path / "whole")
+            assert store.read(tmp_path / "whole")["global_step"] == made.global_step
+        else:
+            with pytest.raises(TaskError, match="no whole checkpoint of its last step"):
+                made.save_checkpoint(tmp_path / "whole-2")

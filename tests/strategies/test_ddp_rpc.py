@@ -1,0 +1,264 @@
+"""DDP with parameter servers against one process with all batches; its checkpoints, its refusals, and how it ends."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from rpc_cases import QUIET, RPC, Ratings, fit, flat, in_one, loader, on_server
+from shared_processes import run_cases
+from torch import nn
+
+import legato as lg
+from legato.callbacks import Checkpoint, ExponentialMovingAverage
+from legato.trainer.errors import ConfigError, TaskError, WorkerError
+from legato.trainer.processes.environment import Place
+from legato.trainer.strategies import DDPRPCStrategy
+
+
+def assert_close(ours, theirs, tolerance=1e-6):
+    assert list(ours) == list(theirs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=tolerance, atol=tolerance, msg=name)
+
+
+# --- the same as one process ------------------------------------------------------------------------------------------
+CASES = {
+    "uneven": ({}, {"samples": 22}),
+    "adam": ({"kind": "Adam", "lr": 0.05, "schedule": True}, {"accumulate_grad_batches": 2, "samples": 46}),
+    "sparse": ({"sparse": True}, {}),
+    "computed twice": ({}, {"activation_checkpointing": ["Sequential"]}),
+    "turns": ({"kind": "Adagrad"}, {"replicas": 3, "gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+}
+
+
+def run_on_server(name):
+    torch.set_num_threads(1)
+    task, options = CASES[name]
+    return on_server(Ratings(**task), **options)
+
+
+def refusal(name):
+    task, options, _ = REFUSED[name]
+    try:
+        fit(task(), **{**RPC, **options})
+    except (ConfigError, TaskError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Everything that two trainers and a server can do in one start: runs, and then what is refused."""
+    cases = {name: partial(run_on_server, name) for name in CASES} | {
+        ("refused", name): partial(refusal, name) for name in REFUSED
+    }
+    return run_cases(cases, 3, tmp_path_factory.mktemp("found"), threads=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trainers_and_servers_do_as_one_process_does(found, name):
+    task, options = CASES[name]
+    assert_close(found[name], in_one(Ratings(**task), **options))
+
+
+def test_two_servers_share_the_modules():
+    two = {"strategy": {"name": "ddp_rpc", "servers": 2}}
+    assert_close(on_server(Ratings(kind="Adam", lr=0.05), **two), in_one(Ratings(kind="Adam", lr=0.05)))
+
+
+def test_a_task_that_was_trained_goes_on_and_is_evaluated(tmp_path):
+    """Its remote modules are back on the caller's task between two runs."""
+    ours, theirs = Ratings(), Ratings()
+    for task, options in ((ours, RPC), (theirs, {"strategy": "single", "replicas": 2})):
+        fit(task, **options)
+        assert type(task.users) is nn.Embedding
+        fit(task, **options)
+    assert_close(flat(ours), flat(theirs))
+    remote, alone = lg.Trainer(**{**QUIET, **RPC}), lg.Trainer(**QUIET)
+    first, second = remote.validate(ours, loader(), verbose=False), alone.validate(theirs, loader(), verbose=False)
+    assert first[0]["val_loss"] == pytest.approx(second[0]["val_loss"], abs=1e-6)
+    found = torch.cat(remote.predict(ours, loader(22)))
+    torch.testing.assert_close(found, torch.cat(alone.predict(theirs, loader(22))), rtol=0, atol=1e-6)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+LAYOUTS = {"rpc": RPC, "one": {"strategy": "single", "replicas": 2}}
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("rpc", "rpc"), ("rpc", "one"), ("one", "rpc")])
+def test_a_run_goes_on_from_a_checkpoint_on_any_layout(tmp_path, saved, resumed):
+    def run(layout, resume=None):
+        task = Ratings(kind="Adam", lr=0.05)
+        kept = {"callbacks": [Checkpoint(dirpath=tmp_path / "kept", save_top_k=-1)], "enable_checkpointing": True}
+        fit(task, resume=resume, **{**LAYOUTS[layout], **({} if resume else kept)})
+        return flat(task)
+
+    whole = run(saved)
+    step = tmp_path / "kept" / "step-00000003"
+    assert_close(run(resumed, resume=step), whole)
+    evaluated = lg.Trainer(**{**QUIET, **LAYOUTS[resumed]}).validate(Ratings(), loader(), ckpt_path=step, verbose=False)
+    expected = lg.Trainer(**QUIET).validate(Ratings(), loader(), ckpt_path=step, verbose=False)
+    assert evaluated[0]["val_loss"] == pytest.approx(expected[0]["val_loss"], abs=1e-6)
+
+
+# --- what does not go -------------------------------------------------------------------------------------------------
+class Manual(Ratings):
+    automatic_optimization = False
+
+
+class OwnBackward(Ratings):
+    def backward(self, loss):
+        loss.backward()
+
+
+class Grouped(Ratings):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1)
+
+
+class Dropping(Ratings):
+    def remote_modules(self):
+        return {**super().remote_modules(), "noise": lambda: nn.Sequential(nn.Dropout(0.5))}
+
+
+class Nothing(Ratings):
+    def remote_modules(self):
+        return {}
+
+
+class Made(Ratings):
+    def remote_modules(self):
+        return {"users": nn.Embedding(2, 2)}
+
+
+REFUSED = {
+    "manual": (Manual, {}, "does not go with manual optimization"),
+    "bitwise": (Ratings, {"reproducible": "bitwise"}, "does not go with reproducible: bitwise"),
+    "norm": (Ratings, {"gradient_clip_val": 1.0}, "no process has all gradients. Clip by value"),
+    "half": (Ratings, {"precision": "16-mixed"}, "does not go with precision=16-mixed"),
+    "skip": (Ratings, {"nan": "skip"}, "does not go with nan=skip"),
+    "sync": (Ratings, {"sync_batchnorm": True}, "sync_batchnorm=true does not go with strategy ddp_rpc"),
+    "compile": (Ratings, {"compile": True}, "does not go with compile"),
+    "backward": (OwnBackward, {}, "a backward of the task's own"),
+    "averages": (Ratings, {"callbacks": [ExponentialMovingAverage()]}, "ExponentialMovingAverage averages all weights"),
+    "grouped": (Grouped, {}, "an optimizer of one group with self.parameters"),
+    "nothing": (Nothing, {}, "Nothing names no remote_modules"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_is_refused_by_name(found, name):
+    assert REFUSED[name][2] in found["refused", name]
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "message"),
+    [
+        (Dropping, ConfigError, "'noise' has a Dropout, which computes something else in training"),
+        (Made, TaskError, "each with a function that makes a module"),
+    ],
+)
+def test_modules_that_cannot_be_served_are_refused(task, kind, message):
+    with pytest.raises(kind, match=message):
+        fit(task(), **{**RPC, "devices": 1})
+
+
+def test_places_that_are_too_few_or_too_far():
+    strategy = DDPRPCStrategy(servers=2)
+    assert [strategy.serves(Place(rank, world_size=4)) for rank in range(4)] == [False, False, True, True]
+    with pytest.raises(ConfigError, match="2 processes - 2 servers = 0"):
+        strategy.serves(Place(0, world_size=2))
+    with pytest.raises(ConfigError, match="runs on one node, here are 2"):
+        strategy.serves(Place(0, world_size=4, nodes=2))
+    with pytest.raises(ConfigError, match="servers=0: expected at least 1"):
+        DDPRPCStrategy(servers=0)
+
+
+# --- how it ends ------------------------------------------------------------------------------------------------------
+class Falls(Ratings):
+    """At its third step the process of rank `rank` is killed, by rank 0."""
+
+    def __init__(self, folder, rank):
+        super().__init__()
+        self.folder, self.rank = folder, rank
+
+    def remote_modules(self):
+        (self.folder / f"process-{os.getpid()}").touch()  # a server makes the modules
+        return super().remote_modules()
+
+    def on_fit_start(self):
+        (self.folder / f"rank-{self.global_rank}").write_text(str(os.getpid()))
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 2 and self.global_rank == 0:
+            trainers = {int((self.folder / f"rank-{rank}").read_text()) for rank in range(2)}
+            everyone = {int(path.name.partition("-")[2]) for path in self.folder.glob("process-*")}
+            (server,) = everyone - trainers
+            victim = server if self.rank == 2 else int((self.folder / f"rank-{self.rank}").read_text())
+            os.kill(victim, signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_peer_that_is_killed_ends_the_run_with_the_cause(tmp_path, rank):
+    with pytest.raises(WorkerError, match=f"Rank {rank} of 3 was killed by SIGKILL") as caught:
+        fit(Falls(tmp_path, rank), **RPC)
+    assert caught.value.rank == rank
+
+
+class Beyond(Ratings):
+    def remote_modules(self):
+        return {**super().remote_modules(), "items": lambda: nn.Sequential(nn.Embedding(2, 4))}
+
+
+def test_an_error_on_the_server_is_told_by_the_trainer_that_asked():
+    with pytest.raises(Exception, match="index out of range in self"):
+        fit(Beyond(), **RPC)
+
+
+def test_a_run_that_is_told_to_end_saves_what_the_servers_have(tmp_path):
+    script = Path(__file__).parents[1] / "rpc_preempted.py"
+    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 75, done.stderr
+    assert "is whole. Exit code 75 asks for a new start" in done.stderr
+    *_, saved = sorted((tmp_path / "default" / "version_0" / "checkpoints").glob("step-*"))
+    resumed = Ratings()
+    fit(resumed, resume=saved, **{**LAYOUTS["one"], "max_epochs": 4})
+    assert_close(flat(resumed), in_one(Ratings(), max_epochs=4))
+
+
+SCRIPT = """
+import json, os, pathlib, sys
+sys.path.insert(0, sys.argv[1])
+import torch
+torch.set_num_threads(1)
+from rpc_cases import QUIET, RPC, Ratings, loader
+import legato as lg
+
+task = Ratings()
+trainer = lg.Trainer(**{**QUIET, **RPC})
+trainer.fit(task, loader(shuffle=True), loader(10))
+found = trainer.test(task, loader(), verbose=False)
+pathlib.Path(__file__).with_name(f"found-{os.environ['RANK']}.json").write_text(json.dumps(found))
+"""
+
+
+def test_torchrun_starts_trainers_and_servers_and_several_stages_share_them(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [*agent, str(tmp_path / "script.py"), str(Path(__file__).parents[1])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    task = Ratings()
+    in_one(task)
+    (expected,) = lg.Trainer(**QUIET).test(task, loader(), verbose=False)
+    found = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("found-*.json"))]
+    assert sorted(map(len, found)) == [0, 1, 1]  # the server has none
+    values = [of_rank[0]["val_loss"] for of_rank in found if of_rank]
+    assert values == pytest.approx([expected["val_loss"]] * 2, abs=1e-6)

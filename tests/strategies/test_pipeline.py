@@ -1,0 +1,427 @@
+"""The axis `pipeline` of a mesh: a model whose layers are dealt out over processes trains as in one process."""
+
+import re
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+from ddp_cases import QUIET, close, flat
+from model_parallel_cases import DATA, Chain, digits, run, text
+from shared_processes import run_cases
+from torch import nn
+from torch.utils.data import DataLoader, Subset
+
+import legato as lg
+from legato.callbacks import Checkpoint
+from legato.trainer.errors import ConfigError, TaskError
+from legato.trainer.processes.environment import run_workers
+
+
+class Text(type(text())):
+    """The character GPT under SGD: Adam makes steps of full size of gradients that are zero but for rounding."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def sgd_text():
+    torch.manual_seed(2)
+    return Text(n_layer=2, n_head=2, n_embd=16, block_size=8, sample_length=2)
+
+
+def with_norm():
+    return Chain(norm=True)
+
+
+class Deep(Chain):
+    """Seven blocks, which do not come out even in four stages."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        widths = (4, 8, 8, 8, 3)
+        layers = [nn.Linear(*pair) for pair in pairwise(widths)]
+        self.net = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2], nn.Tanh(), layers[3])
+
+
+def piped(**options):
+    return {"name": "mesh", "pipeline": 2, **options}
+
+
+GPIPE, INTERLEAVED = {"schedule": "gpipe"}, {"schedule": "interleaved"}
+
+
+class Freezes(Chain):
+    """Freezes the parameters of its first blocks, or of its last, after the second step."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = blocks
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 1:
+            self.net[self.blocks].requires_grad_(False)
+
+
+def freezes_first():
+    return Freezes(slice(0, 3))
+
+
+def freezes_last():
+    return Freezes(slice(3, 7))
+
+
+OF_TWO = [
+    *((make, 1e-6, {}, {}) for make in (Chain, digits, sgd_text)),
+    *((make, 1e-6, {**GPIPE, "micro_batches": 1}, {}) for make in (with_norm, sgd_text)),
+    *((make, 1e-6, INTERLEAVED, {}) for make in (Chain, sgd_text)),
+    (Chain, 1e-6, {"split": [2, 5], "micro_batches": 2}, {"replicas": 3}),
+    (Chain, 1e-6, {**GPIPE, "micro_batches": 2}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}),
+    (Chain, 1e-6, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    (freezes_first, 1e-6, {}, {"gradient_clip_val": 0.05}),
+    (freezes_last, 1e-6, {}, {"gradient_clip_val": 0.05}),
+    (sgd_text, 1e-6, GPIPE, {"activation_checkpointing": ["Block"]}),
+    (Chain, 1e-3, {}, {"precision": "bf16-mixed"}),
+    (Chain, 1e-3, {}, {"precision": "16-mixed", "gradient_clip_val": 0.5}),
+    (Chain, 1e-9, {}, {"precision": "64-true"}),
+]
+OF_FOUR = [
+    *((make, 1e-6, {"data": 2}, {"replicas": 2}) for make in (Chain, digits, sgd_text)),
+    (with_norm, 1e-6, {"data": 2, "micro_batches": 1}, {"replicas": 2}),
+    (Chain, 1e-6, {"data": "auto", **INTERLEAVED}, {"replicas": 3, "gradient_clip_val": 0.05}),
+    (Deep, 1e-6, {"pipeline": 4, **GPIPE}, {"accumulate_grad_batches": 2}),
+    (sgd_text, 1e-6, {"pipeline": 4}, {"gradient_clip_val": 0.05}),
+    (sgd_text, 1e-6, {"shard": 2, "shard_blocks": ["Block"]}, {"replicas": 3, "gradient_clip_val": 0.05}),
+    (digits, 1e-6, {"shard": 2, "shard_blocks": 1000, **INTERLEAVED}, {"replicas": 2, "accumulate_grad_batches": 2}),
+    *((sgd_text, 1e-6, {"tensor": 2, **schedule}, {"gradient_clip_val": 0.05}) for schedule in (GPIPE, INTERLEAVED)),
+]
+"""What makes the task, how far its weights may be from those of one process, the strategy's options, the trainer's."""
+
+
+def in_stages(processes, case):
+    """Return weights and metrics."""
+    make, _, options, arguments = case
+    task = make()
+    trainer = run(task, devices=processes, strategy=piped(**options), **{"max_epochs": 1, **arguments})
+    return flat(task), {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def spread(tmp_path_factory):
+    """Every case, those of so many processes in the same ones."""
+    return {
+        processes: run_cases(
+            {index: partial(in_stages, processes, case) for index, case in enumerate(cases)},
+            processes,
+            tmp_path_factory.mktemp("spread"),
+        )
+        for processes, cases in ((2, OF_TWO), (4, OF_FOUR))
+    }
+
+
+def named(case):
+    make, _, options, arguments = case
+    return f"{make.__name__} {options} {arguments}"
+
+
+@pytest.mark.parametrize(
+    ("processes", "index", "case"),
+    [
+        pytest.param(processes, index, case, id=f"{processes} {named(case)}")
+        for processes, cases in ((2, OF_TWO), (4, OF_FOUR))
+        for index, case in enumerate(cases)
+    ],
+)
+def test_stages_train_as_one_process(processes, index, case, spread):
+    (make, tolerance, _, arguments), (ours, metrics) = case, spread[processes][index]
+    task = make()
+    trainer = run(task, **{"max_epochs": 1, "replicas": 1, **arguments})
+    assert close(ours, flat(task), tolerance), (ours - flat(task)).abs().max()
+    assert metrics.keys() == trainer.callback_metrics.keys()
+    for name, value in trainer.callback_metrics.items():
+        assert metrics[name] == pytest.approx(float(value), abs=max(tolerance, 1e-5)), name
+
+
+def test_batch_norm_sees_pieces_and_its_buffers_come_back():
+    pipe, parts = with_norm(), with_norm()
+    run(pipe, 16, devices=2, strategy=piped(micro_batches=2))
+    run(parts, 16, devices=2, replicas=1, strategy={"name": "ddp_model_parallel", "micro_batches": 2})
+    assert int(pipe.net[3].num_batches_tracked) == 16
+    assert close(flat(pipe), flat(parts))
+
+
+# --- the rest of the task ---------------------------------------------------------------------------------------------
+class Busy(Chain):
+    """Prepares its batch, returns more than a loss, leaves pieces out, logs now and then, and counts its calls."""
+
+    def __init__(self, leaves_out=False):
+        super().__init__()
+        self.leaves_out = leaves_out
+        self.weight = nn.Buffer(torch.tensor([1.0, 2.0, 3.0]))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def configure_blocks(self):
+        return list(self.net)
+
+    def training_step(self, batch, batch_idx):
+        inputs, labels = batch["inputs"] * 0.5 + torch.rand(()) * 0, batch["label"][0]
+        loss = nn.functional.cross_entropy(self(inputs), labels, weight=self.weight, reduction="none").mean()
+        if batch_idx % 2:
+            self.log("odd", loss, on_step=False, on_epoch=True)
+        self.log_dict({"size": float(len(labels)), "largest": inputs.max()}, reduce_fx="max", on_epoch=True)
+        if self.leaves_out and inputs[0, 0] < 0:
+            return None
+        return {"loss": loss * self.scale, "labels": labels}
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch["inputs"])
+        again = self(batch["inputs"].flip(0))  # as often as it likes
+        self.log("val/loss", nn.functional.cross_entropy(logits, batch["label"][0]) + again.mean())
+
+
+def busy_loader(samples, size=4):
+    def collate(items):
+        return {"inputs": torch.stack([x for x, _ in items]), "label": [torch.stack([y for _, y in items])], "n": 7}
+
+    return DataLoader(Subset(DATA, range(samples)), size, collate_fn=collate)
+
+
+class Notes(lg.Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        self.losses.append(None if outputs is None else float(outputs["loss"]))
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+def busy(leaves_out=False, **arguments):
+    task, notes = Busy(leaves_out), Notes()
+    trainer = lg.Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [notes], **arguments})
+    trainer.fit(task, busy_loader(22), busy_loader(10))
+    return flat(task), {name: float(value) for name, value in trainer.callback_metrics.items()}, notes.losses
+
+
+def test_a_step_prepares_its_batch_logs_and_returns_what_it_likes():
+    ours, metrics, losses = busy(devices=2, strategy=piped(micro_batches=1))
+    theirs, expected, curve = busy()
+    assert close(ours, theirs)
+    assert metrics == pytest.approx(expected, abs=1e-6)
+    assert {"odd", "size_epoch", "largest_step"} <= metrics.keys()
+    assert losses == pytest.approx(curve, abs=1e-6)
+
+
+def test_pieces_that_are_left_out_count_as_zero():
+    parts = {"name": "ddp_model_parallel", "micro_batches": 2}
+    ours, _, losses = busy(leaves_out=True, devices=2, strategy=piped(micro_batches=2))
+    theirs, _, curve = busy(leaves_out=True, devices=2, strategy=parts)
+    assert close(ours, theirs)
+    assert [loss is None for loss in losses] == [loss is None for loss in curve]
+    assert None in curve
+
+
+def evaluations():
+    task, loader = Chain().requires_grad_(False), DataLoader(Subset(DATA, range(10)), 4)
+    trainer = lg.Trainer(**QUIET, devices=2, strategy=piped(**INTERLEAVED))
+    found = [trainer.validate(task, loader, verbose=False), trainer.test(task, loader, verbose=False)]
+    return found, torch.cat(trainer.predict(task, loader)), flat(task)
+
+
+def test_validate_test_and_predict_through_the_stages():
+    task, loader = Chain(), DataLoader(Subset(DATA, range(10)), 4)
+    trainer = lg.Trainer(**QUIET)
+    measured, predicted, after = run_workers(evaluations, 2)
+    assert measured == [trainer.validate(task, loader, verbose=False), trainer.test(task, loader, verbose=False)]
+    assert torch.equal(predicted, torch.cat(trainer.predict(task, loader)))
+    assert torch.equal(after, flat(task))  # whole again, untouched
+
+
+def test_metrics_of_a_validation_and_text_of_a_model_in_stages(tmp_path):
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Chain):
+        def __init__(self):
+            super().__init__()
+            self.right = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+
+        def validation_step(self, batch, batch_idx):
+            self.right.update(self(batch[0]), batch[1])
+            self.log("val/right", self.right)
+
+    one, two = run(Measured()), run(Measured(), devices=2, strategy=piped())
+    assert float(two.callback_metrics["val/right"]) == pytest.approx(float(one.callback_metrics["val/right"]))
+    writer = sgd_text()
+    trainer = run(writer, 8, devices=2, strategy=piped(), logger=True, default_root_dir=tmp_path, max_epochs=1)
+    assert any(trainer.run_dir.rglob("events*"))  # with a sample that all processes made together
+
+
+LEGS = [{"data": 2}, {"shard": 2, "shard_blocks": ["Block"]}, {"tensor": 2, **INTERLEAVED}, {"data": 2, **GPIPE}]
+
+
+def go_on(folder, path, steps, **arguments):
+    """Train on from a checkpoint up to so many steps; return the newest checkpoint and the weights."""
+    task = sgd_text()
+    saver = Checkpoint(every_n_train_steps=1, save_top_k=-1)
+    settings = {"enable_checkpointing": True, "default_root_dir": folder, "callbacks": [saver], "max_epochs": 4}
+    trainer = run(task, resume=path, max_steps=steps, **settings, **arguments)
+    return trainer.checkpoint_callback.last_model_path, flat(task)
+
+
+def test_a_run_goes_on_in_stages_and_back_again(tmp_path):
+    def legs_of_four(path):
+        for leg, steps in zip(LEGS, (4, 6, 8, 10), strict=True):
+            path, _ = go_on(tmp_path, path, steps, devices=4, strategy=piped(**leg))
+        return path
+
+    whole = sgd_text()
+    run(whole, replicas=2, max_epochs=4)
+    begun, _ = go_on(tmp_path, None, 2, replicas=2)
+    path, weights = go_on(tmp_path, run_workers(lambda: legs_of_four(begun), 4), -1)
+    assert path.endswith("12")
+    assert close(weights, flat(whole))
+
+
+def test_a_process_holds_its_own_stages_only():
+    class Weighs(Chain):
+        def __init__(self):
+            super().__init__(width=64)
+
+        def on_train_end(self):
+            held = {parameter.untyped_storage().nbytes() for parameter in self.parameters()}
+            own = sum(held_by.untyped_storage().nbytes() for held_by in self.parameters())
+            assert 4 in held  # of another stage's parameters a single number
+            sizes = self.trainer.strategy.gather_objects(own)
+            whole = sum(parameter.numel() * 4 for parameter in self.parameters())
+            assert sum(sizes) == pytest.approx(whole, rel=0.01)
+            states = self.trainer.optimizers[0].state
+            assert {parameter.untyped_storage().nbytes() > 4 for parameter in states} == {True}
+
+    run(Weighs(), 8, devices=2, strategy=piped(), max_epochs=1)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+class Between(Chain):
+    def forward(self, inputs):
+        return self.net[3:](self.net[:3](inputs) * 2)
+
+
+class Backwards(Chain):
+    def forward(self, inputs):
+        return self.net[6](self.net[2](self.net[0](inputs)))
+
+
+class Before(Chain):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def configure_blocks(self):
+        return list(self.net)
+
+    def forward(self, inputs):
+        return self.net(inputs * self.scale)
+
+
+class Never(Chain):
+    def forward(self, inputs):
+        return inputs[:, :3] * self.net[0].weight.sum()
+
+
+class Fails(Chain):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 2:
+            raise ValueError("the last stage fails")
+        return loss
+
+
+class Unsaid(Chain):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(1, 1)
+
+
+class Several(Chain):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.net[0].parameters(), 0.1), torch.optim.SGD(self.net[2:].parameters(), 0.1)]
+
+
+class Own(Chain):
+    def backward(self, loss, *args, **kwargs):
+        loss.backward(*args, **kwargs)
+
+
+STOPPED = [
+    (Between, {"split": [1, 6]}, TaskError, "Between 'net.2' and 'net.3' the task does something"),
+    (Backwards, {}, TaskError, "order of configure_blocks; 'net.2' came where 'net.1' was due|Between 'net.0'"),
+    (Before, {}, TaskError, "before 'net.0', the first of the task's blocks, depends on parameters"),
+    (Never, {}, TaskError, "never called 'net.0', the first"),
+    (Fails, {}, ValueError, "the last stage fails"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "kind", "message"), STOPPED)
+def test_what_goes_wrong_in_one_stage_ends_the_run_with_its_own_error(make, options, kind, message):
+    with pytest.raises(kind, match=message):
+        run(make(), devices=2, max_epochs=1, strategy=piped(**options))
+
+
+class Nothing(Chain):
+    """Its second stage is an activation, which nobody can train."""
+
+    def configure_blocks(self):
+        return [self.net[0], self.net[1]]
+
+
+REFUSED = [
+    (Several, {}, {}, "one optimizer, got 2"),
+    (Own, {}, {}, "runs backward itself"),
+    (Nothing, {}, {}, r"Place 1 of the pipeline \(net.1\) has nothing to train"),
+    (Unsaid, {}, {}, "does not say how its model can be cut"),
+    (Chain, {"schedule": "2f2b"}, {}, "schedule='2f2b'; there are gpipe, 1f1b, interleaved"),
+    (Chain, {"micro_batches": 0}, {}, "micro_batches=0; expected a positive count"),
+    (Chain, {"split": [3, 5]}, {}, r"3 \+ 5 = 8 blocks, but the task has 7"),
+    (Chain, {"split": [3, 4], **INTERLEAVED}, {}, "has 2 counts, but there are 4 parts"),
+    (Chain, {}, {"reproducible": "off"}, "reproducible: order"),
+    (Chain, {}, {"reproducible": "bitwise", "replicas": 2}, "bitwise"),
+    (Chain, {"tensor": 2, "pipeline": 1}, {}, "needs a plan"),
+    (Chain, {"data": 2, "pipeline": 1, "micro_batches": 4}, {}, "are for a pipeline; set pipeline"),
+    (Chain, {"data": 2}, {}, "= 4, but there are 2"),
+    (Chain, {}, {"callbacks": [lg.callbacks.ExponentialMovingAverage()]}, "averages all weights"),
+    (Chain, {"meta_init": True}, {}, "meta_init hands out parts"),
+    (with_norm, {}, {"replicas": 2, "sync_batchnorm": True}, "sync_batchnorm"),
+]
+
+
+def refusals():
+    found = []
+    for make, options, arguments, _ in REFUSED:
+        try:
+            run(make(), devices=2, max_epochs=1, strategy=piped(**options), **arguments)
+            found.append("")
+        except ConfigError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_a_pipeline_cannot_do_is_refused_on_every_rank():
+    """One after the other in the same processes: a rank that did not refuse would hang or fail in the next case."""
+    for (*case, message), found in zip(REFUSED, run_workers(refusals, 2), strict=True):
+        assert re.search(message, found), (case, found)
+        assert len(found.splitlines()) <= 6
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [GPIPE, {}, INTERLEAVED])
+def test_stages_on_two_gpus(options):
+    ours, alone = sgd_text(), sgd_text()
+    run(ours, accelerator="cuda", devices=2, strategy=piped(**options), gradient_clip_val=0.05)
+    run(alone, accelerator="cuda", devices=1, gradient_clip_val=0.05)
+    assert close(flat(ours), flat(alone), 1e-4)

@@ -1,0 +1,273 @@
+"""The fixed tree over replicas: the bits of one process on any number of them."""
+
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from legato.trainer.data.sampling import Layout
+from legato.trainer.errors import TaskError
+from legato.trainer.processes import environment
+from legato.trainer.strategies.bitwise.tree import (
+    CarryStack,
+    GradientStack,
+    GradientTree,
+    Node,
+    ShareStack,
+    partial_nodes,
+)
+
+layouts = st.integers(1, 17).flatmap(lambda replicas: st.builds(Layout, st.just(replicas), st.integers(1, replicas)))
+
+
+class Formula(CarryStack[str]):
+    """Writes down what is added to what."""
+
+    def add(self, left, right):
+        return f"({left}+{right})"
+
+
+def formula(start, stop, level):
+    """The sum that the tree stands for, by its definition from the root down; None where there is no replica."""
+    if level == 0:
+        return str(start) if start < stop else None
+    left, right = (formula(start + (half << level - 1), stop, level - 1) for half in (0, 1))
+    return left if right is None else f"({left}+{right})"
+
+
+# --- the order of additions -----------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(layouts)
+def test_any_process_count_gives_the_sum_that_the_tree_defines(layout):
+    whole = Formula()
+    for process in range(layout.processes):
+        own = Formula()
+        for replica in layout.owned(process):
+            own.push(Node(replica, 0), str(replica))
+        assert [node for node, _ in own.waiting] == partial_nodes(layout.owned(process))
+        for node, value in own.waiting:
+            whole.push(node, value)
+    levels = (layout.replicas - 1).bit_length()
+    assert whole.total() == formula(0, layout.replicas, levels)
+
+
+@settings(deadline=None)
+@given(layouts)
+def test_partial_nodes_cover_a_block_once_and_are_few(layout):
+    for process in range(layout.processes):
+        owned = layout.owned(process)
+        nodes = partial_nodes(owned)
+        covered = [replica for node in nodes for replica in range(node.start, node.start + (1 << node.level))]
+        assert covered == list(owned)
+        assert all(node.start % (1 << node.level) == 0 for node in nodes)
+        assert len(nodes) <= 2 * max(1, len(owned).bit_length())
+
+
+@settings(deadline=None, max_examples=60)
+@given(layouts, st.integers(0, 2**32 - 1), st.data())
+def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_trace(layout, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    present = data.draw(st.lists(st.booleans(), min_size=layout.replicas, max_size=layout.replicas))
+    # of very unlike sizes, so that another order of additions shows, and with zeros of both signs
+    leaves = [
+        torch.randn(33, generator=generator) * 10.0 ** torch.randint(-6, 7, (33,), generator=generator) for _ in present
+    ]
+    for leaf in leaves:
+        leaf[:3] = torch.tensor([0.0, -0.0, -0.0])
+    alone = GradientStack()
+    for replica, (leaf, here) in enumerate(zip(leaves, present, strict=True)):
+        alone.push(Node(replica, 0), [leaf.clone() if here else None])
+    (expected,) = alone.total()
+    shares = ShareStack()
+    for process in range(layout.processes):
+        own = GradientStack()
+        for replica in layout.owned(process):
+            own.push(Node(replica, 0), [leaves[replica].clone() if present[replica] else None])
+        for node, (value,) in own.waiting:
+            shares.push(node, torch.full((33,), -0.0) if value is None else value)
+    total = shares.total()
+    if expected is None:
+        assert not any(present)
+    else:
+        assert same_bits(total, expected)
+        assert bool(torch.signbit(total[1]))
+
+
+def same_bits(ours, theirs):
+    return torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+
+
+# --- gradients of real parameters -----------------------------------------------------------------------------------
+
+SHAPES = [(5, 3), (), (0,), (7,), (2, 0, 3), (4, 3, 3, 3), (1,), (65,), (300,)]
+ABSENT = {3: [1, 4], 6: [1, 2, 3, 4, 5, 6, 7, 8]}
+"""For these replicas the parameters that they do not use; nobody uses parameter 4 at all."""
+
+
+def make_parameters():
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    parameters[5].data = parameters[5].data.to(memory_format=torch.channels_last)
+    parameters[3].data = parameters[3].data.double()
+    parameters[7].data = parameters[7].data.bfloat16()
+    parameters.insert(2, nn.Parameter(torch.zeros(3), requires_grad=False))
+    return parameters
+
+
+def gradients_of(replica, parameters):
+    generator = torch.Generator().manual_seed(replica)
+    gradients = [torch.randn(p.shape, generator=generator, dtype=torch.float64).to(p.dtype) for p in parameters]
+    gradients[8][0] = -0.0  # a sum of which is -0.0 only if nothing else is added
+    return gradients
+
+
+def reduce_by_tree(layout, process, last_replica, elements, early):
+    """Bring every replica's gradients up to `last_replica` into the tree by backward; return those of the step."""
+    parameters = make_parameters()
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    tree = GradientTree(parameters, layout, process, elements)
+    if early:
+        tree.send_early()
+    found = []
+    for _ in range(2):  # twice: the second step finds the memory of the first
+        tree.begin()
+        replicas = [replica for replica in layout.owned(process) if replica <= last_replica]
+        for replica in replicas:
+            if early and replica == replicas[-1]:
+                tree.expect_last(replica)
+            used = [i for i in range(len(trained)) if i != 4 and i not in ABSENT.get(replica, ())]
+            gradients = gradients_of(replica, trained)
+            sum((trained[i].double() * gradients[i].double()).sum() for i in used).backward()
+            tree.take(replica)
+        tree.finish()
+        found.append([None if p.grad is None else p.grad.clone() for p in trained])
+        for parameter in trained[1:]:  # an optimizer has the others only: what is left of the first one adds up
+            parameter.grad = None
+    tree.close()
+    found[1][0] /= 2
+    assert all(is_same(ours, theirs) for ours, theirs in zip(*found, strict=True))
+    return found[1]
+
+
+def is_same(ours, theirs):
+    if ours is None or theirs is None:
+        return ours is theirs
+    alike = ours.dtype == theirs.dtype and ours.stride() == theirs.stride() and torch.equal(ours, theirs)
+    return alike and torch.equal(torch.signbit(ours), torch.signbit(theirs))
+
+
+CASES = [
+    (replicas, last, elements, early)
+    for replicas, last in [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4), (6, 5), (7, 4), (8, 7), (8, 4), (13, 12), (17, 9)]
+    for elements, early in [(1, True), (40, False), (1 << 20, True)]
+]
+
+
+def reduce_all(processes):
+    place = environment.find_place()
+    environment.connect(place, "gloo", timedelta(seconds=60))
+    try:
+        found = {}
+        for replicas, last, elements, early in CASES:
+            if replicas >= processes:
+                layout = Layout(replicas, processes)
+                own = reduce_by_tree(layout, place.rank, last, elements, early)
+                every = [None] * processes
+                dist.all_gather_object(every, own)
+                assert all(is_same(ours, theirs) for other in every for ours, theirs in zip(own, other, strict=True))
+                found[replicas, last, elements, early] = own
+        messages = late_gradients(place.rank) if processes == 2 else []
+        return found, messages, count_bytes(place.rank, processes)
+    finally:
+        environment.disconnect()
+
+
+def count_bytes(process, processes):
+    """Send a gradient of 60,000 numbers in buckets, one replica a process; return the bytes sent to other processes."""
+    parameters = [nn.Parameter(torch.zeros(20_000)) for _ in range(3)]
+    tree = GradientTree(parameters, Layout(processes, processes), process, bucket_elements=20_000)
+    sent = []
+    all_to_all, all_gather = dist.all_to_all_single, tree._all_gather
+
+    def exchange(output, source, to_receive, to_send, **options):
+        sent.append(sum(to_send[:process] + to_send[process + 1 :]) * source.element_size())
+        return all_to_all(output, source, to_receive, to_send, **options)
+
+    def hand_out(output, source, **options):
+        sent.append(source.nbytes * (processes - 1))
+        return all_gather(output, source, **options)
+
+    dist.all_to_all_single, tree._all_gather = exchange, hand_out
+    try:
+        tree.begin()
+        sum(parameter.sum() for parameter in parameters).backward()
+        tree.take(process)
+        tree.finish()
+    finally:
+        dist.all_to_all_single, tree._all_gather = all_to_all, all_gather
+    assert len(sent) == 6
+    return sum(sent)
+
+
+def late_gradients(process):
+    """A weight that two reentrant checkpoints share gets its gradient twice, and sparse gradients cannot be added."""
+    weight, sparse = nn.Parameter(torch.ones(3, 3)), nn.Embedding(4, 2, sparse=True)
+    tree = GradientTree([weight], Layout(2, 2), process)
+    tree.send_early()
+    tree.begin()
+    tree.expect_last(process)
+    values = torch.ones(2, 3, requires_grad=True)
+    for _ in range(2):
+        values = checkpoint(lambda values: values @ weight, values, use_reentrant=True)
+    values.sum().backward()
+    tree.take(process)
+    messages = [message_of(tree.finish)]
+    tree = GradientTree(sparse.parameters(), Layout(2, 2), process)
+    tree.begin()
+    sparse(torch.tensor([1])).sum().backward()
+    tree.take(process)
+    return [*messages, message_of(tree.finish)]
+
+
+def message_of(call):
+    with pytest.raises(TaskError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_real_processes_give_the_bits_of_one():
+    alone = {case: reduce_by_tree(Layout(case[0], 1), 0, case[1], *case[2:]) for case in CASES}
+    for case, gradients in alone.items():
+        assert gradients[4] is None  # nobody used it: an optimizer leaves such a weight alone
+        assert sum(gradient is None for gradient in gradients) == 1, case
+    for processes in (2, 3, 5):
+        found, messages, sent = environment.run_workers(partial(reduce_all, processes), processes, threads=1)
+        ring = 2 * 60_000 * 4 * (processes - 1) / processes
+        assert ring <= sent < ring * 1.001
+        assert len(found) == sum(case[0] >= processes for case in CASES)
+        for case, gradients in found.items():
+            assert all(is_same(ours, theirs) for ours, theirs in zip(gradients, alone[case], strict=True)), case
+        if processes == 2:
+            assert "shape [(3, 3)] a gradient twice" in messages[0]
+            assert "sparse=True" in messages[1]
+
+
+def test_one_replica_leaves_its_gradients_as_they_are():
+    gradients = reduce_by_tree(Layout(1, 1), 0, 0, 40, early=True)
+    trained = [parameter for parameter in make_parameters() if parameter.requires_grad]
+    for index, expected in enumerate(gradients_of(0, trained)):
+        assert gradients[index] is None if index == 4 else torch.equal(gradients[index], expected)
+
+
+def test_adding_up_in_turn_gives_other_bits():
+    trained = [parameter for parameter in make_parameters() if parameter.requires_grad]
+    in_turn = [sum(parts[1:], parts[0]) for parts in zip(*(gradients_of(r, trained) for r in range(8)), strict=True)]
+    tree = reduce_by_tree(Layout(8, 1), 0, 7, 40, early=False)
+    assert not torch.equal(in_turn[8], tree[8])

@@ -1,0 +1,378 @@
+"""Runs that are told to end by real signals: a whole checkpoint, exit code 75 or 130, the same bits after a resume."""
+
+import json
+import os
+import pty
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import preempted_run
+import psutil
+import pytest
+import torch
+from forked import Forked
+from waiting import members, wait_until
+
+from legato.trainer.checkpoints import store
+from legato.trainer.processes.signals import RESUME_ME, attended
+
+SCRIPT = Path(preempted_run.__file__)
+SLOW = {"pace": 0.1}
+TWO = {"pace": 0.1, "devices": 2, "strategy": "ddp"}
+
+
+class Running:
+    """A run in a process group of its own, as a terminal or a scheduler starts it."""
+
+    def __init__(self, folder: Path, options: dict[str, Any], command: list[str] | None = None, **popen: Any) -> None:
+        self.folder = folder
+        for mark in folder.glob("*-*"):
+            mark.unlink()
+        if command is None:
+            self.process = Forked(preempted_run.run, folder, options, **popen)
+        else:
+            streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
+            self.process = subprocess.Popen(command, start_new_session=True, **streams)
+        self.output = self.errors = ""
+
+    def wait_for(self, mark: str, seconds: float = 60) -> int:
+        """Wait until the run leaves a mark; return the process that left it."""
+        assert wait_until((self.folder / mark).exists, seconds) or self.process.poll() is not None, mark
+        assert wait_until(lambda: bool((self.folder / mark).read_text()), 2), self.process.communicate()[1]
+        return int((self.folder / mark).read_text())
+
+    def end(self, seconds: float = 60) -> int:
+        """Wait for its end, and return its exit code; nothing of it may live on."""
+        self.output, self.errors = self.process.communicate(timeout=seconds)
+        assert wait_until(lambda: not members(self.process.pid), 10), members(self.process.pid)
+        return self.process.returncode
+
+
+@contextmanager
+def running(folder: Path, options: dict[str, Any], *arguments: Any, **popen: Any) -> Iterator[Running]:
+    run = Running(folder, options, *arguments, **popen)
+    try:
+        yield run
+    finally:
+        for process in members(run.process.pid):
+            os.kill(process, signal.SIGKILL)
+        run.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The weights of a run that nothing disturbed; `bitwise`, so the same for any number of processes."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    preempted_run.run(folder, {})
+    return torch.load(folder / "weights.pt", weights_only=True)
+
+
+def assert_resumes(folder: Path, options: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    """Resume without delays; it must end with the bits of the undisturbed run."""
+    preempted_run.run(folder, {**options, "pace": 0.0})
+    found = torch.load(folder / "weights.pt", weights_only=True)
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """The names of all checkpoints, every one of which must be whole."""
+    found = store.all_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    for path in found:
+        store.verify(path)
+    return [path.name for path in found]
+
+
+def stopped_at(run: Running) -> int:
+    """Return the step that the run says it stopped at, in one line, with the code that asks for a new start."""
+    lines = [line for line in run.errors.splitlines() if "stopped at step" in line]
+    assert len(lines) == 1, run.errors
+    assert "is whole" in lines[0]
+    assert "Traceback" not in run.errors
+    found = re.search(r"stopped at step (\d+)", lines[0])
+    assert found is not None
+    return int(found[1])
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("SIGTERM", SLOW),
+        ("SIGUSR1", {**SLOW, "workers": 1}),
+        ("SIGTERM", {**SLOW, "enable_checkpointing": False}),
+    ],
+)
+def test_a_signal_in_a_step(tmp_path, undisturbed, name, options):
+    with running(tmp_path, options) as run:
+        os.kill(run.wait_for("step-4-0"), getattr(signal, name))
+        assert run.end() == RESUME_ME, run.errors
+    step = stopped_at(run)
+    assert step == 5
+    assert f"{name}: stopped at step 5" in run.errors
+    assert f"step-{step:08d}" in checkpoints(tmp_path)
+    assert not list(tmp_path.glob("epoch_end-*"))
+    assert not (tmp_path / "train_end-0").exists()
+    assert (tmp_path / "teardown-0").exists()
+    assert_resumes(tmp_path, options, undisturbed)
+
+
+@pytest.mark.parametrize("options", [SLOW, {**SLOW, "val_check_interval": 1.0}])
+def test_a_signal_in_a_validation_leaves_it_and_a_resume_does_it_again(tmp_path, options):
+    preempted_run.run(tmp_path / "undisturbed", {**options, "pace": 0.0})
+    weights = torch.load(tmp_path / "undisturbed" / "weights.pt", weights_only=True)
+    step = 4 if "val_check_interval" not in options else 6
+    with running(tmp_path, options) as run:
+        os.kill(run.wait_for(f"validation-{step}-0-0"), signal.SIGTERM)
+        assert run.end() == RESUME_ME, run.errors
+    assert stopped_at(run) == step
+    assert not (tmp_path / f"validation-{step}-2-0").exists()
+    assert_resumes(tmp_path, options, weights)
+    logged = [json.loads(line) for line in (tmp_path / "runs/default/version_0/metrics.jsonl").read_text().splitlines()]
+    assert sum("val_loss" in point and point["step"] == step for point in logged) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_second_signal_does_not_break_the_save(tmp_path, undisturbed, asynchronous):
+    options = {**SLOW, "asynchronous": asynchronous}
+    with running(tmp_path, options) as run:
+        process = run.wait_for("saving-3-0")
+        os.kill(process, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM) * 4:
+            time.sleep(0.04)
+            os.kill(process, number)
+        assert run.end() == RESUME_ME, run.errors
+    assert stopped_at(run) == 3
+    assert "step-00000003" in checkpoints(tmp_path)
+    assert_resumes(tmp_path, options, undisturbed)
+
+
+def test_a_signal_before_training_has_nothing_to_save(tmp_path):
+    with running(tmp_path, {"pace": 0.4}) as run:
+        os.kill(run.wait_for("setup-0"), signal.SIGTERM)
+        assert run.end() == RESUME_ME, run.errors
+    assert "Traceback" not in run.errors
+    assert not checkpoints(tmp_path)
+    assert not (tmp_path / "step-0-0").exists()
+
+
+def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
+    with running(tmp_path, {"pace": 0.02, "workers": 1}) as run:
+        os.kill(run.wait_for("teardown-0"), signal.SIGTERM)
+        assert run.end() == RESUME_ME, run.errors
+    assert checkpoints(tmp_path)[-1] == "step-00000018"
+    assert_resumes(tmp_path, {}, undisturbed)
+
+
+def test_any_moment(tmp_path, undisturbed):
+    """A run that is told to end, ever later after its start, and resumed each time."""
+    command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"pace": 0.03}), "0.05"]
+    with running(tmp_path, {}, command) as run:
+        assert run.end(300) == 0
+    ends = json.loads(run.output)
+    assert set(ends) <= {0, RESUME_ME}, run.errors
+    assert ends[-1] == 0
+    assert ends.count(RESUME_ME) >= 5
+    # Python swallows what a handler raises within a destructor or a callback, and says so; the run ends all the same.
+    said = re.sub(r"Exception ignored in.*?\nSystemExit: 75\n", "", run.errors, flags=re.DOTALL)
+    assert "Traceback" not in said
+    checkpoints(tmp_path)
+    assert_resumes(tmp_path, {}, undisturbed)
+
+
+def test_handlers_are_put_back_and_a_forked_child_ends_by_signals(trainer):
+    from tiny import Tiny, make_loader
+
+    ends = []
+
+    class Forks(Tiny):
+        def on_train_start(self):
+            child = os.fork()
+            if child == 0:
+                time.sleep(20)
+                os._exit(0)
+            time.sleep(0.2)
+            os.kill(child, signal.SIGTERM)
+            ends.append(os.waitpid(child, 0)[1])
+
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    trainer().fit(Forks(), make_loader())
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert ends == [signal.SIGTERM]
+
+
+def test_an_ignored_signal_stays_ignored():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        with attended(heard.append):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("whom", ["rank 0", "rank 1", "all", "launcher", "everyone"])
+def test_a_signal_to_any_of_two_processes(tmp_path, undisturbed, whom):
+    options = {**TWO, "workers": 1} if whom == "everyone" else TWO
+    with running(tmp_path, options) as run:
+        ranks = [run.wait_for("step-4-0"), run.wait_for("step-4-1")]
+        # everyone: with the loaders' workers, as SLURM does it; the launcher's own children are in its session
+        told = {"rank 0": ranks[:1], "rank 1": ranks[1:], "all": ranks, "launcher": [run.process.pid]}
+        if whom == "everyone":
+            told[whom] = [run.process.pid] + [p for rank in ranks for p in [rank, *children(rank)]]
+        for process in told[whom]:
+            os.kill(process, signal.SIGTERM)
+        assert run.end() == RESUME_ME, run.errors
+    step = stopped_at(run)
+    assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
+    assert not (tmp_path / f"step-{step}-0").exists()
+    assert not (tmp_path / f"step-{step}-1").exists()
+    assert_resumes(tmp_path, options, undisturbed)
+
+
+def children(process: int) -> list[int]:
+    return [child.pid for child in psutil.Process(process).children(recursive=True)]
+
+
+def test_one_rank_in_a_validation(tmp_path, undisturbed):
+    with running(tmp_path, {**TWO, "pace": 0.2}) as run:
+        os.kill(run.wait_for("validation-4-0-1"), signal.SIGUSR1)
+        assert run.end() == RESUME_ME, run.errors
+    assert stopped_at(run) == 4
+    assert_resumes(tmp_path, TWO, undisturbed)
+
+
+def test_one_rank_while_saving(tmp_path, undisturbed):
+    with running(tmp_path, TWO) as run:
+        process = run.wait_for("saving-3-1")
+        os.kill(process, signal.SIGTERM)
+        time.sleep(0.1)
+        os.kill(process, signal.SIGTERM)
+        assert run.end() == RESUME_ME, run.errors
+    assert 3 <= stopped_at(run) <= 6
+    assert_resumes(tmp_path, TWO, undisturbed)
+
+
+@pytest.mark.parametrize("whom", ["rank 1", "launcher", "launcher, early"])
+def test_start_up_of_two_processes(tmp_path, whom):
+    with running(tmp_path, {**TWO, "pace": 0.4}) as run:
+        process = run.process.pid
+        if whom == "launcher, early":
+            assert wait_until((tmp_path / "runs").exists, 30)
+        else:
+            rank = run.wait_for("setup-1")
+            process = rank if whom == "rank 1" else process
+        os.kill(process, signal.SIGTERM)
+        assert run.end() == RESUME_ME, run.errors
+    assert "Traceback" not in run.errors
+    assert not checkpoints(tmp_path)
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [{**SLOW, "workers": 1}, TWO])
+def test_ctrl_c_in_a_library_call_raises_keyboard_interrupt_after_the_save(tmp_path, undisturbed, options):
+    with running(tmp_path, {**options, "catch": True}) as run:
+        run.wait_for("step-4-0")
+        os.killpg(run.process.pid, signal.SIGINT)  # with the loader's workers
+        time.sleep(0.05)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.end() == 0, run.errors
+    assert (tmp_path / "caught").exists()
+    step = stopped_at(run)
+    assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
+    assert_resumes(tmp_path, options, undisturbed)
+
+
+CONFIG = """
+task: {{_target_: command.Slow, folder: {folder}, pace: 0.1}}
+data: {{_target_: command.Data, folder: {folder}}}
+trainer: {{accelerator: cpu, devices: {devices}, replicas: 2, max_epochs: 3, log_every_n_steps: 4}}
+run: {{root: {folder}/runs}}
+resume: auto
+"""
+MODULE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+import preempted_run
+from torch.utils.data import DataLoader
+import legato as lg
+
+class Slow(preempted_run.Slow):
+    def __init__(self, folder: str, pace: float = 0.0) -> None:
+        super().__init__(Path(folder), pace)
+
+class Data(lg.DataModule):
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        (Path(folder) / "began").touch()
+
+    def train_dataloader(self):
+        return DataLoader(preempted_run.Numbers(48), 4, num_workers=1)
+"""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
+    (tmp_path / "command.py").write_text(MODULE.format(tests=str(SCRIPT.parent)))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=devices))
+    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml"]
+    keyboard, terminal = pty.openpty()
+    # the terminal becomes the controlling one of the new session, so that Ctrl-C is a signal to its process group
+    code = f"import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv({command[0]!r}, {command!r})"
+    with running(tmp_path, {}, [sys.executable, "-c", code], cwd=tmp_path, stdin=terminal) as run:
+        run.wait_for("step-4-0")
+        os.write(keyboard, b"\x03")
+        assert run.end() == 130, run.errors
+    os.close(keyboard)
+    os.close(terminal)
+    step = stopped_at(run)
+    assert "Ctrl-C: stopped at step" in run.errors
+    assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, RESUME_ME), (signal.SIGINT, 130)])
+def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, number, code):
+    module = MODULE.format(tests=str(SCRIPT.parent)) + "\nimport time; Path('began').touch(); time.sleep(20)"
+    (tmp_path / "command.py").write_text(module)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=1))
+    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml"]
+    with running(tmp_path, {}, command, cwd=tmp_path) as run:
+        assert wait_until((tmp_path / "began").exists, 30)
+        os.kill(run.process.pid, number)
+        assert run.end() == code
+    assert "Traceback" not in run.errors
+
+
+# --- SLURM ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo $@ > {folder}/scontrol", "in the queue again"),
+        ("echo Job is gone >&2; exit 1", "scontrol requeue 4711 failed: Job is gone"),
+    ],
+)
+def test_requeue(tmp_path, script, said):
+    fake = tmp_path / "bin" / "scontrol"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\n" + script.format(folder=tmp_path))
+    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
+    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+    with running(tmp_path, {**SLOW, "requeue": True}, env=environment) as run:
+        os.kill(run.wait_for("step-2-0"), signal.SIGUSR1)
+        assert run.end() == RESUME_ME, run.errors
+    assert said in run.errors
+    assert checkpoints(tmp_path)
+    if "scontrol" in script and said.startswith("in"):
+        assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"

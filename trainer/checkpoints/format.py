@@ -1,0 +1,580 @@
+"""Files that are hashed while they are written, and tensors in the safetensors format.
+
+The library's own writer builds the whole file in memory, or writes it where no one can hash it on the way: a second
+pass. Here one pass takes each tensor's bytes from where they are. What is written is read by the library.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path, PurePath
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from .progress import SAVES
+from .shards import Part, PartFiles, Ranks, Stored, file_name, part_of
+
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+TYPES = {name: dtype for dtype, name in NAMES.items()}
+_CHUNK = 1 << 20
+_BLOCK = 1 << 26
+
+
+class Sum(NamedTuple):
+    """What a manifest says about a file."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile:
+    """A new file that is hashed while it is written and synced when it is closed; `sum` is there afterwards."""
+
+    def __init__(self, path: Path) -> None:
+        self.sum = Sum(0, "")
+        self._size = 0
+        self._hash = hashlib.sha256()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+    def write(self, data: memoryview | bytes) -> None:
+        """Append. Hashing on a thread meanwhile was no faster where every core has a process of the run."""
+        view = memoryview(data)
+        self._hash.update(view)
+        self._size += view.nbytes
+        while view.nbytes:  # in blocks, each of them a sign that the save moves; a full disk takes less than a block
+            view = view[os.write(self._descriptor, view[:_BLOCK]) :]
+            SAVES.move()
+
+    def __enter__(self) -> "HashedFile":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                os.fsync(self._descriptor)
+                self.sum = Sum(self._size, self._hash.hexdigest())
+        finally:
+            os.close(self._descriptor)
+
+
+def write_bytes(path: Path, data: bytes) -> Sum:
+    """Write and sync a new file."""
+    with HashedFile(path) as file:
+        file.write(data)
+    return file.sum
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Sum:
+    """Write and sync a new safetensors file; tensors on a device or not contiguous are copied over one by one."""
+    # the largest items first, so that every tensor is aligned for readers that map the file
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        start, end = end, end + tensors[name].nbytes
+        header[name] = {
+            "dtype": NAMES[tensors[name].dtype],
+            "shape": list(tensors[name].shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % 8)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            if tensors[name].nbytes:
+                file.write(flat_bytes(tensors[name].cpu()).numpy().data)
+    return file.sum
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as a uint8 tensor; without a copy where it is contiguous."""
+    # `contiguous` lets any stride pass where a size is 0 or 1, and the second `view` does not
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file into memory of its own; raises CheckpointError where its header does not hold.
+
+    The library maps the file. A tensor that stayed mapped would fail when the file goes away on a network disk, keep a
+    deleted file's space, and lie at an address of any alignment, which changes the last bits of some kernels' results.
+    """
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+
+
+def read_verified(path: Path, expected: Sum) -> dict[str, Tensor]:
+    """Read a safetensors file once, hashing it on the way, into memory of its own (see `read_tensors`).
+
+    Raises CheckpointError where it is not the file that `expected` describes, or no safetensors file.
+    """
+    try:
+        with HashedReader(path) as file:
+            tensors = _read_tensors(file, expected.size)
+        damaged = file.sum != expected
+    except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        damaged = file_sum(path) != expected
+        if not damaged:
+            raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
+    if damaged:
+        raise CheckpointError(f"{path.parent}: {path.name} is damaged: its SHA-256 is not the one that was written.")
+    return tensors
+
+
+def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
+    length = int.from_bytes(file.take(8), "little")
+    if length > size - 8:
+        raise ValueError(f"its header would have {length} bytes")
+    header = json.loads(file.take(length).decode("utf-8"), object_pairs_hook=_unique)
+    header.pop("__metadata__", None)
+    places = {name: entry["data_offsets"] for name, entry in header.items()}
+    tensors, end = {}, 0
+    for name in sorted(places, key=lambda name: tuple(places[name])):
+        (start, stop), entry = places[name], header[name]
+        shape, dtype = entry["shape"], TYPES[entry["dtype"]]
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
+            raise ValueError(f"{name!r} has no place in it")
+        if start != end or stop - start != math.prod(shape) * dtype.itemsize or stop > size - 8 - length:
+            raise ValueError(f"{name!r} of shape {shape} does not lie at {start}..{stop}")
+        tensors[name] = torch.empty(shape, dtype=dtype)
+        file.fill(flat_bytes(tensors[name]).numpy().data)
+        end = stop
+    if end != size - 8 - length:
+        raise ValueError(f"{size - 8 - length - end} bytes at its end belong to no tensor")
+    return {name: tensors[name] for name in header}
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError("a name stands twice in its header")
+    return dict(pairs)
+
+
+class HashedReader:
+    """A file that is hashed while it is read; `sum` is that of all that was read."""
+
+    def __init__(self, path: Path) -> None:
+        self.sum = Sum(0, "")
+        self._size = 0
+        self._hash = hashlib.sha256()
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        data = bytearray(count)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, target: memoryview) -> None:
+        """Read as many bytes as `target` has, piece by piece, so that they are hashed while they are in the cache."""
+        for start in range(0, target.nbytes, _CHUNK):
+            piece = target[start : start + _CHUNK]
+            filled = 0
+            while filled < piece.nbytes:
+                count = os.readv(self._descriptor, [piece[filled:]])
+                if not count:
+                    raise ValueError("it ends too early")
+                filled += count
+            self._hash.update(piece)
+            self._size += piece.nbytes
+
+    def __enter__(self) -> "HashedReader":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            if os.read(self._descriptor, 1):
+                self._size = -1  # longer than it says
+            self.sum = Sum(self._size, self._hash.hexdigest())
+        finally:
+            os.close(self._descriptor)
+
+
+def file_sum(path: Path, sync: bool = False) -> Sum:
+    """Return size and SHA-256 of a file; with `sync`, see it to the disk first."""
+    digest, size, buffer = hashlib.sha256(), 0, bytearray(_CHUNK)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with open(descriptor, "rb", buffering=0) as file:
+        if sync:
+            os.fsync(descriptor)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+    return Sum(size, digest.hexdigest())
+
+
+MARK = "__legato__"
+DEPTH = 100  # levels of nesting; a value that contains itself ends here too
+MODEL, OTHERS = "model", "tensors"
+KNOWN_EVERYWHERE = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+"""The dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+
+Place = tuple[str, ...]
+
+
+@dataclass
+class Flat:
+    """A nested value taken apart."""
+
+    tree: Any
+    """Strict JSON."""
+    tensors: dict[str, dict[str, Tensor]]
+    """Tensor file (`model`, `tensors`) -> name in it -> tensor, still where it was and maybe sharing memory."""
+
+    parts: dict[str, dict[str, Part]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
+    """The same for the parts that this process has of tensors that lie on several."""
+    marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """The marks of those tensors in the tree."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors and parts."""
+        tensors = sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+        return tensors + sum(part.block.nbytes for parts in self.parts.values() for part in parts.values())
+
+    def share_out(self, ranks: Ranks) -> None:
+        """Settle who writes what, and note it in the marks: every part one rank, the rest rank 0; every rank calls it.
+
+        Of a block that several ranks have the first one writes it.
+        """
+        own = {
+            (file, name): (part.offset, tuple(part.block.shape))
+            for file, parts in self.parts.items()
+            for name, part in parts.items()
+            if part.block.numel()
+        }
+        everyone = ranks.gather_objects(own)
+        for (file, name), mark in self.marks.items():
+            writers: dict[Any, int] = {}
+            for rank, regions in enumerate(everyone):
+                if (file, name) in regions:
+                    writers.setdefault(regions[file, name], rank)
+            mark["parts"] = [[rank, *map(list, region)] for region, rank in writers.items()]
+            if writers.get(own.get((file, name))) != ranks.rank:
+                del self.parts[file][name]
+        if ranks.rank > 0:
+            self.tensors = {file: {} for file in self.tensors}
+
+
+def flatten(contents: Mapping[str, Any]) -> Flat:
+    """Take a nested value apart; the tensors of `contents["state_dict"]` keep their names, in a file of their own.
+
+    Raises CheckpointError that names the place of a value which is neither JSON nor a tensor.
+    """
+    flat = Flat({}, {MODEL: {}, OTHERS: {}})
+    flat.tree = _encode(dict(contents), (), flat)
+    return flat
+
+
+class _Left(dict[tuple[str, str], Any]):
+    """The tensors and parts of tensors that no mark has named yet: (file, name) -> tensor."""
+
+    files: PartFiles | None = None
+    some_parts = False
+    """Whether the files may hold parts that no mark names."""
+
+
+def unflatten(
+    tree: Any,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    files: PartFiles | None = None,
+    parts: Iterable[str] | None = (),
+) -> dict[str, Any]:
+    """Put together what `flatten` took apart, with the names of files that hold `parts`; None: some of their parts.
+
+    A tensor in parts becomes a `Stored`. Raises CheckpointError where something does not fit.
+    """
+    left = _Left({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
+    if files is not None:
+        left.files, left.some_parts = files, parts is None
+        left.update(dict.fromkeys(place for file in parts or () for place in files.names(file)))
+    try:
+        contents = _decode(tree, (), left)
+    except RecursionError:
+        raise CheckpointError("state.json is nested too deeply to be a checkpoint's.") from None
+    if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
+        raise CheckpointError(f"state.json must hold an object with names as keys, got {_a(contents)}.")
+    if left:
+        file, name = next(iter(left))
+        file = file.removesuffix(".safetensors")
+        raise CheckpointError(f"{file}.safetensors holds {name!r}, which state.json does not mention.")
+    return contents
+
+
+def _encode(value: Any, path: Place, flat: Flat) -> Any:
+    if len(path) > DEPTH:
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} deep; does it contain itself?")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):  # also a str Enum: JSON knows only the text
+        return str.__str__(value)
+    if isinstance(value, Stored):  # of another checkpoint, in whose files it stays
+        return dict(value.mark)
+    part = value if isinstance(value, Part) else part_of(value) if isinstance(value, Tensor) else None
+    if part is not None:
+        return _encode_part(part, path, flat)
+    if isinstance(value, Tensor):
+        return _encode_tensor("tensor", value, path, flat)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return _encode_numpy(value, path, flat)
+    if isinstance(value, int):
+        # beyond 64 bits other readers lose digits, and Python itself refuses very long decimals
+        return int(value) if value.bit_length() < 64 else _mark("int", hex(value))
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else _mark("float", repr(float(value)))
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, flat)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return _encode_collection(value, path, flat)
+    return _encode_plain(value, path)
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: Place, flat: Flat) -> Any:
+    inner = {key: _encode(item, (*path, str(key)), flat) for key, item in value.items()}
+    if all(isinstance(key, str) for key in inner) and MARK not in inner and not isinstance(value, Counter):
+        return {str.__str__(key): item for key, item in inner.items()}
+    for key in inner:
+        if isinstance(key, (Tensor, np.ndarray)):
+            raise _refusal(key, (*path, "a key"))
+    items = [[_encode(key, (*path, "a key"), flat), item] for key, item in inner.items()]
+    return _mark("counter" if isinstance(value, Counter) else "items", items)
+
+
+def _encode_collection(value: Any, path: Place, flat: Flat) -> Any:
+    inner = [_encode(item, (*path, str(place)), flat) for place, item in enumerate(value)]
+    if isinstance(value, list):
+        return inner
+    if isinstance(value, torch.Size):
+        return _mark("size", inner)
+    if type(value) in (tuple, set, frozenset):
+        return _mark(type(value).__name__, inner)
+    raise _refusal(value, path)
+
+
+def _encode_plain(value: Any, path: Place) -> Any:
+    if isinstance(value, complex):
+        return _mark("complex", [repr(value.real), repr(value.imag)])
+    if isinstance(value, bytes):
+        return _mark("bytes", base64.b64encode(value).decode("ascii"))
+    if isinstance(value, torch.dtype):
+        return _mark("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return _mark("device", str(value))
+    if isinstance(value, timedelta):
+        return _mark("timedelta", [value.days, value.seconds, value.microseconds])
+    if isinstance(value, PurePath):
+        return _mark("path", str(value))
+    raise _refusal(value, path)
+
+
+def _encode_numpy(value: Any, path: Place, flat: Flat) -> Any:
+    native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")  # a copy: contiguous and writable
+    try:
+        tensor = torch.from_numpy(native)
+    except TypeError:
+        raise CheckpointError(
+            f"{_dotted(path)} is a numpy {value.dtype}; a checkpoint holds numbers, bools, text and tensors."
+        ) from None
+    return _encode_tensor("array" if isinstance(value, np.ndarray) else "scalar", tensor, path, flat)
+
+
+def _encode_tensor(kind: str, value: Tensor, path: Place, flat: Flat) -> Any:
+    wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if wrapped or value.layout != torch.strided or value.is_quantized or value.is_meta:
+        what = type(value).__name__ if wrapped else "meta tensor" if value.is_meta else f"{value.layout} tensor"
+        raise CheckpointError(
+            f"{_dotted(path)} is a {what}; a checkpoint holds plain, dense tensors: convert it first."
+        )
+    tensor = value.detach().resolve_conj().resolve_neg()
+    file, unique = _name_in_file(path, flat)
+    mark: dict[str, Any] = {MARK: kind, "file": file, "name": unique}
+    if tensor.dtype not in KNOWN_EVERYWHERE:
+        mark |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+        tensor = torch.view_as_real(tensor) if tensor.is_complex() else flat_bytes(tensor)
+    flat.tensors[file][unique] = tensor
+    return mark
+
+
+def _encode_part(part: Part, path: Place, flat: Flat) -> Any:
+    kind = str(part.block.dtype).removeprefix("torch.")
+    if part.block.dtype not in KNOWN_EVERYWHERE:
+        raise CheckpointError(
+            f"{_dotted(path)} lies on several processes and is {kind}, which cannot be stored in parts."
+        )
+    file, unique = _name_in_file(path, flat)
+    mark = {MARK: "parts", "file": file, "name": unique, "dtype": kind, "shape": list(part.shape)}
+    flat.parts[file][unique], flat.marks[file, unique] = part, mark
+    return mark
+
+
+def _name_in_file(path: Place, flat: Flat) -> tuple[str, str]:
+    file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
+    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # the format has no lone surrogates
+    while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
+        unique += "'"  # "a.b" and "a" -> "b" spell the same
+    return file, unique
+
+
+def _decode(node: Any, path: Place, left: _Left) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, (*path, str(place)), left) for place, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    if MARK not in node:
+        return {key: _decode(item, (*path, key), left) for key, item in node.items()}
+    kind = node[MARK]
+    try:
+        if kind in ("tensor", "array", "scalar"):
+            return _decode_tensor(kind, node, left)
+        if kind == "parts":
+            return _decode_parts(node, left)
+        if node.keys() != {MARK, "value"} or not isinstance(kind, str) or kind not in _READERS:
+            raise ValueError(f"no such mark: {str(node)[:80]}")
+        return _READERS[kind](_decode(node["value"], path, left))
+    except CheckpointError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        if isinstance(error, RecursionError):
+            raise
+        raise CheckpointError(f"state.json is damaged at {_dotted(path)}: {str(error)[:200]}.") from error
+
+
+def _decode_tensor(kind: str, node: dict[str, Any], left: _Left) -> Any:
+    if not {"file", "name"} <= node.keys() <= {MARK, "file", "name", "dtype", "shape"}:
+        raise ValueError(f"no such mark: {str(node)[:80]}")
+    place = (node["file"], node["name"])
+    if place not in left:
+        raise ValueError(f"{place[0]}.safetensors holds no tensor {place[1]!r}, or it is used twice")
+    tensor = left.pop(place)
+    if "dtype" in node:
+        dtype, shape = DTYPES[node["dtype"]], _all_of(int, node["shape"])
+        tensor = torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+        if tensor.dtype != dtype:
+            raise ValueError(f"{place[1]!r} is stored as {tensor.dtype}, marked as {dtype}")
+        tensor = tensor.view(shape)
+    if kind == "tensor":
+        return tensor
+    array = tensor.numpy()
+    if kind == "scalar" and array.ndim:
+        raise ValueError(f"{place[1]!r} is marked as a scalar and has shape {array.shape}")
+    return array if kind == "array" else array[()]
+
+
+def _decode_parts(node: dict[str, Any], left: _Left) -> Stored:
+    if node.keys() != {MARK, "file", "name", "dtype", "shape", "parts"} or left.files is None:
+        raise ValueError(f"no such mark: {str(node)[:80]}")
+    name, shape, parts = _of(str, node["name"]), tuple(_all_of(int, node["shape"])), []
+    for rank, offset, size in _all_of(list, node["parts"]):
+        file = file_name(_of(str, node["file"]), _of(int, rank))
+        if not left.some_parts:
+            del left[file, name]
+        parts.append((file, tuple(_all_of(int, offset)), tuple(_all_of(int, size))))
+    return Stored(left.files, name, shape, DTYPES[node["dtype"]], parts, node)
+
+
+def _of(kind: type, value: Any) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"expected {kind.__name__}, got {_a(value)}")
+    return value
+
+
+def _all_of(kind: type, values: Any) -> list[Any]:
+    return [_of(kind, value) for value in _of(list, values)]
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for pair in _all_of(list, value):
+        key, item = pair
+        if not isinstance(key, Hashable) or isinstance(key, Tensor) or key in found:
+            raise ValueError("a key that is no key or stands twice")
+        found[key] = item
+    return found
+
+
+def _float(text: Any) -> float:
+    return float(_of(str, text))
+
+
+def _complex(parts: Any) -> complex:
+    real, imaginary = _of(list, parts)
+    return complex(_float(real), _float(imaginary))
+
+
+def _timedelta(parts: Any) -> timedelta:
+    days, seconds, microseconds = _all_of(int, parts)
+    return timedelta(days, seconds, microseconds)
+
+
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "int": lambda value: int(_of(str, value), 16),
+    "float": _float,
+    "complex": _complex,
+    "bytes": lambda value: base64.b64decode(_of(str, value), validate=True),
+    "tuple": lambda value: tuple(_of(list, value)),
+    "set": lambda value: set(_of(list, value)),
+    "frozenset": lambda value: frozenset(_of(list, value)),
+    "size": lambda value: torch.Size(_all_of(int, value)),
+    "items": _items,
+    "counter": lambda value: Counter(_items(value)),
+    "dtype": lambda value: DTYPES[_of(str, value)],
+    "device": lambda value: torch.device(_of(str, value)),
+    "timedelta": _timedelta,
+    "path": lambda value: Path(_of(str, value)),
+}
+
+
+def _mark(kind: str, value: Any) -> dict[str, Any]:
+    return {MARK: kind, "value": value}
+
+
+def _a(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def _dotted(path: Place) -> str:
+    return ".".join(path) or "the checkpoint"
+
+
+def _refusal(value: Any, path: Place) -> CheckpointError:
+    return CheckpointError(
+        f"{_dotted(path)} is {_a(value)}; a checkpoint holds JSON values and tensors. "
+        f"Leave it out of the state, or turn it into numbers, text, lists, dicts or tensors."
+    )

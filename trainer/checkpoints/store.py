@@ -1,0 +1,439 @@
+"""Checkpoints: a directory that is whole or not there, and holds no pickle.
+
+    step-00001200/
+    |-- model.safetensors      contents["state_dict"], under the task's own parameter names
+    |-- tensors.safetensors    every other tensor
+    |-- model-00002.safetensors, tensors-00002.safetensors
+    |                          rank 2's parts of tensors that lie on several processes (parts.py)
+    |-- state.json             everything else, with marks where tensors stood (tree.py)
+    `-- manifest.json          sizes and SHA-256 sums of the files; written last: the commit mark
+
+How one is put in its place and taken away is in commit.py, the background writer in background.py, other people's
+files in foreign.py.
+"""
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import CheckpointError, ConfigError
+from . import commit, manifest
+from .background import Writer
+from .commit import NOBODY, STEP_NAME, Owner, free_space_check, remove, sweep
+from .foreign import read_contents, read_foreign
+from .format import MODEL, OTHERS, Sum, file_sum, flatten, read_verified, unflatten
+from .run_lock import is_left_by_training
+from .run_names import CHECKPOINTS as CHECKPOINTS
+from .run_names import CONFIG, VERSION, fault_of_name
+from .shards import ALONE, PART_FILE, PartFiles, Ranks, made_whole
+
+if TYPE_CHECKING:
+    from .saver import Saver
+
+__all__ = [
+    "ALONE",
+    "Owner",
+    "Writer",
+    "all_in",
+    "check_sizes",
+    "directory_name",
+    "free_space_check",
+    "newest_whole",
+    "read",
+    "read_any",
+    "read_callback",
+    "read_foreign",
+    "read_parts",
+    "read_rest",
+    "remove",
+    "resolve",
+    "sweep",
+    "verify",
+    "write",
+]
+
+logger = logging.getLogger("legato")
+
+FOLDER = "checkpoints"
+"""Where a run directory keeps them."""
+Check = Callable[[Path], object]
+"""Raises CheckpointError for a checkpoint that is not whole: `verify`, or `check_sizes` where it is read afterwards.
+
+It may return False for one that was found to be damaged before.
+"""
+
+
+def directory_name(step: int) -> str:
+    """Return the name of a step's checkpoint."""
+    return f"step-{step:08d}"
+
+
+def write(
+    directory: Path,
+    contents: Mapping[str, Any],
+    *,
+    extra_files: commit.ExtraFiles | None = None,
+    ranks: Ranks = ALONE,
+    owner: Owner = NOBODY,
+) -> None:
+    """Write a checkpoint, from one process; a whole one that has this name is replaced at once or kept.
+
+    With several `ranks` each of them calls this, with the same contents: of a tensor that lies on several (a DTensor)
+    each writes its part, and rank 0 the rest. `extra_files` maps further file names to functions that write the file at
+    the path that they are given. Raises CheckpointError where a value cannot be stored, the disk is too full or writing
+    fails; nothing is left behind then.
+    """
+    flat = flatten(contents)
+    flat.share_out(ranks)
+    commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks, owner)
+
+
+def read(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
+    """Verify a checkpoint and return what was written, tensors on the host.
+
+    Under the keys `in_parts` a tensor that was written in parts is a `Stored`, which reads what it is asked for. Raises
+    CheckpointError that names the file and what is wrong with it.
+    """
+    files = check_sizes(directory)
+    parts = [name for name in files if PART_FILE.fullmatch(name)]
+    return read_rest(directory, files, read_parts(directory, {name: files[name] for name in parts}, parts), in_parts)
+
+
+def read_parts(directory: Path, files: Mapping[str, Sum], keep: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Verify files that hold parts of tensors, each read once; return the tensors of those to `keep`."""
+    held = {}
+    for name, expected in files.items():
+        if name in keep:
+            held[name] = read_verified(directory / name, expected)
+        else:
+            _verify(directory, name, expected)
+    return held
+
+
+def read_rest(
+    directory: Path,
+    files: Mapping[str, Sum],
+    held: dict[str, dict[str, Tensor]],
+    in_parts: Collection[str] = (),
+) -> dict[str, Any]:
+    """Verify and read what one process reads for all; see `read`. Files that hold parts were verified before.
+
+    `held`: the tensors of those that are in memory.
+    """
+    names = {MODEL: manifest.MODEL_FILE, OTHERS: manifest.TENSORS_FILE}
+    for name, expected in files.items():
+        if name not in (*names.values(), manifest.STATE_FILE) and not PART_FILE.fullmatch(name):
+            _verify(directory, name, expected)
+    tensors = {key: read_verified(directory / name, files[name]) for key, name in names.items()}
+    try:
+        state = (directory / manifest.STATE_FILE).read_bytes()
+        if hashlib.sha256(state).hexdigest() != files[manifest.STATE_FILE].sha256:
+            raise CheckpointError(f"{manifest.STATE_FILE} is damaged: its SHA-256 is not the one that was written.")
+        tree = manifest.parse_json(state, manifest.STATE_FILE)
+        parts = [name for name in files if PART_FILE.fullmatch(name)]
+        found = unflatten(tree, tensors, PartFiles(directory, held), parts)
+        return {key: value if key in in_parts else made_whole(value) for key, value in found.items()}
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def read_callback(directory: Path, state_key: str) -> Any:
+    """Return what a callback saved in a checkpoint that was verified, without reading its tensors; None: nothing.
+
+    Raises CheckpointError where the state holds a tensor, or cannot be read.
+    """
+    try:
+        tree = manifest.parse_json((directory / manifest.STATE_FILE).read_bytes(), manifest.STATE_FILE)
+        found = tree.get("callbacks", {}).get(state_key)
+        return unflatten({"state": found}, {})["state"]
+    except (CheckpointError, OSError, AttributeError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+
+
+def read_any(path: Path, names: Collection[str] = (), in_parts: Collection[str] = ()) -> dict[str, Any]:
+    """Read what `resolve` finds at a path, or the file there that others have made; see `foreign.read_contents`."""
+    return read_contents(path, names) if path.is_file() else read(resolve(path), in_parts)
+
+
+def verify(directory: Path) -> None:
+    """Check every file against the manifest; raises CheckpointError that names the file and what is wrong."""
+    for name, expected in check_sizes(directory).items():
+        _verify(directory, name, expected)
+
+
+def check_sizes(directory: Path) -> dict[str, Sum]:
+    """Return what the manifest says of each file, all of which have their sizes; raises what `verify` raises."""
+    if not directory.is_dir():
+        raise CheckpointError(f"There is no checkpoint at {directory}: it is no directory.")
+    files = manifest.load(directory)
+    for name, expected in files.items():
+        size = manifest.regular_size(directory, name)
+        if size != expected.size:
+            raise CheckpointError(f"{directory}: {name} has {size:,} bytes, {expected.size:,} were written.")
+    return files
+
+
+def _verify(directory: Path, name: str, expected: Sum) -> None:
+    try:
+        damaged = file_sum(directory / name) != expected
+    except OSError as error:
+        raise CheckpointError(f"{directory}: {name} cannot be read: {error.strerror}.") from error
+    if damaged:
+        raise CheckpointError(f"{directory}: {name} is damaged: its SHA-256 is not the one that was written.")
+
+
+def all_in(root: Path) -> list[Path]:
+    """Return the committed checkpoints of a folder (those with a manifest), oldest step first."""
+    return [path for path in _steps(root) if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
+
+
+def newest_whole(root: Path, check: Check = verify) -> Path | None:
+    """Return the newest checkpoint of a folder that passes `check`; warns of every newer one and what is wrong.
+
+    Where a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the
+    next `sweep` or save brings it back.
+    """
+    for path in reversed(_steps(root)):
+        try:
+            if check(path) is False:
+                continue
+        except CheckpointError as error:
+            logger.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
+        else:
+            return path
+    return None
+
+
+def _steps(root: Path) -> list[Path]:
+    """Return what is named like a checkpoint, or is one that a dying process was replacing, oldest step first."""
+    if not root.is_dir():
+        return []
+    found: dict[str, Path] = {}
+    for path in sorted(root.iterdir()):  # ".step-..." sorts first and yields to "step-..."
+        name = path.name.removeprefix(".").removesuffix(f".{commit.REPLACED}")
+        if path.name not in (name, commit.beside(root / name, commit.REPLACED).name) or path.is_symlink():
+            continue
+        if STEP_NAME.fullmatch(name) and path.is_dir():
+            found[name] = path
+    return sorted(found.values(), key=lambda path: int(path.name.strip(".").split(".")[0].removeprefix("step-")))
+
+
+def resolve(path: Path, check: Check = verify) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest one of a folder or run directory that is whole.
+
+    Whole is what passes `check`. Raises CheckpointError that tells what was looked for.
+    """
+    path = path if path.name else path.absolute()
+    for itself in (path, commit.beside(path, commit.REPLACED)):  # the second: a process died while it replaced it
+        if (itself / manifest.MANIFEST).is_file():
+            return itself
+    if path.is_file():
+        raise CheckpointError(
+            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}, and a run goes on from "
+            f"nothing else. A file's weights are taken by load_from_checkpoint, and by validate, test and predict."
+        )
+    for folder in (path / FOLDER, path):
+        if (found := newest_whole(folder, check)) is not None:
+            return found
+    raise CheckpointError(
+        f"There is no whole checkpoint at {path}: expected a directory with a {manifest.MANIFEST}, or one that holds "
+        f"{directory_name(1200)}-like directories, itself or in {FOLDER}/."
+    )
+
+
+log = logging.getLogger("legato")
+
+
+def versions(root: Path, name: str) -> list[Path]:
+    """Return the run directories of a name, oldest first."""
+    folder = root / name
+    if not folder.is_dir():
+        return []
+    found = [path for path in folder.iterdir() if VERSION.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix("version_")))
+
+
+def create(root: Path, name: str) -> Path:
+    """Make a new run directory and return it. Raises ConfigError where nothing can be written there."""
+    fault = fault_of_name(name)
+    if fault is not None:
+        raise ConfigError(f"run.name {fault}")
+    number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
+    while True:
+        path = root / name / f"version_{number}"
+        try:
+            path.mkdir(parents=True)
+        except FileExistsError:
+            if not path.is_dir():
+                raise ConfigError(
+                    f"{path} is in the way: expected a folder or nothing; move it, or set run.root."
+                ) from None
+            number += 1  # another run took it a moment ago
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"The run directory {path} cannot be made: {error.strerror}. Set run.root elsewhere."
+            ) from error
+        if not os.access(path, os.W_OK):
+            raise ConfigError(f"The run directory {path} cannot be written to. Set run.root elsewhere.")
+        return path
+
+
+def write_config(directory: Path, text: str, weights: Path | None) -> None:
+    """Store the config of a run; that of an evaluation names the weights it took, so that it can be done again."""
+    if weights is not None:
+        line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
+        text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
+    (directory / CONFIG).write_text(text, encoding="utf-8")
+
+
+def newest_in(directory: Path, check: Check = verify) -> Path | None:
+    """Return the newest checkpoint of a run directory that passes `check`."""
+    folder = directory / CHECKPOINTS
+    return newest_whole(folder, check) if folder.is_dir() else None
+
+
+def newest_checkpoint(root: Path, name: str, check: Check = verify) -> tuple[Path, Path] | None:
+    """Return the newest run directory of a name that holds a checkpoint which passes `check`, and that checkpoint."""
+    for directory in reversed(versions(root, name)):
+        found = newest_in(directory, check)
+        if found is not None:
+            return directory, found
+    return None
+
+
+def newest_held(root: Path, name: str, saver: "Saver", check: Check) -> tuple[Path, Path] | None:
+    """Return what `newest_checkpoint` does, with the directory held before anything is read in it.
+
+    Raises ConfigError where another run of this name writes to it, or to a newer one that has no checkpoint yet.
+    """
+    for directory in reversed(versions(root, name)):
+        if any((directory / CHECKPOINTS).glob("*step-*")) or is_left_by_training(directory):
+            saver.hold(directory, "fit")
+            found = newest_in(directory, check)
+            if found is not None:
+                return directory, found
+            saver.release(directory)
+    return None
+
+
+def find(
+    root: Path, name: str, resume: str | Path | None, saver: "Saver | None" = None, check: Check = verify
+) -> tuple[Path | None, Path | None]:
+    """Return the directory and the checkpoint that `resume` leads to; None for a new directory, or for no checkpoint.
+
+    "auto" goes on in the newest run directory of this name that holds a whole checkpoint, if there is one. A path (a
+    checkpoint, or a folder with some) is started from in a new run directory. Raises CheckpointError where it has none.
+    """
+    if resume is None:
+        return None, None
+    if resume == "auto":
+        found = newest_checkpoint(root, name, check) if saver is None else newest_held(root, name, saver, check)
+        if found is None:
+            log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", root / name)
+        return found if found is not None else (None, None)
+    path = Path(resume)
+    if not path.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}. Expected a path, 'auto', 'last', 'best' or nothing.")
+    return None, resolve(path, check)
+
+
+log = logging.getLogger("legato")
+
+FRESH = "checkpoint=none takes fresh weights."
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """The run in `directory`, or without one the newest of a name that has a whole checkpoint.
+
+    Resolved by the process that decides for all, rank 0 or the one that starts the workers.
+    """
+
+    root: Path
+    name: str
+    directory: Path | None
+    word: str
+    """ "best", "last", "auto" (go on with the run), or "" for the best, or the last where there is no best."""
+
+    def weights(self, callbacks: Sequence[Any]) -> Path:
+        """Return the checkpoint to evaluate, and say which it is; `callbacks` are the run's Checkpoint callbacks.
+
+        A damaged one is passed over with a warning. Raises CheckpointError where there is none.
+        """
+        for callback, newest in self._newest(callbacks):
+            which, found = ("last", newest) if self.word == "last" else self._best(newest, callback)
+            named = self.directory is None and newest.parent.parent.parent == self.root / self.name
+            of = f" of the newest run of {self.name!r} that has one" if named else ""
+            log.info("checkpoint: the %s%s, %s. %s", which, of, found, FRESH)
+            return found
+        place = self.directory if self.directory is not None else self.root / self.name
+        raise CheckpointError(f"There is no whole checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
+
+    def to_resume(self, check: Check) -> tuple[Path | None, Path | None]:
+        """Return the run directory and the checkpoint to go on from; None for both where there is no checkpoint."""
+        assert self.directory is not None
+        found = newest_in(self.directory, check)
+        if found is None:
+            log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", self.directory)
+            return None, None
+        return self.directory, found
+
+    def _newest(self, callbacks: Sequence[Any]) -> Iterator[tuple[Any, Path]]:
+        """Yield the newest whole checkpoint of each place where the run may save, with the callback that does."""
+        for callback in callbacks:
+            if callback.dirpath is not None:
+                found = newest_whole(Path(callback.dirpath))
+                if found is not None:
+                    yield callback, found
+        inside = next((callback for callback in callbacks if callback.dirpath is None), None)
+        if self.directory is not None:
+            found = newest_in(self.directory)
+        else:
+            found = (newest_checkpoint(self.root, self.name) or (None, None))[1]
+        if found is not None:
+            yield inside, found
+
+    def _best(self, newest: Path, callback: Any) -> tuple[str, Path]:
+        """Return the best whole checkpoint beside the newest one, which knows their values; else the newest."""
+        state = None if callback is None else read_callback(newest, callback.state_key)
+        if state is None:
+            if self.word == "best":
+                raise CheckpointError(
+                    f"{newest} does not say which checkpoint is the best. Set checkpoint=last or to a path."
+                )
+            return "last", newest
+        ranking = copy.copy(callback)
+        ranking.load_state_dict(state)
+        ranking.dirpath = newest.parent
+        ranking.scores = {
+            name: score
+            for name, score in ranking.scores.items()
+            if STEP_NAME.fullmatch(name) and (newest.parent / name).is_dir()
+        }
+        passed_over = False
+        while ranking.best_model_path:
+            best = Path(ranking.best_model_path)
+            try:
+                if best != newest:
+                    verify(best)
+            except CheckpointError as error:
+                log.warning("The best checkpoint is passed over, it is not whole. %s", error)
+                del ranking.scores[best.name]
+                passed_over = True
+            else:
+                return ("best that is whole" if passed_over else "best"), best
+        if self.word == "best" and not passed_over:
+            raise CheckpointError(
+                f"No checkpoint in {newest.parent} has a value of {callback.monitor!r}. Set checkpoint=last or a path."
+            )
+        return "last", newest

@@ -1,0 +1,1 @@
+"""Commands of `legato`, one file or folder each; none is imported unless it is called."""

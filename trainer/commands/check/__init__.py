@@ -1,0 +1,1 @@
+"""`legato check`: a trial run of everything that could fail later."""

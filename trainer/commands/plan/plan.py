@@ -1,0 +1,285 @@
+"""`legato plan`: what a run would do on any layout, worked out without starting anything.
+
+    length, batch size --Deal-->   samples of a step, steps of an epoch, what a rank sees at a step
+    replicas, processes --Layout-> which replicas run where
+    parameters, optimizer --------> state of a process, size of a checkpoint (state_size.py)
+
+Everything here is arithmetic, without torch. sources.py finds the numbers that were not given by hand;
+processes.py says which processes there are, shares.py what each holds of a model that the strategy cuts.
+"""
+
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...data.sampling import Deal, Layout, Order, Turn, epoch_key, permutation
+from ...errors import ConfigError, DataError
+from ...strategies.mesh.sizes import PLACES, Sizes
+from .processes import Processes
+from .state_size import Share, StateSize, shown
+
+WIDTH = 118  # columns
+MANY = {"batch": "batches"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run's shape. Raises ConfigError for more processes than replicas, and for a number below its least."""
+
+    length: int
+    """Positions of an epoch: samples, or the batches of a loader whose batches are taken whole."""
+    batch_size: int
+    """Positions of a batch."""
+    replicas: int
+    processes: int
+    nodes: int = 1
+    accumulate: int = 1
+    drop_last: bool = False
+    limit: int | float = 1.0
+    """Batches of an epoch that each replica trains on: a count (int) or a fraction (float)."""
+    whole_rounds: bool = False
+    """Whether a round in which some replica has no batch is left out, as manual optimization needs it."""
+    max_epochs: int | None = None
+    """None: no limit."""
+    max_steps: int | None = None
+    """None: no limit."""
+    seed: int = 0
+    shuffle: bool = True
+    """Whether the keyed permutation deals the samples out, or the dataset's own order."""
+    unit: str = "sample"
+    """What a position is."""
+    own_order: Callable[[int], Order] | None = None
+    """Returns the order of an epoch, where that is neither of the two."""
+    state: StateSize | None = None
+    """Of the whole model, as one process has it."""
+    parts: tuple[int, int] | None = (1, 1)
+    """Into how many equal parts the ranks share weights (and gradients), and the optimizer's state; None: unknown."""
+    shares: tuple[Share, ...] = ()
+    """What the ranks hold, where that was measured; it goes before `parts`."""
+    sizes: Sizes | None = None
+    """The axes of the mesh in which the processes stand, if they do."""
+    servers: int = 0
+    """How many of the processes, the last ones, hold remote modules and have no samples."""
+
+    def __post_init__(self) -> None:
+        assert self.layout.processes
+        assert self.deal.replicas
+
+    @cached_property
+    def ranks(self) -> Processes:
+        """What the processes are there for."""
+        return Processes(self.processes, self.nodes, self.sizes, self.servers)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which replicas run where, over the processes that share them out."""
+        return Layout(self.replicas, self.ranks.data_size)
+
+    @cached_property
+    def deal(self) -> Deal:
+        """How an epoch is dealt out."""
+        dealt = self.length, self.batch_size, self.replicas, self.accumulate, self.drop_last
+        whole = Deal(*dealt)
+        rounds = whole.rounds
+        if self.whole_rounds and rounds and not whole.span(rounds - 1, self.replicas - 1):
+            rounds -= 1
+        return Deal(*dealt, int(rounds * self.limit) if isinstance(self.limit, float) else min(self.limit, rounds))
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of a step that is not the last of its epoch."""
+        return self.replicas * self.accumulate * self.batch_size
+
+    @property
+    def last_step_samples(self) -> int:
+        """Samples of the last step of an epoch."""
+        return self.deal.step_samples(self.deal.steps - 1) if self.deal.steps else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where neither epochs nor steps limit it."""
+        by_epochs = None if self.max_epochs is None else self.max_epochs * self.deal.steps
+        return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch: what stands at some positions."""
+        if self.own_order is not None:
+            return self.own_order(epoch)
+        if not self.shuffle:
+            return _in_order
+        key = epoch_key(self.seed, epoch)
+        return lambda positions: permutation(positions, self.length, key)
+
+    def seen(self, rank: int, step: int, epoch: int) -> list[tuple[Turn, list[Any]]]:
+        """Return the batches that a rank sees at a step of an epoch, both counted from 0, and what is in each.
+
+        Raises ConfigError where there is no such rank, step or epoch.
+        """
+        for name, value, count in (
+            ("rank", rank, self.processes),
+            ("epoch", epoch, self.max_epochs),
+            ("step", step, self.deal.steps),
+        ):
+            if value < 0 or (count is not None and value >= count):
+                end = "up" if count is None else f"to {count - 1:,}" if count else "to none: there is no step"
+                raise ConfigError(f"{name}={value}: there are 0 {end}{', in each epoch' if name == 'step' else ''}.")
+        order = self.order(epoch)
+        turns = self.deal.turns(step, self.ranks.owned(rank, self.layout))
+        found = ((turn, order(np.arange(turn.start, turn.stop, dtype=np.int64))) for turn in turns)
+        return [(turn, one.tolist() if isinstance(one, np.ndarray) else list(one)) for turn, one in found]
+
+
+def _in_order(positions: Any) -> Any:
+    return positions
+
+
+def replicas_by_rank(layout: Layout, together: int = 1) -> str:
+    """Say which replicas run where: "ranks 0-1: 3 replicas each (0-5), rank 2: 2 replicas (6-7)".
+
+    `together`: how many neighbours have the same ones.
+    """
+    share, longer = divmod(layout.replicas, layout.processes)
+    parts = []
+    for first, stop, count in ((0, longer, share + 1), (longer, layout.processes, share)):
+        if first < stop:
+            owned = _span(layout.owned(first).start, layout.owned(stop - 1).stop)
+            each = " each" if stop - first > 1 else ""
+            if together > 1:
+                each = f" for every {together}" if each else " together"
+            ranks = _ranks(range(first * together, stop * together))
+            parts.append(f"{ranks}: {_count(count, 'replica')}{each} ({owned})")
+    return ", ".join(parts)
+
+
+def _replicas(plan: Plan) -> str:
+    """Say which replicas run where, and which ranks have the same or none."""
+    ranks = plan.ranks
+    told = replicas_by_rank(plan.layout, ranks.together)
+    if ranks.pipeline > 1:
+        line = plan.processes // ranks.pipeline
+        others = _ranks(range(line, plan.processes))
+        told += f"; {others}: the same, {line:,} at each further place of the pipeline"
+    if ranks.servers:
+        told += f"; {_ranks(range(plan.processes - ranks.servers, plan.processes))}: none, servers of remote modules"
+    return told
+
+
+def render(plan: Plan) -> str:
+    """Return the plan as text for a terminal."""
+    rows = [*_rows(plan), *(_state_rows(plan.state, plan) if plan.state is not None else ())]
+    return "\n".join(f"{name:<16}{_wrapped(value, 16)}" for name, value in rows)
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    deal, unit = plan.deal, plan.unit
+    where = f" on {plan.nodes:,} nodes, {plan.processes // plan.nodes:,} each" if plan.nodes > 1 else ""
+    axes = [] if plan.sizes is None else [(name, getattr(plan.sizes, name)) for name in PLACES]
+    mesh = " x ".join(f"{name} {size:,}" for name, size in axes if size > 1)
+    who = [f": {mesh}"] if mesh else []
+    who += [f": {_count(plan.ranks.data_size, 'trainer')}, {_count(plan.servers, 'server')}"] if plan.servers else []
+    yield "Processes", f"{plan.processes:,}{where}{''.join(who)}"
+    yield "Replicas", f"{plan.replicas:,}: {_replicas(plan)}"
+    order = "in the order of the loader" if plan.own_order is not None else "shuffled" if plan.shuffle else "in order"
+    left = plan.length - deal.samples
+    dropped = f"; an epoch leaves out {_count(left, unit)}" if left else ""
+    yield "An epoch", f"{_count(deal.samples, unit)}, {order}{dropped}"
+    batches = f" x {_count(plan.accumulate, 'batch')} each" if plan.accumulate > 1 else ""
+    of = f" of {plan.batch_size:,}" if unit == "sample" else ""
+    yield "A step", f"{_count(plan.step_samples, unit)}: {_count(plan.replicas, 'replica')}{batches}{of}"
+    last = f"; the last has {_count(plan.last_step_samples, unit)}" if deal.steps else ""
+    yield "Steps an epoch", f"{deal.steps:,}{last}"
+    limits = [] if plan.max_epochs is None else [_count(plan.max_epochs, "epoch")]
+    limits += [] if plan.max_steps is None else [f"at most {_count(plan.max_steps, 'step')}"]
+    total = plan.total_steps
+    yield "Steps in all", "no limit in epochs or steps" if total is None else f"{total:,} ({', '.join(limits)})"
+
+
+def _state_rows(state: StateSize, plan: Plan) -> Iterator[tuple[str, str]]:
+    yield "Parameters", f"{state.parameters:,}"
+    title = "State of a rank"
+    for share in plan.shares:
+        most = "at most " if share.at_most else ""
+        where = f" on {_ranks(share.ranks)} ({share.what})" if share.what else ""
+        yield title, _shown_state(share.size, most, where)
+        title = ""
+    if not plan.shares and plan.parts is None:
+        yield title, "unknown: parameters= does not say how many of them are in remote modules; leave it out to see"
+    elif not plan.shares and plan.parts is not None:
+        same = "; the same on every rank" if plan.processes > 1 and plan.parts == (1, 1) else ""
+        if plan.sizes is not None and plan.sizes.tensor * plan.sizes.pipeline > 1:
+            same = f"; were the model cut into {plan.parts[0]:,} equal parts: parameters= does not say where it is cut"
+        yield title, _shown_state(state.of_rank(*plan.parts)) + same
+    yield "A checkpoint", f"{shown(state.checkpoint_bytes)}{_unknown(state)}"
+
+
+def _shown_state(state: StateSize, most: str = "", where: str = "") -> str:
+    optimizer = "unknown" if state.optimizer_bytes is None else shown(state.optimizer_bytes)
+    parts = [f"parameters {shown(state.parameter_bytes)}", f"gradients {shown(state.gradient_bytes)}"]
+    parts += [f"buffers {shown(state.buffer_bytes)}"] if state.buffer_bytes else []
+    parts += [f"optimizer {optimizer} ({state.optimizer})"]
+    return f"{most}{shown(state.process_bytes)}{_unknown(state)}{where}: {', '.join(parts)}"
+
+
+def _unknown(state: StateSize) -> str:
+    return " and the optimizer's" if state.optimizer_bytes is None else ""
+
+
+def render_seen(plan: Plan, rank: int, step: int, epoch: int) -> str:
+    """Return what a rank sees at a step of an epoch as text for a terminal."""
+    turns = plan.seen(rank, step, epoch)
+    before = epoch * plan.deal.steps + step
+    count = _count(sum(turn.samples for turn, _ in turns), plan.unit)
+    count += ", as it is a server" if rank >= plan.processes - plan.servers else ""
+    lines = [f"Rank {rank} at step {step:,} of epoch {epoch:,} (global_step {before:,} to {before + 1:,}): {count}"]
+    for turn, found in turns:
+        head = f"  replica {turn.replica}, batch {turn.round:,}, positions {_span(turn.start, turn.stop)}: "
+        lines.append(
+            textwrap.fill(head + " ".join(_shown_index(one) for one in found), WIDTH, subsequent_indent="    ")
+        )
+    return "\n".join(lines)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Print the plan that a command line asks for."""
+    from .sources import Words, make
+
+    words, rest = Words.read(arguments)
+    plan = make(words, rest)
+    asked = (words.rank, words.step, words.epoch)
+    parts = [render(plan)]
+    if any(number is not None for number in asked):
+        parts.append(render_seen(plan, *(number or 0 for number in asked)))
+    print("\n\n".join(parts))
+    if plan.deal.steps == 0:
+        dropped = ", the short last one dropped," if plan.drop_last else ""
+        limit = "" if plan.limit == 1.0 else f", with limit_train_batches={plan.limit}"
+        raise DataError(
+            f"fit refuses this run, since an epoch has no step: {_count(plan.length, plan.unit)} in batches of "
+            f"{plan.batch_size:,}{dropped} for {_count(plan.replicas, 'replica')}{limit}."
+        )
+
+
+def _shown_index(index: Any) -> str:
+    return (
+        f"[{' '.join(map(str, index))}]" if isinstance(index, Iterable) and not isinstance(index, str) else str(index)
+    )
+
+
+def _ranks(ranks: range) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_span(ranks.start, ranks.stop)}"
+
+
+def _span(start: int, stop: int) -> str:
+    return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count:,} {word if count == 1 else MANY.get(word, word + 's')}"
+
+
+def _wrapped(text: str, indent: int) -> str:
+    return textwrap.fill(text, WIDTH - indent).replace("\n", "\n" + " " * indent)

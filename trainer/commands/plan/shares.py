@@ -1,0 +1,157 @@
+"""What each rank of a plan holds where the strategy cuts the model, measured on the task: part by part, on no device.
+
+    strategies/model_parallel/parts.py     which blocks make a stage of a pipeline
+    strategies/mesh/tensor_plan.py      which layers are cut along the axis tensor
+    strategies/ddp_rpc/remote_modules.py which modules live on which server
+
+The strategies themselves cut by these, so that a plan and a run agree. Parameters get the shapes that a rank has of
+them, and the optimizers make their state for these.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...strategies.ddp_rpc.remote_modules import dealt, named_modules, options_of, refuse_optimizers
+from ...strategies.mesh.dtensors import replace
+from ...strategies.mesh.sizes import Sizes, stages_each
+from ...strategies.mesh.tensor_plan import cut_dimensions
+from ...strategies.model_parallel.parts import Block, cut_task, refuse_idle, stage_places
+from .processes import Processes
+from .state_size import Share, StateSize, measure
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+
+MakeOptimizers = Callable[[], tuple[Sequence[Optimizer], str]]
+"""Returns a task's optimizers for its present parameters; where it cannot, none and why."""
+
+
+def find_shares(
+    task: "Task", processes: Processes, options: Mapping[str, Any], make_optimizers: MakeOptimizers
+) -> tuple[Share, ...]:
+    """Return what the ranks hold, first ranks first; nothing where all hold all of it.
+
+    `options` are the strategy's. Raises ConfigError where it cannot cut the task, as it would in a run.
+    """
+    if processes.servers:
+        return _of_trainers_and_servers(task, processes, make_optimizers)
+    sizes = processes.sizes
+    if sizes is None or sizes.shard * sizes.tensor * sizes.pipeline == 1:
+        return ()
+    cut = _Cut.of(task, sizes, options)
+    return tuple(cut.share(place, make_optimizers) for place in range(sizes.pipeline))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A task on a mesh: which parameters belong where, and in what shape."""
+
+    task: "Task"
+    sizes: Sizes
+    stages: list[list[Block]]
+    """Of the pipeline; without one there is a single place, for all of the task."""
+    cuts: dict[int, int]
+    """The dimension of each parameter (by id) that is cut along the axis tensor."""
+
+    @classmethod
+    def of(cls, task: "Task", sizes: Sizes, options: Mapping[str, Any]) -> "_Cut":
+        """Cut a task as the strategy does in `place_task`."""
+        stages: list[list[Block]] = []
+        if sizes.pipeline > 1:
+            count = sizes.pipeline * stages_each(options.get("schedule", "1f1b"))
+            stages = cut_task(task, count, options.get("split", "auto"))
+            refuse_idle(stages, sizes.pipeline)
+        return cls(
+            task, sizes, stages, cut_dimensions(task, task.tensor_plan(), sizes.tensor) if sizes.tensor > 1 else {}
+        )
+
+    def share(self, place: int, make_optimizers: MakeOptimizers) -> Share:
+        """Return what the ranks at a place of the pipeline hold."""
+        home, last = stage_places(self.stages, self.sizes.pipeline), self.sizes.pipeline - 1
+        own: set[int] = set()
+        uneven: list[bool] = []
+
+        def change(tensor: Tensor) -> Tensor:
+            """Return a parameter in the shape that the first ranks of this place have of it; others have no more."""
+            if not isinstance(tensor, nn.Parameter):
+                return tensor
+            shape = [*tensor.shape]
+            if id(tensor) in self.cuts:
+                shape[self.cuts[id(tensor)]] //= self.sizes.tensor
+            # Stages are sharded one by one, so that what is in no block is not; without stages, all is.
+            is_sharded = home.get(id(tensor)) == place if self.stages else True
+            if is_sharded and shape:
+                uneven.append(shape[0] % self.sizes.shard > 0)
+                shape[0] = -(-shape[0] // self.sizes.shard)
+            part = tensor
+            if shape != [*tensor.shape]:
+                part = nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
+            if home.get(id(tensor), last) == place:  # the last one's is what is in no block
+                own.add(id(part))
+            return part
+
+        with _changed(self.task, change):
+            size = measure(self.task, *make_optimizers(), own)
+        each = prod(self.sizes) // self.sizes.pipeline
+        return Share(range(place * each, (place + 1) * each), self._told(place), size, any(uneven))
+
+    def _told(self, place: int) -> str:
+        told = []
+        for number in range(place, len(self.stages), self.sizes.pipeline):
+            first, last = self.stages[number][0].name, self.stages[number][-1].name
+            told.append(f"stage {number}: {first if first == last else f'{first} .. {last}'}")
+        return "; ".join(told)
+
+
+@contextmanager
+def _changed(task: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Put `change(tensor)` in the place of each parameter and buffer, for a while."""
+    before: dict[int, Tensor] = {}
+    made: list[Tensor] = []  # lest an id be used twice
+
+    def note(tensor: Tensor) -> Tensor:
+        made.append(change(tensor))
+        before[id(made[-1])] = tensor
+        return made[-1]
+
+    replace(task, note)
+    try:
+        yield
+    finally:
+        replace(task, lambda tensor: before[id(tensor)])
+
+
+def _of_trainers_and_servers(task: "Task", processes: Processes, make_optimizers: MakeOptimizers) -> tuple[Share, ...]:
+    names = list(named_modules(task))
+    modules = {name: task.get_submodule(name) for name in names}
+    for name in names:
+        setattr(task, name, nn.Module())  # what calls a server has no parameters
+    try:
+        optimizers, unknown = make_optimizers()
+        if optimizers:
+            refuse_optimizers(task, optimizers)
+        trainers = processes.data_size
+        found = [Share(range(trainers), "trainers", measure(task, optimizers, unknown))]
+    finally:
+        for name, module in modules.items():
+            setattr(task, name, module)
+    for index, own in enumerate(dealt(names, processes.servers)):
+        held = nn.ModuleList(modules[name] for name in own)
+        what = f"server {index}: {', '.join(own) or 'nothing, there are more servers than remote modules'}"
+        found.append(Share(range(trainers + index, trainers + index + 1), what, _on_server(held, optimizers, unknown)))
+    return tuple(found)
+
+
+def _on_server(held: nn.Module, optimizers: Sequence[Optimizer], unknown: str) -> StateSize:
+    """Return what a server holds, whose optimizer is one like the trainers'."""
+    parameters = list(held.parameters())
+    if not parameters:
+        return measure(held, ())
+    return measure(held, [type(one)(parameters, **options_of(one)) for one in optimizers], unknown)

@@ -1,0 +1,143 @@
+"""How many bytes a run's state takes: counted by hand from a number of parameters, or measured on a task's own tensors.
+
+torch is imported only to measure.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ...errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+KEPT = {
+    "sgd": 0,
+    "sgd_momentum": 1,
+    "adam": 2,
+    "adamw": 2,
+    "adamax": 2,
+    "nadam": 2,
+    "radam": 2,
+    "adam_amsgrad": 3,
+    "adagrad": 1,
+    "adadelta": 2,
+    "rmsprop": 1,
+    "rprop": 2,
+    "asgd": 1,
+    "muon": 1,
+}
+"""Values that torch's optimizers keep for each parameter; steps and other scalars are not counted."""
+
+
+@dataclass(frozen=True)
+class StateSize:
+    """What one process holds, of a model whose state is replicated or of its share; all but `parameters` in bytes."""
+
+    parameters: int
+    """Numbers, trainable or not."""
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int | None
+    """None: it could not be found out."""
+    optimizer: str
+    """What keeps it, or why its size is not known."""
+
+    @property
+    def process_bytes(self) -> int:
+        """Parameters, buffers, gradients and, as far as it is known, the optimizer's state."""
+        return self.parameter_bytes + self.buffer_bytes + self.gradient_bytes + (self.optimizer_bytes or 0)
+
+    def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
+        """Return what a rank holds where weights and gradients, and the optimizer's state, are in so many parts."""
+        kept = None if self.optimizer_bytes is None else -(-self.optimizer_bytes // optimizer_parts)
+        weights, gradients = -(-self.parameter_bytes // weight_parts), -(-self.gradient_bytes // weight_parts)
+        return replace(self, parameter_bytes=weights, gradient_bytes=gradients, optimizer_bytes=kept)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Parameters, buffers and, as far as it is known, the optimizer's state; without the few KiB of the rest."""
+        return self.parameter_bytes + self.buffer_bytes + (self.optimizer_bytes or 0)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What each of some ranks holds."""
+
+    ranks: range
+    what: str
+    """Which part of the model it is; empty where all ranks have the like."""
+    size: StateSize
+    at_most: bool = False
+    """Whether some of these ranks hold less, because a tensor cannot be cut into equal parts."""
+
+
+def by_hand(parameters: int, optimizer: str = "adamw", width: int = 4) -> StateSize:
+    """Return the state of a model with so many parameters, all of them trained, of `width` bytes each.
+
+    `optimizer` is a key of KEPT, or how many values it keeps for each parameter. Raises ConfigError for another word.
+    """
+    if parameters < 0:
+        raise ConfigError(f"parameters={parameters}: expected a count.")
+    kept = int(optimizer) if optimizer.isdecimal() else KEPT.get(optimizer.lower())
+    if kept is None:
+        raise ConfigError(
+            f"optimizer={optimizer!r} is not known.{did_you_mean(optimizer, KEPT)} There are {', '.join(KEPT)}, "
+            f"or say how many values it keeps for each parameter, as optimizer=2."
+        )
+    name = f"{kept} values a parameter" if optimizer.isdecimal() else optimizer
+    size = parameters * width
+    return StateSize(parameters, size, 0, size, kept * size, name)
+
+
+def measure(
+    task: "nn.Module", optimizers: "Sequence[Optimizer]", unknown: str = "", own: "set[int] | None" = None
+) -> StateSize:
+    """Return the state of a task on the meta device, whose optimizers make theirs there by taking a step.
+
+    That needs no memory and holds for any optimizer. `unknown` says why there are no optimizers to ask; `own`, which
+    parameters (by id) have values, and so gradients, on the process in question: None for all.
+    """
+    import torch
+
+    parameters = [parameter for parameter in task.parameters() if own is None or id(parameter) in own]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in task.parameters():
+        parameter.grad = None
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)) or "no optimizer"
+    for optimizer in optimizers:
+        try:
+            optimizer.step()
+        except Exception as error:  # one of any make; some ask for values, but mostly after they have made their state
+            owners = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+            if not all(optimizer.state.get(one) for one in owners):
+                unknown = f"{name} cannot be measured without data ({type(error).__name__}); say optimizer=NAME"
+    states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
+    kept = _bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
+    return StateSize(
+        sum(parameter.numel() for parameter in parameters),
+        _bytes(parameters),
+        _bytes(task.buffers()),
+        _bytes(trained),
+        None if unknown else kept,
+        unknown or name,
+    )
+
+
+def _bytes(tensors: "Iterable[Tensor]") -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def shown(count: int) -> str:
+    """Return a number of bytes as a person reads it, in powers of 1000."""
+    for unit, size in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count} B"

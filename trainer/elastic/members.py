@@ -1,0 +1,277 @@
+"""Membership in an elastic run: how a process notices that the others have changed, and goes on with those there are.
+
+It notices that connections broke or that another roster is out, leaves the loop, forms the next group, and the loop
+goes on as after a resume in the middle of an epoch.
+"""
+
+import logging
+import time
+import traceback
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from ..checkpoints import contents
+from ..errors import ConfigError, WorkerError
+from ..optimization.kernels import require_same_numerics
+from ..processes import environment
+from ..processes.environment import Place
+from ..processes.signals import RESUME_ME, leave
+from ..processes.transport import is_communication
+from ..run import Run
+from ..strategies.strategy import Strategy
+from ..torch_private import reset_group_names, set_group_timeout
+from . import recovery
+from .membership import Dismissed, Membership
+from .recovery import Keeper
+from .store import Board, Roster, Seat, connect
+
+log = logging.getLogger("legato")
+
+SURPRISE = 1.0
+"""Seconds after a broken connection in which the host mostly knows who has died."""
+PATIENCE = 10.0
+"""Seconds to wait for another roster after that; a guest's launcher counts as dead earlier."""
+FORMING = 2.0
+"""Seconds that a group may take to form once all its members have come: milliseconds, unless one dies just then.
+
+Twice as many each time that it did not come about although nobody died: on a busy machine it takes longer.
+"""
+RENEWALS = 3
+"""How often a group may break at one step although nobody died, before that counts as an error."""
+_GLANCE = 0.003  # seconds between two looks at the board
+
+
+class MembershipChanged(Exception):
+    """All ranks have seen that another roster is out; the loop is left so that they can form its group."""
+
+
+class ElasticMembership(Membership):
+    """Membership in an elastic run. As a context it takes broken connections and new rosters for a reason to go on."""
+
+    def __init__(self, run: Run, seat: Seat, timeout: float) -> None:
+        """`timeout`: seconds that a collective may take."""
+        self.run, self.member, self.timeout = run, seat.member, timeout
+        self.board = Board(connect(seat.address, timeout=60.0), seat.attempt)
+        self.joins = seat.joins
+        """Whether this process came when the run was under way, and has not taken part yet."""
+        self.roster = Roster(0, ())
+        self.place = Place()
+        self.entered = self.broken = False
+        self.whole = not seat.joins
+        """Whether weights and loop state of this process belong together and to this run."""
+        self.writes = False
+        """Whether the loggers of this process are open."""
+        self.keeper = Keeper(run)
+        self.renewed_at, self.renewals = -1, 0
+
+    # --- before training --------------------------------------------------------------------------------------------
+    def connect(self, place: Place) -> Place:
+        """Form the first group; who joins a run under way stays alone until it is built, and is never rank 0."""
+        if self.joins:
+            return replace(place, rank=1)
+        self._form(self.board.roster(1), self.timeout)  # some may take long to start
+        return self.place
+
+    def introduce(self) -> None:
+        """Take over replicas and run directory of the run to join. Raises ConfigError where it is another run."""
+        trainer = self.run.trainer
+        if not trainer.use_distributed_sampler:
+            raise ConfigError(
+                "elastic: true deals the samples of a process that has gone to the others, so it needs "
+                "use_distributed_sampler=true."
+            )
+        if not self.joins:
+            return
+        facts = self._wait_for_facts()
+        asked = {"seed": trainer.seed, "reproducible": trainer.reproducible, "replicas": trainer.replicas}
+        for name, value in asked.items():
+            if value not in (facts[name], None):
+                raise ConfigError(f"The run to join has {name}={facts[name]!r}, this config says {value!r}.")
+        trainer.replicas = facts["replicas"]
+        trainer.run_dir = Path(facts["run_dir"]) if facts["run_dir"] else None
+
+    def _wait_for_facts(self) -> dict[str, Any]:
+        while (facts := self.board.facts()) is None:
+            if self.board.version():
+                self._look_for_the_end(self.board.roster(self.board.version()))
+            time.sleep(_GLANCE)
+        return facts
+
+    def _enter(self) -> None:
+        """Begin to take part: the first members have a group; who joins waits for a roster that names it."""
+        run, trainer = self.run, self.run.trainer
+        self.entered, numerics = True, contents.numerics_of(trainer)
+        self.keeper.start()
+        if self.joins:
+            if run.bitwise:
+                require_same_numerics(self._wait_for_facts()["numerics"], numerics)
+            self.board.tell("ready", self.member)
+            self.broken = True
+            return
+        if self.place.rank == 0:
+            self.writes = True
+            facts = {"seed": trainer.seed, "reproducible": trainer.reproducible, "replicas": run.state.replicas}
+            self.board.set_facts({**facts, "run_dir": trainer.log_dir, "numerics": numerics})
+        self.board.tell("begun", self.member, replicas=run.state.replicas)
+
+    # --- while training ---------------------------------------------------------------------------------------------
+    def newest(self) -> int:
+        """Look at the board; rank 0 does it for all."""
+        return self.board.version() if self.place.rank == 0 else 0
+
+    def heed(self, version: int) -> None:
+        """Raise MembershipChanged where the ranks have agreed that another roster is out."""
+        if version > self.roster.version and self.entered:
+            raise MembershipChanged
+
+    def __enter__(self) -> None:
+        """Form the next group, if the last one is broken; as often as it takes."""
+        if not self.entered:
+            self._enter()
+        while self.broken:
+            try:
+                self._heal()
+            except RuntimeError as error:
+                if not self._is_broken_by(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        """Swallow what says that the group is broken; the next `__enter__` heals, when no traceback is left."""
+        if error is None or self.run.ended:
+            return False
+        if isinstance(error, MembershipChanged) or self._is_broken_by(error):
+            self.broken = True
+            self.whole = self.whole and not _is_in_update(trace)
+            # What hangs on the frames that are left (a Work, for one) would keep the old group's connections open, and
+            # others waiting for this process in it.
+            traceback.clear_frames(trace)
+        return self.broken
+
+    def _is_broken_by(self, error: BaseException) -> bool:
+        """Return whether an error came of a broken connection, and there is a roster to go on with."""
+        if not is_communication(error):
+            return False
+        if self._newer_roster_within(SURPRISE):
+            return True
+        step = self.run.state.global_step
+        self.renewals = self.renewals + 1 if step == self.renewed_at else 1
+        self.renewed_at = step
+        if self.renewals > RENEWALS:
+            return False
+        log.warning("Connections broke although no process has died; they are made anew (%s).", error)
+        self.board.tell("broken", self.member, version=self.roster.version)
+        return self._newer_roster_within(PATIENCE)
+
+    def _newer_roster_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.board.version() <= self.roster.version:
+            if time.monotonic() > deadline or self.run.preemption.signal:
+                return False
+            time.sleep(_GLANCE)
+        return True
+
+    # --- from one group to the next ---------------------------------------------------------------------------------
+    def _heal(self) -> None:
+        """Form the group of the newest roster and stand there where the newest of its members stands."""
+        run = self.run
+        run.strategy.release()
+        environment.disconnect()
+        renewals = self.renewals if self.renewed_at == run.state.global_step else 0
+        self._form(self._next_roster(), FORMING * 2**renewals)
+        opens_loggers = self.place.rank == 0 and not self.writes
+        recovery.take_over(run, self.place, self.keeper, self.whole, opens_loggers)
+        if self.joins:
+            self.board.tell("joined", self.member)
+        self.joins, self.whole, self.writes = False, True, self.place.rank == 0
+        recovery.resume(run)
+        if self.roster.order == "leave":
+            self._leave()
+        self.broken = False
+        if self.place.rank == 0:
+            log.info("Step %d: going on with %d processes.", run.state.global_step, self.place.world_size)
+
+    def _next_roster(self) -> Roster:
+        """Return the newest roster, once all its members have come."""
+        seen, roster, began = self.roster.version, self.roster, time.monotonic()
+        while True:
+            version = self.board.version()
+            if version > seen:
+                seen, roster = version, self.board.roster(version)
+                self._look_for_the_end(roster)
+                if self.member in roster.members and roster.order != "wait":
+                    self.board.arrive(roster, self.member)
+                elif self.member not in roster.members and not self.joins:
+                    raise WorkerError(f"The run went on without process {self.member.id}, which was late.")
+            if seen > self.roster.version and self.member in roster.members and self.board.is_complete(roster):
+                return roster
+            if self.run.preemption.signal and time.monotonic() > began + PATIENCE:
+                leave(self.run.preemption.signal)
+            time.sleep(_GLANCE)
+
+    def _look_for_the_end(self, roster: Roster) -> None:
+        if roster.order == "lost":
+            raise SystemExit(RESUME_ME)
+        if roster.order == "over":
+            raise Dismissed("The run was done before there was a place in it.")
+
+    def _form(self, roster: Roster, seconds: float) -> None:
+        rank = roster.members.index(self.member)
+        nodes = sorted({member.node for member in roster.members})
+        here = sum(member.node == self.member.node for member in roster.members)
+        node, slot, world = nodes.index(self.member.node), self.member.slot, len(roster.members)
+        self.roster, self.place = roster, Place(rank, slot, node, world, here, len(nodes), "legato")
+        if world > 1:
+            store = PrefixStore(f"group/{roster.version}", self.board.store)
+            reset_group_names()  # torch counts the groups of a process, also those that did not come about
+            patience = timedelta(seconds=seconds)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+            set_group_timeout(timedelta(seconds=self.timeout))
+
+    def _leave(self) -> None:
+        """Save the run and end it, since too few are left."""
+        run = self.run
+        path = run.preemption.save()
+        if self.place.rank == 0:
+            log.warning(
+                "%d processes are left, and min_processes is more: stopped at step %d, %s. Exit code %d asks for a new "
+                "start: resume=auto goes on.",
+                self.place.world_size, run.state.global_step,
+                "there is nothing to save" if path is None else f"the checkpoint {path} is whole", RESUME_ME,
+            )  # fmt: skip
+        raise SystemExit(RESUME_ME)
+
+    # --- after training ---------------------------------------------------------------------------------------------
+    def answers(self, rank: int) -> bool:
+        """Wait until the launcher says that this process may go, and whether it is to bring the result."""
+        self.board.tell("finished", self.member)
+        while (word := self.board.dismissed(self.member)) is None:
+            time.sleep(_GLANCE)
+        return word == "answer"
+
+
+def membership_of(run: Run) -> Membership:
+    """Return this process's membership. Raises ConfigError where an elastic run was started by somebody else."""
+    terms, seat = run.strategy.elastic, environment.find_seat()
+    if terms is None or run.stage != "fit":
+        return Membership()
+    if seat is None:
+        raise ConfigError(
+            "elastic: true needs processes that Legato has started and watches: start the script itself (or `legato "
+            "fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
+        )
+    return ElasticMembership(run, seat, terms.timeout)
+
+
+def _is_in_update(trace: TracebackType | None) -> bool:
+    """Return whether an error came when weights may have been changed already, and the step was not wholly counted."""
+    between = {Strategy.optimizer_step.__code__, Run.count.__code__}
+    return any(frame.f_code in between for frame, _ in traceback.walk_tb(trace))

@@ -1,0 +1,1 @@
+"""Metrics: logged values, kept on their device, reduced over batches, replicas and ranks."""

@@ -1,0 +1,1 @@
+"""Optimization: optimizers and schedulers, precision, non-finite numbers, compilation and kernels."""

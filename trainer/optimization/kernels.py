@@ -1,0 +1,252 @@
+"""How torch computes while a run lasts: deterministic kernels, anomaly detection, compilation."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from ..errors import ConfigError, did_you_mean
+
+FLAGS = ("fused", "foreach", "capturable", "differentiable")
+COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
+"""What torch.compile takes."""
+ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
+"""The kernels of scaled_dot_product_attention."""
+CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
+"""What the libraries below torch (oneDNN, MKL) choose their matrix kernels by."""
+
+
+@contextmanager
+def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, threads: int | None) -> Iterator[None]:
+    """Set torch's process-wide switches, and put them back afterwards."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches: Any = torch.utils.deterministic  # a module whose attribute torch defines where checkers do not see it
+    filled = switches.fill_uninitialized_memory
+    benchmark, anomaly, threads_before = (
+        torch.backends.cudnn.benchmark,
+        torch.is_anomaly_enabled(),
+        torch.get_num_threads(),
+    )
+    try:
+        if deterministic:
+            set_deterministic(True, deterministic == "warn")
+            torch.backends.cudnn.benchmark = False
+            # NaN written into all new memory finds reads of it, for a fifth of the time of a step; no result needs it
+            switches.fill_uninitialized_memory = False
+        if detect_anomaly:
+            torch.autograd.set_detect_anomaly(True)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        yield
+    finally:
+        set_deterministic(*before)
+        switches.fill_uninitialized_memory = filled
+        torch.backends.cudnn.benchmark = benchmark
+        torch.autograd.set_detect_anomaly(anomaly)
+        torch.set_num_threads(threads_before)
+
+
+def set_deterministic(on: bool, warn_only: bool) -> None:
+    """Call torch.use_deterministic_algorithms, which imports torch's compiler (a second), only where that is needed."""
+    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if now != (on, warn_only):
+        torch.use_deterministic_algorithms(on, warn_only=warn_only)
+
+
+def numerics(
+    optimizers: Sequence[Optimizer], precision: str, device: torch.device, compiled: bool = False
+) -> dict[str, Any]:
+    """Return all that changes the last bits of a result besides the order of additions.
+
+    Each was seen to: another number of threads, another instruction set, `fused` in place of `foreach` optimizers.
+    """
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
+    return {
+        "torch": str(torch.__version__),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_features": " ".join(features),
+        "threads": torch.get_num_threads(),
+        **_matmul_settings(),
+        "compiled": compiled,
+        "precision": precision,
+        "optimizers": [
+            [class_of(optimizer), *({flag: group.get(flag) for flag in FLAGS} for group in optimizer.param_groups)]
+            for optimizer in optimizers
+        ],
+    }
+
+
+def class_of(optimizer: Optimizer) -> str:
+    """Return the name of an optimizer's class: of the one that the task returned, where a strategy has wrapped it."""
+    return type(getattr(optimizer, "original", optimizer)).__name__
+
+
+def _matmul_settings() -> dict[str, Any]:
+    """Return the process-wide switches by which torch chooses kernels."""
+    backends: Any = torch.backends
+    attention = {name: getattr(backends.cuda, f"{name}_sdp_enabled", None) for name in ATTENTION}
+    tf32 = []
+    for name, backend in (("matmul", backends.cuda.matmul), ("cudnn", backends.cudnn)):
+        try:
+            allowed = backend.allow_tf32
+        except RuntimeError:  # torch refuses to say where it was set by the newer fp32_precision
+            allowed = backend.fp32_precision in ("tf32", "bf16")
+        tf32 += [name] * bool(allowed)
+    try:
+        matmul = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        matmul = "by fp32_precision"
+    return {
+        "matmul_precision": matmul,
+        "tf32": tf32,
+        "scaled_dot_product_attention": [
+            name for name, enabled in attention.items() if enabled is not None and enabled()
+        ],
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_benchmark": backends.cudnn.benchmark,
+    }
+
+
+def require_same_numerics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise ConfigError, naming what differs, where a bitwise run would go on with other bits."""
+    differing = [
+        f"{name} was {saved[name]!r}, is {own[name]!r}" for name in own if name in saved and saved[name] != own[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"reproducible: bitwise cannot go on with the same bits here: {'; '.join(differing)}. Go on as it was, or "
+            f"with reproducible: order, which keeps samples and random numbers but not the last bits."
+        )
+
+
+def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ConfigError, naming a rank and what differs, where the processes of a bitwise run compute unlike bits."""
+    first = by_rank[0]
+    for rank, own in enumerate(by_rank):
+        differing = [f"{name} is {own[name]!r}, on rank 0 {first[name]!r}" for name in own if own[name] != first[name]]
+        if differing:
+            raise ConfigError(
+                f"reproducible: bitwise needs the same arithmetic in all processes, but on rank {rank} "
+                f"{'; '.join(differing)}. Use machines of one kind, or reproducible: order."
+            )
+
+
+def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
+    """Compile the task's forward and each of its direct submodules, so that no name in its state_dict changes.
+
+    With `blocks`, names of classes, the modules of those alone: equal blocks share their code, which is compiled once.
+    The steps themselves stay uncompiled: logging in them would break the graph. Raises ConfigError for a class that no
+    module has, and for what torch.compile does not take.
+    """
+    if options is False:
+        return
+    names, chosen = read_compile(options)
+    if names is None:
+        modules: Sequence[nn.Module] = (task, *task.children())
+    else:
+        modules = modules_named(task, names, "trainer.compile.blocks")
+    for module in modules:
+        module.compile(**chosen)
+
+
+def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile the forward of blocks but not their hooks, by giving them another class."""
+    names, chosen = read_compile(options)
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in modules_named(task, names or [], "trainer.compile.blocks"):
+        kind = type(module)
+        if kind not in kinds:
+            forward = torch.compile(kind.forward, **chosen)
+            members = {"forward": lambda self, *a, _forward=forward, **k: _forward(self, *a, **k)}
+            kinds[kind] = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+        module.__class__ = kinds[kind]
+
+
+def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, dict[str, Any]]:
+    """Return the blocks that trainer.compile names, and torch.compile's options.
+
+    Raises ConfigError for what torch.compile does not take.
+    """
+    chosen = dict(options) if isinstance(options, Mapping) else {}
+    names = chosen.pop("blocks", None)
+    unknown = sorted(chosen.keys() - set(COMPILE_OPTIONS))
+    if unknown:
+        raise ConfigError(
+            f"trainer.compile has no option {unknown[0]!r}.{did_you_mean(unknown[0], ['blocks', *COMPILE_OPTIONS])} "
+            f"It takes blocks and torch.compile's {', '.join(COMPILE_OPTIONS)}."
+        )
+    return names, chosen
+
+
+def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> list[nn.Module]:
+    """Return the modules whose class, or a base of it, has one of these names, outer ones first.
+
+    Raises ConfigError, naming `option` and the nearest classes, for a name that no module has.
+    """
+    wanted = {names} if isinstance(names, str) else set(names)
+    found, missing = [], set(wanted)
+    for module in task.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if module is not task and kinds & wanted:
+            found.append(module)
+            missing -= kinds
+    if missing:
+        known = sorted({type(module).__name__ for module in task.modules() if module is not task})
+        name = sorted(missing)[0]
+        shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        raise ConfigError(
+            f"{option}: no module of {type(task).__name__} is a {name!r}.{did_you_mean(name, known)} There are {shown}."
+        )
+    return found
+
+
+class Recomputing:
+    """Blocks that keep only their input for backward, and compute the rest once more there.
+
+    After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), by
+    torch.utils.checkpoint. Random numbers are drawn again as they were, and buffers such as batch norm's running
+    statistics are updated by the first forward only: the result stays the same to the last bit. A module gets a class
+    of its own for the time of a run, so that names, hooks and copies of it are what they were.
+    """
+
+    def __init__(self, task: nn.Module, names: str | Sequence[str]) -> None:
+        """Let the modules of these classes compute twice; raises ConfigError for a class that the task has not."""
+        self.before = [(module, type(module)) for module in modules_named(task, names, "activation_checkpointing")]
+        kinds = {kind: _recomputing(kind) for _, kind in self.before}
+        for module, kind in self.before:
+            module.__class__ = kinds[kind]
+
+    def undo(self) -> None:
+        """Let them compute once again."""
+        for module, kind in self.before:
+            module.__class__ = kind
+        self.before = []
+
+
+def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return kind.forward(self, *arguments, **options)
+        contexts = (nullcontext(), _on_copies_of_buffers(self))
+        return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+@contextmanager
+def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
+    """Let a forward update copies of a block's buffers, which are dropped afterwards."""
+    own = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
+    try:
+        for module, name, buffer in own:
+            setattr(module, name, buffer.clone())
+        yield
+    finally:
+        for module, name, buffer in own:
+            setattr(module, name, buffer)

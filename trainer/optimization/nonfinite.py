@@ -1,0 +1,293 @@
+"""What is done about numbers that are not finite: steps that are dropped, and weights that are not saved."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..data.randomness import seed_generators
+from ..data.sampling import mix
+from ..errors import ConfigError, NonFiniteError
+from ..metrics.log import PENDING_LIMIT
+from ..metrics.reduce import Reduced, to_floats
+from ..torch_private import local_part, mark_stepped
+
+if TYPE_CHECKING:
+    from ..data.steps import Turn
+    from ..run import Run
+
+log = logging.getLogger("legato")
+
+SHOWN = 6
+"""How many names a message lists."""
+
+
+class Guard:
+    """Looks at a step before it changes the weights."""
+
+    def __init__(self, run: "Run") -> None:
+        self.run = run
+
+    def begin_step(self) -> None:
+        """A step is about to begin."""
+
+    def drops_step(self) -> bool:
+        """Return whether the weights shall stay as they are, now that the gradient of the whole step is there."""
+        raise NotImplementedError
+
+    def report(self, reduced: Reduced) -> None:
+        """Add to a point of the log what there is to say."""
+
+
+class FirstStepGuard(Guard):
+    """Checks the loss of the first step at once: `nan: raise`. Later ones are looked at where points are logged."""
+
+    def drops_step(self) -> bool:
+        """Never, but it raises NonFiniteError."""
+        self.run.optimization.guard = None
+        self.run.check_losses()
+        return False
+
+
+class SkippingGuard(Guard):
+    """Drops the steps whose gradient is not finite: `nan: skip`.
+
+    The gradients are those of the whole step, the same on every rank, so that all ranks drop the same steps without a
+    word. What else such a step changed is put back: buffers, torchmetrics' states, logged values. It counts as a step.
+    """
+
+    def __init__(self, run: "Run") -> None:
+        super().__init__(run)
+        if not run.task.automatic_optimization:
+            raise ConfigError(
+                "trainer.nan=skip drops the update of a step, which under manual optimization is in the hands of "
+                "training_step: look at the gradients there, before optimizer.step(), or set nan to raise or ignore."
+            )
+        self.state = run.state
+        groups = [group for optimizer in run.optimization.optimizers for group in optimizer.param_groups]
+        self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
+        self.buffers: list[Tensor] = []
+        self.before: list[Tensor] = []
+        self.metrics_before = run.metrics.states.snapshot()
+        # A scaled gradient may overflow although nothing is wrong: only the losses tell the two apart.
+        run.watches_losses |= run.strategy.precision.scaler is not None
+
+    def begin_step(self) -> None:
+        """Remember what a step changes besides the weights."""
+        metrics = self.run.metrics
+        if len(metrics.pending) > PENDING_LIMIT // 2:
+            metrics.flush()  # lest it happen within the step, whose values could not be dropped then
+        metrics.losses.clear()
+        self.metrics_before = metrics.states.snapshot()
+        self.buffers = list(self.run.task.buffers())
+        self.before = [buffer.detach().clone() for buffer in self.buffers]
+
+    def drops_step(self) -> bool:
+        """Return whether the step is dropped. Raises NonFiniteError where too many were in a row."""
+        run, state = self.run, self.state
+        if run.strategy.gradients_are_finite(self.parameters) or not self._is_to_blame():
+            state.skipped_in_a_row = 0
+            return False
+        with torch.no_grad():
+            for buffer, value in zip(self.buffers, self.before, strict=True):
+                buffer.copy_(value)
+        run.metrics.drop_step()
+        run.metrics.states.restore(self.metrics_before)
+        for optimizer in run.optimization.optimizers:
+            mark_stepped(optimizer)  # else a scheduler warns in the first step
+        state.skipped_steps += 1
+        state.skipped_in_a_row += 1
+        limit = run.trainer.nan_skips
+        if state.skipped_in_a_row > limit:
+            step, skipped = state.global_step + 1, state.skipped_in_a_row
+            error = NonFiniteError(
+                f"{skipped} steps in a row, up to step {step}, had a gradient that is not finite; nan_skips={limit} "
+                f"allows {limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those "
+                f"of step {step - skipped}."
+            )
+            raise explained(run, error)
+        return True
+
+    def _is_to_blame(self) -> bool:
+        """Return whether the gradient is not finite because of a loss, and not because of its scaling."""
+        run = self.run
+        if run.strategy.precision.scaler is None:
+            return True
+        values = to_floats([loss for loss, _ in run.metrics.losses])
+        bad = torch.tensor([float(any(value - value != 0.0 for value in values))])
+        return bool(run.strategy.all_reduce(bad, "max").item())
+
+    def report(self, reduced: Reduced) -> None:
+        """Add the number of skipped steps to a point of the log."""
+        reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
+
+
+def make_guard(run: "Run") -> Guard | None:
+    """Return what the argument `nan` asks for."""
+    kinds: dict[str, type[Guard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
+    return kinds[run.trainer.nan](run) if run.trainer.nan in kinds else None
+
+
+def bad_weights(run: "Run") -> list[str]:
+    """Return the names of trained parameters that are not finite; of all ranks where the one that asks has none.
+
+    Every rank calls it. Frozen parameters and buffers may be infinite on purpose, as masks are.
+    """
+    trained = {name: parameter for name, parameter in run.task.named_parameters() if parameter.requires_grad}
+    names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
+    if run.strategy.place.world_size == 1:
+        return names
+    if not run.strategy.all_reduce(torch.tensor([float(bool(names))]), "max").item():
+        return []
+    return names or next(names for names in run.strategy.gather_objects(names) if names)
+
+
+def require_finite(run: "Run") -> None:
+    """Refuse to save what is lost: raises NonFiniteError; with `nan: ignore` it warns."""
+    run.check_losses()
+    bad = bad_weights(run)
+    if not bad:
+        return
+    what = f"The weights after step {run.state.global_step} are not finite: {few(bad)}."
+    if run.trainer.nan != "ignore":
+        raise NonFiniteError(
+            f"{what} No checkpoint of them is written; earlier ones are untouched. Go on from one of those with a "
+            f"lower learning rate, or with gradient_clip_val."
+        )
+    if run.trainer.is_global_zero:
+        log.warning("%s They are saved all the same (nan=ignore).", what)
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether every value of some tensors is finite, with one look at each device."""
+    # of a tensor of which each rank holds a part, a DTensor, this rank's
+    local = (local_part(tensor).detach() for tensor in tensors)
+    values = [tensor for tensor in local if tensor.is_floating_point() and tensor.numel()]
+    values = [value.coalesce().values() if value.is_sparse else value for value in values]
+    on_host = [value for value in values if value.is_cpu]
+    # A sum is the quickest look on a CPU (a tenth of a norm's time); a finite one has finite terms. It may overflow.
+    sums = [value.sum(dtype=torch.float32 if value.dtype.itemsize < 4 else None) for value in on_host]
+    suspects = [value for value, total in zip(on_host, to_floats(sums), strict=True) if total - total != 0.0]
+    elsewhere = [value for value in values if not value.is_cpu]
+    largest = [nn.utils.get_total_norm(some, float("inf")) for some in (suspects, elsewhere) if some]
+    return all(bool(one.isfinite()) for one in largest)
+
+
+def few(names: list[str]) -> str:
+    """List the first names, and say how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
+    """Return the error with what one more forward of the newest batch and a look over the task tell about it.
+
+    Every rank calls it, at the same moment. What is told is of the first rank whose loss was not finite, else of the
+    first one that has something to tell.
+    """
+    try:
+        findings = [*look_at_forward(run), *look_at_task(run.task)]
+    except Exception as problem:  # the error that is being explained matters more
+        findings = [f"The post mortem failed with {type(problem).__name__}: {problem}."]
+    first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
+    ranks = run.strategy.gather_objects((first, not findings, run.strategy.place.rank, findings))
+    _, _, rank, told = min(ranks, key=lambda one: one[:3])
+    if not told:
+        return error
+    head = f"Rank {rank}: " if len(ranks) > 1 else ""
+    return NonFiniteError(f"{error} {head}{' '.join(told)}")
+
+
+def look_at_task(task: nn.Module) -> list[str]:
+    """Say which parameters, gradients and buffers are not finite."""
+    gradients = [(name, parameter.grad) for name, parameter in task.named_parameters() if parameter.grad is not None]
+    found = []
+    for what, tensors in (
+        ("parameters", list(task.named_parameters())),
+        ("gradients", gradients),
+        ("buffers", list(task.named_buffers())),
+    ):
+        bad = [name for name, tensor in tensors if not are_finite([tensor])]
+        if bad:
+            found.append(f"{len(bad)} of {len(tensors)} {what} ({few(bad)})")
+    told = [f"Not finite are {'; '.join(found)}."] if found else []
+    if not are_finite(task.parameters()):
+        told.append(
+            "To see where it began, go on from the newest checkpoint with nan=skip and nan_skips=0: the same steps "
+            "come again, and the run ends at the first bad one, with its weights as they were."
+        )
+    return told
+
+
+def look_at_forward(run: "Run") -> list[str]:
+    """Run the newest batch once more, and say where it first stops being finite."""
+    turns = run.step.turns if run.step is not None else []
+    # Forwards may meet other ranks (SyncBatchNorm, all_gather), so all ranks have one more or none has.
+    able = torch.tensor([float(bool(turns) and run.optimization.automatic)])
+    if not run.strategy.all_reduce(able, "min").item():
+        return []
+    turn = turns[-1]
+    batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
+    bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
+    # nor where one has nothing to look for in it
+    if run.strategy.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
+        return []
+    if bad:
+        return [f"The newest batch (batch_idx {turn.batch_idx}) is not finite itself: {few(bad)}."]
+    found = first_bad_module(run, turn, batch)
+    if found is None:
+        return []
+    name, module, input_is_finite = found
+    what = f"{name or 'the task'} ({type(module).__name__})"
+    if not are_finite(module.parameters(recurse=False)):
+        why = "whose parameters are not finite"
+    else:
+        why = "from finite input" if input_is_finite else "from input that was not finite before any module saw it"
+    where = f"In the newest batch (batch_idx {turn.batch_idx})"
+    return [f"{where} the first output that is not finite is that of {what}, {why}."]
+
+
+def first_bad_module(run: "Run", turn: "Turn", batch: Any) -> tuple[str, nn.Module, bool] | None:
+    """Return the first module whose output is NaN, else infinite, in one more training_step of a batch."""
+    by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [tensor for _, tensor in named_tensors(output)]
+        if not are_finite(tensors):
+            is_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
+            given = [tensor for _, tensor in named_tensors(inputs)]
+            by_kind.setdefault(is_nan, (name, module, are_finite(given)))
+
+    handles = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: look(name, module, inputs, output))
+        for name, module in run.task.named_modules()
+    ]
+    try:
+        if run.keys_forward:
+            seed_generators(mix(run.state.seed, run.metrics.step, turn.replica, turn.batch_idx))
+        # it may fail in its own way with such numbers; what the hooks saw until then counts
+        with suppress(Exception):
+            run.strategy.repeat_step((batch, turn.batch_idx)[: run.arity])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return by_kind.get(True, by_kind.get(False))
+
+
+def named_tensors(value: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating point tensors of a batch or an output, each with its place in it."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield place, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_tensors(item, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_tensors(item, f"{place}[{index}]")
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from named_tensors(getattr(value, field.name), f"{place}.{field.name}")

@@ -1,0 +1,200 @@
+"""Optimization: from the gradients of a step to new weights, automatic or in the hands of training_step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...tasks.task import Task
+from ..data import masked
+from ..data.steps import StepInput
+from ..errors import ConfigError, TaskError, did_you_mean
+from ..hooks import overrides
+from .optimizers import ManualOptimizer, SchedulerConfig
+from .outputs import describe_bad_loss
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from .nonfinite import Guard
+
+
+class Optimization:
+    """The optimizers and learning rate schedulers of a run."""
+
+    def __init__(
+        self, run: "Run", optimizers: Sequence[Optimizer] = (), schedulers: Sequence[SchedulerConfig] = ()
+    ) -> None:
+        self.run, self.trainer, self.task = run, run.trainer, run.task
+        self.optimizers, self.schedulers = list(optimizers), list(schedulers)
+        self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
+        self.automatic = run.task.automatic_optimization
+        self.own_optimizer_step = overrides(run.task, Task, "optimizer_step")
+        self.own_scheduler_step = overrides(run.task, Task, "lr_scheduler_step")
+        self.own_zero_grad = (
+            overrides(run.task, Task, "optimizer_zero_grad")
+            or bool(run.hooks["on_before_zero_grad"])
+            or any(overrides(optimizer, Optimizer, "zero_grad") for optimizer in self.optimizers)
+        )
+        self.looks_at_gradients = (
+            run.trainer.gradient_clip_val is not None
+            or overrides(run.task, Task, "configure_gradient_clipping")
+            or bool(run.hooks["on_before_optimizer_step"])
+        )
+        self.prepares_steps = (
+            self.looks_at_gradients
+            or self.own_optimizer_step
+            or run.strategy.precision.scaler is not None
+            or run.metrics.shares
+        )
+        """Whether anything comes before an optimizer's step or after it."""
+        self.epoch = -1
+        """The epoch of the newest step."""
+        self.stepped: list[Optimizer] = []
+        """The optimizers that have used scaled gradients since their factor was chosen, under manual optimization."""
+        self.guard: Guard | None = None
+        """What looks at a step before it changes the weights; None: nothing does."""
+        self.loss_inputs: list[list[nn.Parameter] | None] = [None]
+        """For each loss the parameters that its gradient reaches; None for all."""
+        if self.automatic and len(self.optimizers) > 1:
+            self.loss_inputs = [parameters_of(optimizer) for optimizer in self.optimizers]
+
+    # --- automatic --------------------------------------------------------------------------------------------------
+    def zero_gradients(self, step: StepInput) -> None:
+        """Drop the gradients before a step's first backward; a hook may have frozen or unfrozen some parameters."""
+        if self.guard is not None:
+            self.guard.begin_step()
+        if self.run.strategy.has_frozen or self.epoch != self.run.state.epoch:
+            self.epoch = self.run.state.epoch
+            self.run.strategy.follow()
+        if self.own_zero_grad:
+            self._call_zero_grad(step)
+        else:  # torch's zero_grad spends 12 us on marks for its profiler
+            for optimizer in self.optimizers:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+        if step.masked:  # not before: they may bring what other processes' turns add to this one's part of weights
+            masked.train(self.run, step.masked if step.turns else step.masked[:-1], last=False)
+
+    def _call_zero_grad(self, step: StepInput) -> None:
+        batch_idx = step.turns[0].batch_idx if step.turns else self.run.state.epoch_rounds
+        self.run.metrics.leave_turns(step.samples)
+        for optimizer in self.optimizers:
+            self.run.hooks.call("on_before_zero_grad", optimizer)
+            self.task.optimizer_zero_grad(self.run.state.epoch, batch_idx, optimizer)
+
+    def due(self, step: StepInput) -> Iterable[Optimizer]:
+        """Return the optimizers that are to step now, each when the gradients of the whole step are ready for it."""
+        strategy = self.run.strategy
+        if strategy.has_frozen:
+            strategy.forget_early_gradients()
+        if self.guard is not None and self.guard.drops_step():
+            return ()
+        return self._prepared(step) if self.prepares_steps else self.optimizers
+
+    def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
+        strategy, trainer, shares = self.run.strategy, self.trainer, self.run.metrics.shares
+        self.run.metrics.leave_turns(step.samples)
+        for optimizer in self.optimizers:
+            if self.looks_at_gradients:
+                strategy.unscale(optimizer)
+                self.run.hooks.call("on_before_optimizer_step", optimizer)
+                self.task.configure_gradient_clipping(
+                    optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
+                )
+            if shares:  # once a step, and before any of its updates
+                self.run.metrics.share_step()
+                shares = False
+            if self.own_optimizer_step:
+                self._call_optimizer_step(optimizer, step)
+            else:
+                yield optimizer
+        if strategy.precision.scaler is not None:
+            strategy.precision.update()
+
+    def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
+        batch_idx = step.turns[-1].batch_idx if step.turns else self.run.state.epoch_rounds
+        loss = self.run.metrics.loss
+        wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
+        self.task.optimizer_step(self.run.state.epoch, batch_idx, wrapped, lambda: loss)
+
+    def step_schedulers(self, interval: str, count: int) -> None:
+        """Advance the learning rate schedulers that are due after `count` intervals ("step" or "epoch")."""
+        if not self.automatic:
+            return
+        for config in self.schedulers:
+            if config.is_due(interval, count):
+                if config.reduce_on_plateau and interval == "step":
+                    self.trainer.callback_metrics.update(self.run.metrics.newest_values().tensors())
+                metric = self._monitored(config) if config.reduce_on_plateau else None
+                if metric is not None or not config.reduce_on_plateau:
+                    self.task.lr_scheduler_step(config.scheduler, metric)
+
+    def _monitored(self, config: SchedulerConfig) -> Any:
+        known = self.trainer.callback_metrics
+        if config.monitor in known:
+            return known[config.monitor]
+        if config.strict:
+            name = str(config.monitor)
+            if self.trainer.checkpoint_callback is not None:
+                self.trainer.checkpoint_callback.save(self.trainer, always=True)
+            raise ConfigError(
+                f"The learning rate scheduler monitors {name!r}, which was never logged; logged are {sorted(known)}."
+                f"{did_you_mean(name, known)} Set strict=False in the lr_scheduler dict to go on without it."
+            )
+        return None
+
+    # --- manual -----------------------------------------------------------------------------------------------------
+    def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Run backward under manual optimization."""
+        if self.automatic:
+            raise TaskError("manual_backward needs automatic_optimization = False; otherwise return the loss.")
+        if not loss.requires_grad:
+            raise TaskError(describe_bad_loss(loss))
+        if self.stepped:
+            self.update_scale()
+        self.run.hooks.call("on_before_backward", loss)
+        if self.run.watches_losses and loss.numel() == 1:
+            self.run.metrics.watch(loss)
+        self.task.backward(self.run.strategy.precision.scale(loss), *arguments, **options)
+        self.run.hooks.call("on_after_backward")
+
+    def manual_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
+        """Update the weights under manual optimization, or in an optimizer_step of the task's own."""
+        strategy = self.run.strategy
+        if self.automatic:
+            return strategy.optimizer_step(optimizer, closure)
+        strategy.reduce_gradients(optimizer)
+        if self.guard is not None:
+            self.guard.drops_step()
+        self.run.hooks.call("on_before_optimizer_step", optimizer)
+        if strategy.precision.scaler is not None:
+            if optimizer in self.stepped:
+                self.update_scale()
+            self.stepped.append(optimizer)
+        return strategy.optimizer_step(optimizer, closure)
+
+    def update_scale(self) -> None:
+        """Choose the factor for the next losses, when all optimizers have used the gradients that have the present one.
+
+        So before the first backward after a step, and at the end of training_step.
+        """
+        self.stepped.clear()
+        self.run.strategy.precision.update()
+
+    def clip_gradients(self, optimizer: Any, limit: float | None = None, algorithm: str | None = None) -> None:
+        """Clip the gradients of an optimizer's parameters, by default as the trainer was told to."""
+        limit = self.trainer.gradient_clip_val if limit is None else limit
+        if limit is None:
+            return
+        optimizer, strategy = getattr(optimizer, "optimizer", optimizer), self.run.strategy
+        if not self.automatic:
+            strategy.reduce_gradients(optimizer)
+            strategy.unscale(optimizer)
+        strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)
+
+
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

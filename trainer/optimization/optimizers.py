@@ -1,0 +1,171 @@
+"""What `configure_optimizers` returned, understood."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..errors import TaskError, did_you_mean
+
+if TYPE_CHECKING:
+    from .optimization import Optimization
+
+FORMS = (
+    "an optimizer; a list or tuple of optimizers; a pair (optimizers, schedulers); a dict with 'optimizer' and maybe "
+    "'lr_scheduler'; a list or tuple of such dicts; or None"
+)
+
+
+@dataclass
+class SchedulerConfig:
+    """A learning rate scheduler and when it steps; the fields are the keys of Lightning's `lr_scheduler` dict."""
+
+    scheduler: Any
+    """Anything with `step` and `state_dict`."""
+    interval: Literal["step", "epoch"] = "epoch"
+    """Whether it steps after optimizer steps or after epochs."""
+    frequency: int = 1
+    """It steps every `frequency` intervals."""
+    monitor: str | None = None
+    """The metric that a plateau scheduler is given."""
+    strict: bool = True
+    """Whether a monitored metric that is absent is an error."""
+    name: str | None = None
+    """The name under which its learning rate is logged."""
+    reduce_on_plateau: bool = False
+    """Whether `step` takes the monitored metric."""
+
+    def is_due(self, interval: str, count: int) -> bool:
+        """Return whether it steps after `count` intervals of this kind."""
+        return self.interval == interval and count % self.frequency == 0
+
+
+def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Read every form in which `configure_optimizers` may answer. Raises TaskError that says what came."""
+    optimizers, schedulers = _read(returned)
+    for config in schedulers:
+        if automatic and config.reduce_on_plateau and config.monitor is None:
+            raise TaskError(
+                "ReduceLROnPlateau needs a metric: return {'scheduler': ..., 'monitor': 'val/loss'} for it in "
+                "configure_optimizers."
+            )
+        if getattr(config.scheduler, "optimizer", None) not in [None, *optimizers]:
+            raise TaskError(
+                f"configure_optimizers returned a {type(config.scheduler).__name__} of an optimizer that it did not "
+                f"return, so it would change nothing; return that optimizer too."
+            )
+    if automatic and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise TaskError(
+            "LBFGS evaluates the loss several times a step, which automatic optimization does not do; set "
+            "automatic_optimization = False and call optimizer.step(closure) in training_step."
+        )
+    return optimizers, schedulers
+
+
+def _read(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    if returned is None:
+        return [], []
+    if isinstance(returned, Optimizer):
+        return [returned], []
+    if isinstance(returned, Mapping):
+        return _read_dicts([returned])
+    if isinstance(returned, Sequence) and not isinstance(returned, str):
+        if returned and all(isinstance(item, Optimizer) for item in returned):
+            return list(returned), []
+        if returned and all(isinstance(item, Mapping) for item in returned):
+            return _read_dicts(returned)
+        if len(returned) == 2 and isinstance(returned[0], Sequence):
+            optimizers, schedulers = returned
+            schedulers = schedulers if isinstance(schedulers, Sequence) else [schedulers]
+            for item in optimizers:
+                _require_optimizer(item)
+            return list(optimizers), [_read_scheduler(item) for item in schedulers]
+    raise TaskError(f"configure_optimizers must return {FORMS}; it returned {_describe(returned)}.")
+
+
+def _read_dicts(dicts: Sequence[Mapping[str, Any]]) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    optimizers, schedulers = [], []
+    for entry in dicts:
+        unknown = entry.keys() - {"optimizer", "lr_scheduler", "monitor"}
+        if unknown or "optimizer" not in entry:
+            wrong = sorted(unknown)[0] if unknown else ""
+            reason = f"has the unknown key {wrong!r}" if unknown else "has no 'optimizer'"
+            hint = did_you_mean(wrong, ("optimizer", "lr_scheduler", "monitor")) if unknown else ""
+            raise TaskError(f"The dict that configure_optimizers returned {reason}.{hint}")
+        optimizers.append(_require_optimizer(entry["optimizer"]))
+        if entry.get("lr_scheduler") is not None:
+            schedulers.append(_read_scheduler(entry["lr_scheduler"], entry.get("monitor")))
+    return optimizers, schedulers
+
+
+def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
+    values = dict(entry) if isinstance(entry, Mapping) else {"scheduler": entry}
+    names = SchedulerConfig.__dataclass_fields__
+    for key in values:
+        if key not in names:
+            raise TaskError(f"The lr_scheduler dict has the unknown key {key!r}.{did_you_mean(key, names)}")
+    if "scheduler" not in values:
+        raise TaskError("The lr_scheduler dict has no 'scheduler'.")
+    config = SchedulerConfig(**values)
+    if not hasattr(config.scheduler, "step"):
+        raise TaskError(f"A learning rate scheduler needs a method `step`; got {_describe(config.scheduler)}.")
+    if config.interval not in ("step", "epoch"):
+        raise TaskError(f"lr_scheduler interval must be 'step' or 'epoch', got {config.interval!r}.")
+    if not isinstance(config.frequency, int) or config.frequency < 1:
+        raise TaskError(f"lr_scheduler frequency must be a positive integer, got {config.frequency!r}.")
+    if isinstance(config.scheduler, ReduceLROnPlateau):
+        config.reduce_on_plateau = True
+    config.monitor = config.monitor or monitor
+    return config
+
+
+def _require_optimizer(value: Any) -> Optimizer:
+    if not isinstance(value, Optimizer):
+        raise TaskError(
+            f"configure_optimizers must return {FORMS}; in the place of an optimizer stood {_describe(value)}."
+        )
+    return value
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, (LRScheduler, Optimizer)):
+        return f"a {type(value).__name__}"
+    return f"{type(value).__name__}: {value!r:.80}"
+
+
+class ManualOptimizer:
+    """An optimizer in the hands of a `training_step` with `automatic_optimization = False`.
+
+    It behaves as the optimizer itself; `step` goes through the strategy, so that scaled gradients are unscaled first.
+    """
+
+    def __init__(self, optimizer: Optimizer, optimization: "Optimization") -> None:
+        self.optimizer = optimizer
+        self._optimization = optimization
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the weights from the gradients; return what the optimizer returns."""
+        return self._optimization.manual_step(self.optimizer, closure)
+
+    def toggle_model(self, sync_grad: bool = True) -> "_Toggled":
+        """Return a context in which gradients reach this optimizer's parameters only."""
+        return _Toggled(self, self._optimization)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # copy and pickle ask before __init__ ran
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+
+class _Toggled:
+    def __init__(self, optimizer: ManualOptimizer, optimization: "Optimization") -> None:
+        self.optimizer, self.task = optimizer, optimization.task
+
+    def __enter__(self) -> None:
+        self.task.toggle_optimizer(self.optimizer)
+
+    def __exit__(self, *exception: object) -> None:
+        self.task.untoggle_optimizer(self.optimizer)

@@ -1,0 +1,78 @@
+"""What a training step returned, understood."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..errors import TaskError
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+log = logging.getLogger("legato")
+
+
+def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
+    """Return the loss for each optimizer; none where the step returned None, which leaves the batch out.
+
+    Raises TaskError that says what came instead.
+    """
+    if isinstance(output, Tensor) and optimizers == 1:
+        return (output,)
+    if output is None:
+        return ()
+    found = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(output, Mapping) and "loss" not in output:
+        raise TaskError(f"The dict that training_step returned has no 'loss'; its keys are {sorted(map(str, output))}.")
+    losses = found if isinstance(found, (list, tuple)) else (found,)
+    for loss in losses:
+        if not isinstance(loss, Tensor):
+            raise TaskError(
+                f"training_step must return a scalar loss tensor, a dict with 'loss', or None to leave the batch out; "
+                f"it returned {type(loss).__name__}."
+            )
+    if len(losses) != optimizers:
+        raise TaskError(
+            f"training_step returned {len(losses)} losses for {optimizers} optimizers; return a list with one for "
+            f"each, in the order of configure_optimizers, or set automatic_optimization = False."
+        )
+    return losses
+
+
+def as_outputs(output: Any) -> Any:
+    """Return a training step's output as hooks get it: a dict with a detached "loss"; None for a batch left out."""
+    if isinstance(output, Tensor):
+        return {"loss": output.detach()}
+    if output is None:
+        return None
+    values = dict(output) if isinstance(output, Mapping) else {"loss": output}
+    loss = values.get("loss")
+    if isinstance(loss, Tensor):
+        values["loss"] = loss.detach()
+    return values
+
+
+def describe_bad_loss(loss: Tensor) -> str:
+    """Say why backward cannot start from `loss`."""
+    if loss.numel() != 1:
+        return (
+            f"training_step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}. "
+            f"Reduce it, for instance with loss.mean()."
+        )
+    return (
+        "training_step returned a loss without a graph: it does not depend on any parameter that requires a gradient. "
+        "Was it detached, computed under torch.no_grad, or are all parameters frozen?"
+    )
+
+
+def warn_of_no_loss(run: "Run") -> None:
+    """Say at the end of an epoch, on rank 0, that none of its batches had a loss: mostly a forgotten return."""
+    metrics, trains = run.metrics, run.optimization.optimizers and not run.epoch_skipped
+    # of batches that were left out: a resume may have none left of its epoch
+    if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and run.trainer.is_global_zero:
+        log.warning(
+            "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
+            run.state.epoch,
+        )

@@ -1,0 +1,185 @@
+"""Precision: how numbers are held and multiplied. The dtype of the weights, autocast, gradient scaling.
+
+After PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html and its examples page
+https://docs.pytorch.org/docs/stable/notes/amp_examples.html). A name says which kind it is:
+
+    32-true, 64-true       everything in that type
+    bf16-true, 16-true     weights, input and arithmetic in half precision, no scaling
+    bf16-mixed             weights in float32; autocast multiplies matrices in bfloat16
+    16-mixed               the same in float16, whose narrow range needs the loss scaled up before backward
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..data.transfer import map_tensors
+from ..errors import CheckpointError, ConfigError, did_you_mean
+from ..torch_private import mark_stepped
+
+NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
+_SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+_AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
+_OFF = nullcontext()
+
+
+class Precision:
+    """How numbers are held and multiplied on one kind of device. One object serves a whole run.
+
+    Raises ConfigError for a name that is none, and where the device cannot do it.
+    """
+
+    def __init__(self, name: str | int, device_type: str) -> None:
+        self.name = _canonical(name)
+        self.device_type = device_type
+        _refuse_what_the_device_lacks(self.name, device_type)
+        self.weights_dtype: torch.dtype | None = _WEIGHTS.get(self.name)
+        """What parameters, buffers and the input are converted to; None: they stay as they are."""
+        self.autocast_dtype: torch.dtype | None = _AUTOCAST.get(self.name)
+        self.scaler: torch.amp.GradScaler | None = (
+            torch.amp.GradScaler(device_type) if self.name == "16-mixed" else None
+        )
+        self._used = self._is_ready = False
+        self.forward_context: Callable[[], AbstractContextManager[Any]] = nothing
+        """Returns what a forward runs under: nothing, autocast, or another default type for the tensors it makes.
+
+        Autocast holds for one thread only, the default type for the whole process.
+        """
+        if self.autocast_dtype is not None:
+            self.forward_context = partial(torch.autocast, device_type, dtype=self.autocast_dtype)
+        elif self.weights_dtype is not None:
+            self.forward_context = partial(_DefaultDtype, self.weights_dtype)
+
+    def place(self, module: nn.Module) -> None:
+        """Convert the floating point parameters and buffers of `module` in place, for a true precision other than 32.
+
+        Parameters stay the same objects, so optimizers that hold them stay valid.
+        """
+        if self.weights_dtype is torch.float64:
+            module.double()
+        elif self.weights_dtype is torch.bfloat16:
+            module.bfloat16()
+        elif self.weights_dtype is torch.float16:
+            module.half()
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Return `batch`, floating point tensors in the type of the weights; the same object for 32 and mixed."""
+        return batch if self.weights_dtype is None else _convert(batch, self.weights_dtype)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss to run backward from. Every backward of one step is scaled by the same factor."""
+        if self.scaler is None:
+            return loss
+        self._is_ready = True
+        return self.scaler.scale(loss)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the factor, before they are clipped or looked at: once a step and optimizer.
+
+        Raises RuntimeError at a second call for the same step.
+        """
+        if self.scaler is not None and self._has_gradient(optimizer):
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Update the weights; with scaling, leave them as they are where a gradient is infinite or NaN."""
+        if self.scaler is None:
+            optimizer.step()
+        elif self._has_gradient(optimizer):
+            self.scaler.step(optimizer)
+        # Else a learning rate scheduler warns that it comes before its optimizer, whose first step overflowed.
+        mark_stepped(optimizer)
+
+    def update(self) -> None:
+        """Choose the next step's factor, after all optimizers took this one: half of it where one was left out."""
+        if self.scaler is not None and self._used:
+            self.scaler.update()
+            self._used = False
+
+    def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether there is anything to unscale; the scaler fails where every batch was left out."""
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        gradient = next((gradient for gradient in gradients if gradient is not None), None)
+        self._used |= gradient is not None
+        if gradient is not None and not self._is_ready:
+            self.scale(gradient.new_zeros(()))  # the scaler is made ready by its first loss, which others had
+        return gradient is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scaler's state as plain numbers; empty without one."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        A state without scaling leaves a scaler at its beginning, and scaling's state is nothing to a run without it: a
+        run may go on in another precision. Raises CheckpointError where the state is none of a scaler.
+        """
+        if self.scaler is None or not state:
+            return
+        if state.keys() != _SCALER_KEYS or not all(type(number) in (int, float) for number in state.values()):
+            raise CheckpointError(
+                f"The state of gradient scaling must hold a number for each of {', '.join(sorted(_SCALER_KEYS))}; "
+                f"got {dict(state)!r}. Resume from another checkpoint."
+            )
+        self.scaler.load_state_dict(dict(state))
+
+
+class _DefaultDtype:
+    """The type of the floating point tensors that are made while it is entered, unless they name another."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.before = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.set_default_dtype(self.before)
+
+
+def nothing() -> AbstractContextManager[Any]:
+    """Return the context of a forward that runs as it is."""
+    return _OFF
+
+
+def _canonical(name: str | int) -> str:
+    word = str(name)
+    known = _SHORT_NAMES.get(word, word)
+    if isinstance(name, bool) or known not in NAMES:
+        raise ConfigError(
+            f"trainer.precision must be one of {', '.join((*_SHORT_NAMES, *NAMES))}; got {name!r}."
+            + did_you_mean(word, (*NAMES, *_SHORT_NAMES))
+        )
+    return known
+
+
+def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:
+    if name == "64-true" and device_type == "mps":
+        raise ConfigError("trainer.precision 64-true: mps devices have no float64. Use 32-true, or accelerator=cpu.")
+    if name in _AUTOCAST and not torch.amp.is_autocast_available(device_type):
+        raise ConfigError(f"trainer.precision {name}: torch has no autocast for {device_type}. Use 32-true.")
+    if name.startswith("bf16") and device_type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise ConfigError(
+            f"trainer.precision {name}: this CUDA device has no bfloat16. Use {name.replace('bf16', '16')} or 32-true."
+        )
+    if name == "16-mixed" and device_type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "trainer.precision 16-mixed: no CUDA device was found. Use accelerator=cpu or another machine."
+        )
+
+
+def _convert(batch: Any, dtype: torch.dtype) -> Any:
+    """Return `batch` with its floating point tensors as `dtype`."""
+    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)

@@ -1,0 +1,437 @@
+"""Where this process stands among the processes of the run, and how they find each other.
+
+The only file that reads or writes the environment. torch is imported when it is needed, so that `warm_up` can start
+the workers' server while the caller still reads its config.
+"""
+
+import atexit
+import functools
+import os
+import re
+import socket
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from ..elastic import launcher
+from ..elastic.store import Seat, Terms, split_address
+from ..errors import ConfigError
+from . import own_group, workers
+from .fork_safety import settling
+from .rendezvous import Meeting, host_store, is_loopback, meet
+from .workers import GRACE
+from .workers import warm_up as warm_up
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+_CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands in its group."""
+
+    rank: int = 0
+    local_rank: int = 0
+    node_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    nodes: int = 1
+    origin: str = "alone"
+    """Who started the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
+    "script" (by init_process_group; a local rank of -1 is not known yet)."""
+
+
+def find_place(cluster: str = "auto") -> Place | None:
+    """Return this process's place in the group that a launcher started, or the script made; None where nobody did.
+
+    With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables do not fit.
+    """
+    worker = os.environ.get("LEGATO_WORKER")
+    if worker is not None and worker.split(":")[0] == str(os.getpid()):
+        return _from_environment("legato")
+    if cluster == "off":
+        return None
+    group = own_group.find_group()
+    if group is not None:
+        return _in_group(*group)
+    return _from_launcher(worker)
+
+
+def _from_launcher(worker: str | None) -> Place | None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return _from_environment("torchrun")
+    # A process that a worker of Legato has started inherits RANK, and is no member of the group.
+    if worker is None and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
+        return _from_environment("environment")
+    return _from_slurm() or _from_mpi()
+
+
+def _in_group(rank: int, world_size: int) -> Place:
+    """Return the place in a process group that the script has made: the launcher's, where that says the same."""
+    try:
+        launched = _from_launcher(os.environ.get("LEGATO_WORKER"))
+    except ConfigError:  # variables that the script has set for itself, such as WORLD_SIZE alone
+        launched = None
+    if launched is not None and (
+        (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
+    ):
+        return launched
+    local_rank = _number("LOCAL_RANK")
+    return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
+
+
+def find_seat() -> Seat | None:
+    """Return this process's seat in an elastic run; None outside of one."""
+    text = os.environ.get("LEGATO_SEAT")
+    return Seat.read(text) if text and find_place("off") is not None else None
+
+
+def restart_count() -> int:
+    """Return how often this run's processes have been started again after a failure."""
+    worker = os.environ.get("LEGATO_WORKER")
+    if worker is not None:
+        return int(worker.split(":")[1])
+    return _number("TORCHELASTIC_RESTART_COUNT") or _number("SLURM_RESTART_COUNT") or 0
+
+
+def wants_public_torch() -> bool:
+    """Return whether private names of torch are not to be used (LEGATO_PUBLIC_TORCH=1; see torch_private)."""
+    return os.environ.get("LEGATO_PUBLIC_TORCH", "") not in ("", "0")
+
+
+def slurm_job() -> str | None:
+    """Return the id of the SLURM job that this process is part of; None outside of one."""
+    return os.environ.get("SLURM_JOB_ID") or None
+
+
+def _number(*names: str) -> int | None:
+    """Return the first of these variables that is set."""
+    for name in names:
+        value = os.environ.get(name, "").strip()
+        if value:
+            if not value.isdecimal():
+                raise ConfigError(f"The environment variable {name} must be a whole number, got {value!r}.")
+            return int(value)
+    return None
+
+
+def _from_environment(origin: str) -> Place:
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None or world_size is None:
+        there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
+        raise ConfigError(
+            f"The environment variable {there} is set and {missing} is not. Set both, with MASTER_ADDR and MASTER_PORT,"
+            f" to join a group. {_CLUSTER_OFF}"
+        )
+    local_rank, local_world_size = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE") or max(world_size, 1)
+    nodes = _number("GROUP_WORLD_SIZE") or -(-world_size // local_world_size)
+    local_rank = rank % local_world_size if local_rank is None else local_rank
+    node_rank = _number("GROUP_RANK", "NODE_RANK") or 0
+    place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
+    return _checked(place, ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+
+
+def _from_slurm() -> Place | None:
+    rank, world_size = _number("SLURM_PROCID"), _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    # An interactive shell is a step of one task; so is a script that srun starts once: nothing to join.
+    if rank is None or world_size is None or world_size == 1:
+        return None
+    nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
+    node_rank, local_rank = _number("SLURM_NODEID") or 0, _number("SLURM_LOCALID")
+    tasks = _expand_tasks(os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or "")
+    local_world_size = max(1, tasks[node_rank] if node_rank < len(tasks) else -(-world_size // nodes))
+    local_rank = rank % local_world_size if local_rank is None else local_rank
+    place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, "slurm")
+    return _checked(
+        place,
+        ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_NNODES"),
+    )
+
+
+def _from_mpi() -> Place | None:
+    open_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
+    rank, world_size = _number("OMPI_COMM_WORLD_RANK", "PMI_RANK"), _number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    if rank is None or world_size is None:
+        return None
+    local_rank = _number("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+    local_world_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or max(world_size, 1)
+    local_rank = rank % local_world_size if local_rank is None else local_rank
+    # OMPI_COMM_WORLD_NODE_RANK is a process's rank on its node, not the node's.
+    nodes = -(-world_size // local_world_size)
+    node_rank = min(rank // local_world_size, nodes - 1)
+    place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, "mpi")
+    names = ("RANK", "LOCAL_RANK", "", "SIZE", "LOCAL_SIZE", "")
+    return _checked(
+        place,
+        tuple(f"OMPI_COMM_WORLD_{name}" for name in names)
+        if open_mpi
+        else ("PMI_RANK", "MPI_LOCALRANKID", "", "PMI_SIZE", "MPI_LOCALNRANKS", ""),
+    )
+
+
+def _checked(place: Place, names: tuple[str, ...]) -> Place:
+    """Return `place` if its numbers fit together. `names` are the variables of its numbers, in its order."""
+    for number, size, left, right in (
+        (place.rank, place.world_size, names[0], names[3]),
+        (place.local_rank, place.local_world_size, names[1], names[4]),
+        (place.node_rank, place.nodes, names[2], names[5]),
+        (place.local_world_size, place.world_size + 1, names[4], names[3]),
+    ):
+        if number >= size:
+            size -= left == names[4]
+            fits = "at most" if left == names[4] else "less than"
+            raise ConfigError(
+                f"The environment contradicts itself: {left}={number} must be {fits} {right}={size}. Unset what is "
+                f"left over from another launch. {_CLUSTER_OFF}"
+            )
+    return place
+
+
+def _expand_tasks(text: str) -> list[int]:
+    """Return SLURM's tasks per node: "2(x3),1" means 2, 2, 2, 1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
+
+
+def _first_host(nodes: str) -> str:
+    """Return the first of SLURM's node list: of "gpu[003-005,7],cpu1" it is "gpu003"."""
+    match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
+    return "".join(part or "" for part in match.groups()) if match else ""
+
+
+# --- how they find each other ---------------------------------------------------------------------------------------
+
+
+def connect(place: Place, backend: str, timeout: timedelta, init_method: str | None = None) -> str:
+    """Join the process group of `place`, once; a second call does nothing while the group lives.
+
+    Returns where its ranks met, "" where they had before.
+
+    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or what SLURM and MPI tell), "tcp://host:port" or
+    "file:///path". Without it, workers of Legato meet at their launcher's store and all others by "env://". Raises
+    ConfigError where the meeting place is taken, cannot be reached or lacks ranks after `timeout`.
+    """
+    from torch import distributed
+
+    if distributed.is_initialized():
+        settling.install()
+        have = (distributed.get_rank(), distributed.get_world_size())
+        if have != (place.rank, place.world_size):
+            raise ConfigError(
+                f"The process group that exists already has rank {have[0]} of {have[1]}; this run expects rank "
+                f"{place.rank} of {place.world_size}. End it by torch.distributed.destroy_process_group()."
+            )
+        return ""
+    for name in backend.split(","):
+        if not distributed.is_backend_available(name.split(":")[-1]):
+            raise ConfigError(f"This build of torch has no process group backend {name.split(':')[-1]!r}; take gloo.")
+    if backend == "mpi":  # MPI knows its own ranks
+        distributed.init_process_group("mpi", timeout=timeout)
+        own_group.note_made_here()
+        return "MPI's own place"
+    where, store = find_store(place, timeout, init_method)
+    distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    own_group.note_made_here()
+    settling.install()
+    atexit.register(disconnect)
+    return where
+
+
+def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
+    """Return where all ranks of `place` have met, and the store there."""
+    where = _find_meeting(place, init_method)
+    if where.one_node:
+        _keep_to_loopback()
+    return str(where), meet(where, place.rank, place.world_size, timeout)
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    from torch import distributed
+
+    atexit.unregister(disconnect)
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _find_meeting(place: Place, init_method: str | None) -> Meeting:
+    """Return where the ranks of `place` meet."""
+    parts = urlsplit(init_method or "env://")
+    known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
+    if parts.scheme == "file" and parts.path and not parts.query:
+        return Meeting(path=parts.netloc + parts.path, one_node=known, attempt=restart_count())
+    if parts.scheme == "tcp" and parts.hostname and not parts.query and (port := _port_of(parts)):
+        remedy = f"Choose another port in init_method={init_method!r}."
+        one_node = known or is_loopback(parts.hostname)
+        return Meeting(parts.hostname, port, one_node=one_node, attempt=restart_count(), remedy=remedy)
+    if parts.scheme != "env" or parts.netloc or parts.path or parts.query:
+        raise ConfigError(
+            f"init_method must be 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got {init_method!r}. Rank and "
+            "world size come from the launcher or from RANK and WORLD_SIZE."
+        )
+    host, port = _meeting_point(place)
+    agent = place.origin == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    elsewhere = agent or place.origin == "legato"
+    one_node = known or is_loopback(host)
+    # Of several agents each counts its own restarts, so that only a single one's count makes a common name.
+    attempt = restart_count() if one_node else 0
+    return Meeting(
+        host, port, "", elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
+    )
+
+
+def _port_of(parts: Any) -> int | None:
+    try:
+        return parts.port or None
+    except ValueError:
+        return None
+
+
+def _meeting_point(place: Place) -> tuple[str, int]:
+    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
+    if place.origin in ("slurm", "mpi") and place.nodes == 1:
+        host = host or "127.0.0.1"
+    if place.origin == "slurm":
+        host = host or _first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+        port = port or 15000 + (_number("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 16000  # below the ephemeral ports
+    if place.origin == "mpi":
+        job = os.environ.get("PMIX_NAMESPACE")
+        port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
+    if not host or not port or port > 65535:
+        raise ConfigError(
+            "Ranks meet by env:// at MASTER_ADDR and MASTER_PORT, "
+            f"got MASTER_ADDR={host!r} and MASTER_PORT={port or ''!r}. Set both, the same on all ranks "
+            "(127.0.0.1 and a free port on one machine), or set init_method to tcp://HOST:PORT or file:///PATH."
+        )
+    return host, port
+
+
+def _keep_to_loopback() -> None:
+    """Let the ranks of one machine talk over its loopback interface only, unless the user has chosen another."""
+    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+        os.environ.setdefault("TP_SOCKET_IFNAME", name)
+
+
+# --- Legato's own workers -------------------------------------------------------------------------------------------
+
+
+def run_workers(
+    function: Callable[[], T],
+    processes: int,
+    *,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    nodes: int = 1,
+    grace: float = GRACE,
+) -> T:
+    """Call `function` in `processes` new processes of this machine and return what the first of them returned.
+
+    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores). After a failure all are
+    stopped and, up to `max_restarts` times, started again. With `nodes` > 1 the same call is made on every node, and
+    NODE_RANK, MASTER_ADDR and MASTER_PORT say which one this is and where they meet. `grace`, errors: see workers.run.
+    """
+    if processes < 1:
+        raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
+    if nodes > 1 and max_restarts:
+        raise ConfigError("max_restarts restarts one node's workers only; with num_nodes > 1 use torchrun's.")
+    warm_up()
+    node_rank, host, port = _node(nodes) if nodes > 1 else (0, "127.0.0.1", 0)
+    store: Any = None
+    if node_rank == 0:
+        store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
+        port = store.port
+    environment = dict(os.environ)
+    threads = threads or _number("OMP_NUM_THREADS") or max(1, _cores() // processes)
+    ranks = range(node_rank * processes, (node_rank + 1) * processes)
+
+    def enter(attempt: int, rank: int) -> Callable[[], None]:
+        place = Place(rank, rank - ranks[0], node_rank, processes * nodes, processes, nodes, "legato")
+        return functools.partial(_stand_at, place, environment, f"{host}:{port}", attempt, threads)
+
+    result: T = workers.run(function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace)
+    return result
+
+
+def run_elastic(
+    function: Callable[[], T],
+    processes: int,
+    terms: Terms,
+    *,
+    threads: int | None = None,
+    max_restarts: int = 0,
+    grace: float = GRACE,
+) -> T | None:
+    """Call `function` in `processes` new processes that may die and be replaced, or that join another launcher's.
+
+    Up to `max_restarts` of them are replaced. Errors: see workers.run.
+    """
+    warm_up()
+    environment = dict(os.environ)
+    threads = threads or _number("OMP_NUM_THREADS") or max(1, _cores() // processes)
+
+    def enter(attempt: int, seat: Seat) -> Callable[[], None]:
+        rank, world_size = (0, 1) if seat.joins else (seat.member.slot, processes)
+        place = Place(rank, rank, 0, world_size, world_size, 1, "legato")
+        return functools.partial(_stand_at, place, environment, seat.address, attempt, threads, seat.text())
+
+    result: T | None = launcher.run_elastic(function, processes, terms, max_restarts, enter, grace)
+    return result
+
+
+def node_rank(nodes: int) -> int:
+    """Return which of `nodes` machines this is. Raises ConfigError where the environment does not tell."""
+    return _node(nodes)[0] if nodes > 1 else 0
+
+
+def _node(nodes: int) -> tuple[int, str, int]:
+    node_rank = _number("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
+    if node_rank is None or not host or not port:
+        raise ConfigError(
+            f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
+            "and MASTER_PORT (a free port of it) in its environment; or start the processes with torchrun or srun."
+        )
+    if node_rank >= nodes:
+        raise ConfigError(f"NODE_RANK={node_rank} must be less than num_nodes={nodes}.")
+    return node_rank, host, port
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _stand_at(
+    place: Place, environment: dict[str, str], address: str, attempt: int, threads: int, seat: str = ""
+) -> None:
+    """Take `place`, in a worker: the caller's environment of now, not of when the fork server was started."""
+    import torch
+
+    host, port = split_address(address)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.environ.update(
+        RANK=str(place.rank),
+        LOCAL_RANK=str(place.local_rank),
+        GROUP_RANK=str(place.node_rank),
+        NODE_RANK=str(place.node_rank),
+        WORLD_SIZE=str(place.world_size),
+        LOCAL_WORLD_SIZE=str(place.local_world_size),
+        GROUP_WORLD_SIZE=str(place.nodes),
+        MASTER_ADDR=host,
+        MASTER_PORT=str(port),
+        OMP_NUM_THREADS=str(threads),
+        LEGATO_WORKER=f"{os.getpid()}:{attempt}",
+        LEGATO_SEAT=seat,
+    )
+    if seat and is_loopback(host):
+        _keep_to_loopback()
+    torch.set_num_threads(threads)

@@ -1,0 +1,256 @@
+"""`Task.all_gather`: tensors of every rank, compared before they travel: gloo aborts the process where they differ.
+
+What one rank gives may have more rows (a longer first dimension) than what another gives: evaluation deals every sample
+out once, and shares need not be even. Everything else must agree, and is an error on every rank where it does not.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..data.transfer import map_tensors
+from ..errors import DisagreementError, TaskError
+
+if TYPE_CHECKING:
+    from ..run import Run
+    from ..trainer import Trainer
+
+ALIGNMENT = 16
+"""Bytes: a row of the table in which tensors travel begins where every dtype may begin."""
+
+
+class UnevenTensors(list[Tensor]):
+    """The tensors of every rank, by rank, where their first dimensions differ so that they cannot be stacked."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        rows = [len(tensor) for tensor in self]
+        raise AttributeError(
+            f"all_gather returned a list of {len(rows)} tensors and no stacked one, since the ranks gave {rows} rows; "
+            f"a list has no {name!r}. torch.cat(list(...)) joins both a list and a stacked tensor."
+        )
+
+
+class _Description(NamedTuple):
+    """What must agree between ranks for one tensor."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    with_gradient: bool
+
+
+def gather(trainer: "Trainer", data: Any, group: Any, sync_grads: bool) -> Any:
+    """Return `data` with every tensor gathered; see `Task.all_gather`."""
+    strategy = trainer.strategy
+    ranks, size = _ranks_of(strategy, group)
+    _refuse_in_step(trainer, size, sync_grads)
+    data = map_tensors(data, lambda tensor: tensor, number=lambda value: torch.as_tensor(value, device=strategy.device))
+    tensors: list[Tensor] = []
+    map_tensors(data, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    if size == 1:
+        whole = iter([(tensor if sync_grads else tensor.detach()).unsqueeze(0) for tensor in tensors])
+        return map_tensors(data, lambda _: next(whole))
+    own = [
+        _Description(
+            name, f"{tensor.dtype} on {tensor.device.type}", tuple(tensor.shape), _has_gradient(tensor, sync_grads)
+        )
+        for name, tensor in zip(_names_in(data, "data"), tensors, strict=True)
+    ]
+    every: list[list[_Description]] = ranks.gather_objects(own)
+    _require_same(every)
+    shapes = [[described[index].shape for described in every] for index in range(len(own))]
+    gathered = _exchange([tensor.detach() for tensor in tensors], shapes, ranks)
+    if any(one.with_gradient for one in own):
+        channel = _channel(strategy, group)
+        for index, (tensor, one) in enumerate(zip(tensors, own, strict=True)):
+            if one.with_gradient:
+                parts: Any = _WithGradient.apply(tensor, channel, gathered[index])  # type: ignore[no-untyped-call]
+                gathered[index] = list(parts)
+    found = iter([_joined(parts) for parts in gathered])
+    return map_tensors(data, lambda _: next(found))
+
+
+def _has_gradient(tensor: Tensor, sync_grads: bool) -> bool:
+    return sync_grads and tensor.requires_grad and torch.is_grad_enabled()
+
+
+def _joined(parts: list[Tensor]) -> Any:
+    even = all(part.shape == parts[0].shape for part in parts)
+    return torch.stack(parts) if even else UnevenTensors(parts)
+
+
+# --- who takes part ---------------------------------------------------------------------------------------------------
+def _ranks_of(strategy: Any, group: Any) -> tuple[Any, int]:
+    """Return the ranks that gather, with their collectives, and their number."""
+    from ..strategies.collectives import SomeRanks
+
+    if group is None or strategy.place.world_size == 1:
+        return strategy.data_ranks, strategy.data_size
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise TaskError(
+            f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group: call it on "
+            f"the ranks that torch.distributed.new_group was given."
+        )
+    return SomeRanks(size, group), size
+
+
+def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
+    """Raise TaskError where a step gathers that not all replicas, or ranks, take at once."""
+    run = trainer.run
+    if run is None or not run.open or not (run.metrics.in_step and run.metrics.in_turn):
+        return
+    strategy, how = run.strategy, "with sync_grads=True " if sync_grads else ""
+    if run.doing == "train" and strategy.cuts_batches:
+        raise TaskError(
+            f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. Use "
+            f"strategy ddp, whose processes have whole batches."
+        )
+    if run.doing == "train" and (run.local_replicas > 1 or strategy.elastic is not None):
+        processes = f"{strategy.data_size} processes" + (" that may die" if strategy.elastic else "")
+        raise TaskError(
+            f"training_step calls all_gather {how}over {run.state.replicas} replicas, which run on {processes}, one "
+            f"after the other: what a later one computes is not there yet. Start {run.state.replicas} processes "
+            f"(strategy ddp) that stay, or set trainer.replicas to their number."
+        )
+    if size > 1 and not _all_take_part(run):
+        trains = run.doing == "train"
+        stage = "validation" if run.doing == "sanity_check" else run.doing
+        instead = "drop_last=True or a limit on batches" if trains else f"gathering in on_{stage}_epoch_end"
+        raise TaskError(
+            f"{'training' if trains else stage}_step calls all_gather, which every rank must call equally often, but "
+            f"the batches do not go evenly into {run.state.replicas} replicas on {strategy.data_size} processes: some "
+            f"rank has fewer. What helps: {instead}."
+        )
+
+
+def _all_take_part(run: "Run") -> bool:
+    """Return whether all ranks take this turn, and will take each of the loader's as far as its length is known."""
+    if run.doing == "train":
+        return run.training_data.is_whole is not False and run.step is not None and run.step.whole
+    data = run.evaluations["validation" if run.doing == "sanity_check" else run.doing]
+    return data.is_whole is not False and data.whole and run.state.replicas % run.strategy.data_size == 0
+
+
+# --- what must agree --------------------------------------------------------------------------------------------------
+def _names_in(data: Any, name: str) -> Iterator[str]:
+    """Yield the place of each tensor, in the order of `map_tensors`."""
+    if isinstance(data, Tensor):
+        yield name
+    elif isinstance(data, tuple) and hasattr(data, "_fields"):
+        for field in data._fields:
+            yield from _names_in(getattr(data, field), f"{name}.{field}")
+    elif isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            yield from _names_in(item, f"{name}[{index}]")
+    elif isinstance(data, dict):
+        for key, item in data.items():
+            yield from _names_in(item, f"{name}[{key!r}]")
+    elif is_dataclass(data) and not isinstance(data, type):
+        for own in (field for field in fields(data) if field.init):
+            yield from _names_in(getattr(data, own.name), f"{name}.{own.name}")
+
+
+def _require_same(every: Sequence[Sequence[_Description]]) -> None:
+    """Raise DisagreementError, on every rank, where ranks gave what cannot be gathered."""
+    names = [[one.name for one in described] for described in every]
+    odd = next((rank for rank, own in enumerate(names) if own != names[0]), None)
+    if odd is not None:
+        first, other = (
+            ", ".join(own[:4]) + (" ..." if len(own) > 4 else "") or "nothing" for own in (names[0], names[odd])
+        )
+        raise DisagreementError(
+            f"all_gather was given {len(names[0])} tensors on rank 0 ({first}) and {len(names[odd])} on rank {odd} "
+            f"({other}). Join what each rank has collected first: torch.cat(outputs)."
+        )
+    for columns in zip(*every, strict=True):
+        name = columns[0].name
+        for what, values, remedy in (
+            ("is", [one.kind for one in columns], "Convert it to one dtype, on one kind of device."),
+            (
+                "has the shape",
+                [one.shape[:0] or one.shape[1:] for one in columns],
+                "Only the first dimension may differ.",
+            ),
+            (
+                "requires a gradient:",
+                [one.with_gradient for one in columns],
+                "With sync_grads=True all ranks must agree.",
+            ),
+        ):
+            ranks = [len(one.shape) for one in columns] if what == "has the shape" else values
+            odd = next(
+                (rank for rank in range(len(values)) if (values[rank], ranks[rank]) != (values[0], ranks[0])), None
+            )
+            if odd is not None:
+                shown = [one.shape for one in columns] if what == "has the shape" else values
+                raise DisagreementError(
+                    f"all_gather: {name} {what} {shown[0]} on rank 0, {shown[odd]} on rank {odd}. {remedy}"
+                )
+
+
+# --- how they travel --------------------------------------------------------------------------------------------------
+def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Any) -> list[list[Tensor]]:
+    """Return each tensor of every rank, given their shapes: one collective for each kind of device, as bytes."""
+    found: list[list[Tensor]] = [[] for _ in tensors]
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        # the widest first, so that none begins out of line
+        some = sorted(
+            (i for i, t in enumerate(tensors) if t.device == device), key=lambda i: -tensors[i].element_size()
+        )
+        sizes = [
+            [_bytes_of(tensors[i], shape) for i in some for shape in [shapes[i][rank]]]
+            for rank in range(len(shapes[0]))
+        ]
+        row = torch.zeros(-(-max(map(sum, sizes)) // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
+        flat = torch.cat([tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in some])
+        row[: len(flat)].copy_(flat)
+        for rank, theirs in enumerate(ranks.all_gather(row)):
+            parts = theirs[: sum(sizes[rank])].split(sizes[rank])
+            for index, part in zip(some, parts, strict=True):
+                found[index].append(part.view(tensors[index].dtype).view(shapes[index][rank]).clone())
+    return found
+
+
+def _bytes_of(tensor: Tensor, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * tensor.element_size()
+
+
+_channels: dict[Any, Any] = {}
+"""For the default group one for the gradients of gathers: they must not meet the collectives of DDP's backward."""
+
+
+def _channel(strategy: Any, group: Any) -> Any:
+    """Return the process group in which gradients go back; every rank calls it."""
+    own = group if group is not None else getattr(strategy.data_ranks, "group", None)
+    if own is not None:
+        return own
+    world = dist.group.WORLD
+    if world not in _channels:
+        _channels.clear()
+        _channels[world] = dist.new_group()
+    return _channels[world]
+
+
+class _WithGradient(torch.autograd.Function):
+    """Every rank's tensor; the gradient of this rank's is the sum over the losses of all ranks, in their order."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, channel: Any, parts: list[Tensor]) -> tuple[Tensor, ...]:
+        context.channel, context.shape, context.sizes = channel, tensor.shape, [part.numel() for part in parts]
+        return tuple(parts)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        sent = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        own, world = context.shape.numel(), len(gradients)
+        received = sent.new_empty(world * own)
+        dist.all_to_all_single(received, sent, [own] * world, context.sizes, group=context.channel)
+        total, *others = received.view(world, own).unbind()
+        for other in others:
+            total = total + other
+        return total.view(context.shape), None, None

@@ -1,0 +1,99 @@
+"""The roll: which processes a run has, on which nodes and devices, held against the config and said once."""
+
+import socket
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import ConfigError
+from ..messages import STDERR
+from .environment import Place
+
+if TYPE_CHECKING:
+    from ..strategies.strategy import Strategy
+    from ..trainer import Trainer
+
+Entry = tuple[int, int, str, str]
+"""Of each process: its rank, its node's index, the node's name, and its device."""
+
+
+def check_place(trainer: "Trainer", place: Place) -> None:
+    """Raise ConfigError, on every rank, where a launcher started other processes than num_nodes and devices ask for.
+
+    `devices=auto` and `num_nodes=1`, their defaults, ask for nothing: there the launcher alone knows.
+    """
+    if place.origin in ("alone", "legato") or trainer.strategy.elastic is not None:
+        return
+    automatic, devices = trainer.devices in ("auto", -1, "-1"), trainer.device_list
+    local = len(devices) if automatic else trainer.strategy.local_processes(devices)
+    if place.origin == "script":
+        nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes  # 1, the default, asks for nothing
+        if not automatic and place.world_size != local * nodes:
+            raise ConfigError(
+                f"The process group that the script has made has {place.world_size} processes, but trainer.devices="
+                f"{trainer.devices} on {nodes} nodes asks for {local * nodes}. Make them agree, or set "
+                f"trainer.cluster=off to leave that group alone."
+            )
+        return
+    if local == 1 and place.nodes == 1:
+        return
+    started = f"{place.origin} started {place.world_size} processes on {place.nodes} nodes"
+    if trainer.num_nodes > 1 and place.origin != "environment" and place.nodes != trainer.num_nodes:
+        raise ConfigError(
+            f"trainer.num_nodes={trainer.num_nodes}, but {started}. Start it on {trainer.num_nodes} nodes, or leave "
+            f"num_nodes out: the launcher tells it."
+        )
+    if automatic:
+        return
+    if place.origin == "environment":  # set by hand, perhaps without LOCAL_WORLD_SIZE: the product is what is known
+        if place.world_size != local * trainer.num_nodes and place.world_size != local * place.nodes:
+            raise ConfigError(
+                f"WORLD_SIZE={place.world_size}, but trainer.num_nodes={trainer.num_nodes} x {local} processes a node "
+                f"(trainer.devices={trainer.devices}) = {trainer.num_nodes * local}. Make them agree."
+            )
+    elif place.local_world_size != local:
+        raise ConfigError(
+            f"trainer.devices={trainer.devices} asks for {local} processes a node, but {started}, "
+            f"{place.local_world_size} of them on node {place.node_rank}. Make the two agree, or set "
+            f"trainer.devices=auto."
+        )
+
+
+def call_the_roll(strategy: "Strategy") -> None:
+    """Say on rank 0, once, which ranks there are, where they are and where they met; every rank calls it."""
+    place, device = strategy.place, strategy.device
+    if not strategy.meeting:  # a group that was called before, one process, or an elastic run, which tells its rosters
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    own: Entry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
+    entries = strategy.gather_objects(own)
+    if place.rank == 0:
+        print(describe(entries, place, strategy.meeting), file=STDERR, flush=True)
+
+
+def describe(entries: Sequence[Entry], place: Place, meeting: str) -> str:
+    """Return the roll as text: a line for the run, and one for each node."""
+    nodes: dict[tuple[int, str], list[Entry]] = {}
+    for entry in entries:
+        nodes.setdefault((entry[1], entry[2]), []).append(entry)
+    where = f", met at {meeting}" if meeting else ""
+    nodes_there = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+    lines = [f"{len(entries)} processes on {nodes_there}, started by {place.origin}{where}"]
+    for (index, host), members in nodes.items():
+        lines.append(f"  node {index} {host}: {'; '.join(_ranges(members))}")
+    return "\n".join(lines)
+
+
+def _ranges(members: Sequence[Entry]) -> list[str]:
+    """Return "ranks 0-3 on cpu" for processes with consecutive ranks and the same device, "rank 4 on cuda:0" else."""
+    runs: list[list[Entry]] = []
+    for entry in members:
+        if runs and runs[-1][-1][0] + 1 == entry[0] and runs[-1][-1][3] == entry[3]:
+            runs[-1].append(entry)
+        else:
+            runs.append([entry])
+    return [
+        f"rank {run[0][0]} on {run[0][3]}" if len(run) == 1 else f"ranks {run[0][0]}-{run[-1][0]} on {run[0][3]}"
+        for run in runs
+    ]

@@ -1,0 +1,163 @@
+"""A run that needs several processes: sent to workers, and what it changed brought back to the caller's objects."""
+
+import logging
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from .. import build
+from ..checkpoints import store
+from ..checkpoints.store import check_sizes
+from ..elastic.membership import Dismissed
+from ..run import Request, Run
+from ..state import State
+from ..torch_private import Parts, parts_of, take_parts
+from . import environment
+from .signals import SignalWatch, attended, leave
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
+    from ..trainer import Trainer
+
+log = logging.getLogger("legato")
+
+
+@dataclass
+class Outcome:
+    """What a run leaves behind on rank 0."""
+
+    returned: Any
+    weights: dict[str, Tensor]
+    parts: Parts | None
+    """The task's parameters, buffers and modules, where the run has built some that the caller's task lacks."""
+    state: State
+    run_dir: Path | None
+    run_id: str
+    callback_metrics: dict[str, Tensor]
+    logged_metrics: dict[str, float]
+    lengths: dict[str, Any]
+    """How long the loaders were."""
+    callbacks: list[tuple[str, dict[str, Any]]]
+    """The states of callbacks, each with its key."""
+
+
+def is_needed(trainer: "Trainer", request: Request) -> bool:
+    """Return whether this process must start workers for the run: nobody else has, and the strategy wants several.
+
+    A process that others have started, and that serves them only, is no part of the loop either.
+    """
+    place = environment.find_place(trainer.cluster)
+    if place is not None:
+        return trainer.strategy.serves(place)
+    if trainer.strategy.elastic is not None and request.stage == "fit":
+        return True
+    return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
+
+
+def run(trainer: "Trainer", request: Request) -> Any:
+    """Run the request in workers; afterwards the caller's task holds the trained weights.
+
+    Raises what the first failing worker raised.
+    """
+    with attended(leave, SignalWatch(trainer.signal_grace_seconds)):  # workers, while there are any, get the signals
+        return _run(trainer, request)
+
+
+def _run(trainer: "Trainer", request: Request) -> Any:
+    build.check_task(request.task, request)
+    place = environment.find_place(trainer.cluster)
+    if place is not None:
+        trainer.strategy.serve(place, request.task, trainer.seed)
+        return None if request.stage == "fit" else []
+    source: Path | None = None
+    elastic = trainer.strategy.elastic if request.stage == "fit" else None
+    if request.stage == "fit":
+        trainer.run_dir = trainer.given_dir
+    node = 0 if elastic is not None else environment.node_rank(trainer.num_nodes)
+    before, trainer.run = trainer.given_dir, None  # the workers make their own
+    processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
+    try:
+        if node > 0:  # node 0 decides for all, and speaks for all
+            trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
+        elif elastic is None or elastic.join is None:
+            trainer.run_dir, source = build.decide_directory(trainer, request)
+            if source is not None and request.source_is_chosen:
+                source = source.parent  # the workers read it, and find out whether an older one has to do
+        trainer.given_dir = trainer.run_dir
+        task = partial(work, trainer, request, source)
+        if elastic is not None:
+            outcome = environment.run_elastic(task, processes, elastic, max_restarts=trainer.max_restarts, grace=grace)
+        else:
+            outcome = environment.run_workers(
+                task, processes, max_restarts=trainer.max_restarts, nodes=trainer.num_nodes, grace=grace
+            )
+    finally:
+        trainer.given_dir = before
+        trainer.saver.release()
+    if outcome is None:  # another launcher's processes have brought the run to its end, and have its result
+        return None
+    if outcome.parts is None and outcome.weights:
+        take_weights(request.task, outcome.weights)
+    elif outcome.parts is not None:
+        take_parts(request.task, outcome.parts)
+    request.task.trainer = trainer
+    trainer.run = Run(trainer, request)
+    trainer.run.open, trainer.run.lengths = False, outcome.lengths
+    trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
+    trainer.saver.run_id = outcome.run_id
+    trainer.logged_metrics = outcome.logged_metrics
+    trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
+    for callback in trainer.checkpoint_callbacks:
+        callback.find_folder(trainer)
+    for callback in trainer.callbacks:
+        found = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
+        if found is not None:
+            outcome.callbacks.remove(found)
+            callback.load_state_dict(found[1])
+    return outcome.returned
+
+
+def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
+    """Load the weights that the workers trained, in the types that their precision has given them."""
+    for name, tensor in task.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
+            tensor.data = tensor.data.to(weights[name].dtype)
+    task.load_state_dict(weights)
+
+
+def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome | None:
+    """Run the request in a worker: from `source`, or after a restart from the newest whole checkpoint of the run."""
+    if environment.restart_count() > 0 and trainer.run_dir is not None:
+        newest = store.newest_in(trainer.run_dir, check_sizes)
+        source = source if newest is None else newest.parent
+    seat = environment.find_seat()
+    if seat is not None and seat.joins:
+        source, trainer.num_sanity_val_steps = None, 0
+    request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
+    task, known = request.task, request.task.state_dict().keys()
+    try:
+        returned = request.repeat(trainer)
+    except Dismissed as error:
+        log.warning("%s", error)
+        return None
+    finally:
+        environment.disconnect()
+    if trainer.run is None or not trainer.run.membership.answers(trainer.global_rank):
+        return None  # a server, or not the one that answers
+    emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
+    weights = {} if emptied else task.cpu().state_dict()
+    return Outcome(
+        returned,
+        weights,
+        None if emptied or weights.keys() == known else parts_of(task),
+        trainer.state,
+        trainer.run_dir,
+        trainer.saver.run_id,
+        trainer.callback_metrics,
+        trainer.logged_metrics,
+        trainer.run.lengths,
+        [(callback.state_key, state) for callback in trainer.callbacks if (state := callback.state_dict())],
+    )

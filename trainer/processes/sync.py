@@ -1,0 +1,177 @@
+"""How long ranks wait for each other, by what the run is doing: starting up, training, or writing a checkpoint."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError, did_you_mean
+
+Phase = Literal["startup", "step", "checkpoint"]
+Timeout = float | Mapping[Phase, float]
+"""Seconds; one number for all phases, or one for each."""
+PHASES: tuple[Phase, ...] = ("startup", "step", "checkpoint")
+DEFAULT = 1800.0
+"""Seconds for a phase of which nothing is said; torch's own default."""
+
+
+class Timeouts:
+    """The limit of each phase, and which of them holds now.
+
+    `startup` lasts from the meeting of the ranks to the first step, which compiles kernels and fills loaders; `step` is
+    training with its validations; `checkpoint` is the writing of one, during which other ranks wait for rank 0.
+    """
+
+    def __init__(self, wanted: Timeout) -> None:
+        """Raises ConfigError for a phase that there is not, and for what is no positive number."""
+        given: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
+        for phase, seconds in given.items():
+            if phase not in PHASES:
+                raise ConfigError(
+                    f"timeout has no phase {phase!r}: expected seconds, or a mapping of {', '.join(PHASES)}."
+                    f"{did_you_mean(str(phase), PHASES)}"
+                )
+            if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not seconds > 0:
+                place = f"timeout.{phase}" if isinstance(wanted, Mapping) else "timeout"
+                raise ConfigError(f"{place}={seconds!r}: expected a positive number of seconds.")
+        self.limits = {phase: timedelta(seconds=given.get(phase, DEFAULT)) for phase in PHASES}
+        self.phase: Phase = "startup"
+
+    def __getitem__(self, phase: Phase) -> timedelta:
+        return self.limits[phase]
+
+    def enter(self, phase: Phase) -> None:
+        """Let the limit of `phase` hold, for every process group, from the next collective on."""
+        from torch import distributed
+
+        from ..torch_private import set_group_timeouts
+
+        changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
+        if changes and distributed.is_initialized():
+            set_group_timeouts(self.limits[phase])
+
+    def end_startup(self) -> None:
+        """Let the limit of steps hold where that of start-up does; within a save that of saves stays."""
+        if self.phase == "startup":
+            self.enter("step")
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """Let the limit of `phase` hold for this context."""
+        before = self.phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+
+SECONDS_BETWEEN = 1.0
+"""How long a wish to stop may go unheard, about."""
+
+
+class Reduces(Protocol):
+    """The part of a strategy that agreeing needs."""
+
+    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor: ...  # noqa: D102
+
+
+class Agreement:
+    """Ranks meet about once a second, at a step that all of them work out from the meeting before.
+
+    Between meetings nothing is communicated. Within an evaluation they meet about once a second too, at a round of
+    batches, since a rank may have none in the last rounds; such a one goes on meeting until all are done.
+    """
+
+    def __init__(
+        self, collectives: Reduces, processes: int, step: int, elapsed: float, newest: Callable[[], int] = int
+    ) -> None:
+        """`newest` returns the version of the newest roster of an elastic run that this rank knows of."""
+        self.collectives, self.processes, self.newest = collectives, processes, newest
+        self.roster = 0
+        """The newest roster that any rank knew of at the last meeting."""
+        self.stop = False
+        """Whether the run stops, as agreed."""
+        self.signal = 0
+        """The signal by which the run was asked to end, as agreed; 0: none."""
+        self.elapsed = elapsed
+        """Seconds of the run so far, as agreed: the longest of any rank."""
+        self.speak: Callable[[], Sequence[float]] = tuple
+        """What this rank adds to a meeting, as many numbers on every rank; `hear` is given the highest of each."""
+        self.hear: Callable[[list[float]], object] = len
+        self.next_step, self.next_round = step + 1, 1
+        self._started = time.monotonic() - elapsed
+        self._met_at, self._met_step = time.monotonic(), step
+        self._steps_between = self._rounds_between = 1
+        self._round_met = 0
+        self._round_met_at = self._met_at
+
+    def meet(self, step: int, wish: bool, signal: int = 0) -> None:
+        """Agree now, `wish` being whether this rank wants to stop and `signal` what it was told to end by.
+
+        Every rank calls it after the same step. Once a signal or another roster is known, the next one is due at once.
+        """
+        words = self.words(step, wish, signal)
+        self.settle(step, words if self.processes == 1 else self._highest(*words))
+
+    def words(self, step: int, wish: bool, signal: int = 0) -> list[float]:
+        """Return what this rank says where they meet; what `settle` takes is the highest of each number of any rank."""
+        now = time.monotonic()
+        pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
+        return [float(wish), float(signal), now - self._started, pace, float(self.newest()), *self.speak()]
+
+    def settle(self, step: int, highest: Sequence[float]) -> None:
+        """Take over what the ranks have agreed on after `step`."""
+        stop, signal_of_any, self.elapsed, pace, roster, *said = highest
+        changed = 0 < self.roster < int(roster)  # to be heeded between two steps, and not where a point is logged
+        self.stop, self.signal, self.roster = bool(stop), int(signal_of_any), int(roster)
+        self._steps_between = _interval(pace, self._steps_between)
+        self.next_step = 0 if self.signal or changed else step + self._steps_between
+        self._met_at, self._met_step = time.monotonic(), step
+        self.hear(said)
+
+    def now(self) -> float:
+        """Return the seconds of the run so far by this rank's own clock."""
+        return time.monotonic() - self._started
+
+    def hurry(self) -> None:
+        """Meet after this step or round; only where no other rank needs to know."""
+        if self.processes == 1:
+            self.next_step = self.next_round = 0
+
+    def begin_evaluation(self) -> None:
+        """Count rounds from 0; the pace is taken from the evaluation before."""
+        self.next_round = self._rounds_between
+        self._round_met_at, self._round_met = time.monotonic(), 0
+
+    def meet_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
+        """Agree after `rounds` rounds of an evaluation, or when `done` with them; return whether all ranks are done."""
+        now = time.monotonic()
+        pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
+        own = float(signal), float(not done), 0.0 if done else pace, 0.0 if done else float(rounds)
+        signal_of_any, going_on, pace, rounds_of_any = self._highest(*own)
+        self.signal = int(signal_of_any)
+        if going_on:
+            self._rounds_between = _interval(pace, self._rounds_between)
+            self.next_round = int(rounds_of_any) + self._rounds_between
+            self._round_met_at, self._round_met = time.monotonic(), int(rounds_of_any)
+        return not going_on
+
+    def _highest(self, *numbers: float) -> list[float]:
+        """Return the highest of each number over the ranks."""
+        if self.processes == 1:
+            return list(numbers)
+        highest: list[float] = self.collectives.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
+        return highest
+
+
+def _interval(pace: float, before: int) -> int:
+    """Return after how many steps (or rounds) to meet again, given `pace` in steps a second and the interval before.
+
+    At most twice as many: just after a beginning some rank may have measured its pace over a millisecond.
+    """
+    return max(1, min(int(pace * SECONDS_BETWEEN), 2 * before))

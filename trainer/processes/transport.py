@@ -1,0 +1,339 @@
+"""What goes between a process and the workers that it started: functions and results one way, errors the other.
+
+Everything here is unpickled by a process of the same user that asked for it, seconds after it was written, from a
+private folder that is then removed. Nothing of it is ever stored.
+"""
+
+import io
+import logging
+import multiprocessing
+import pickle
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+import cloudpickle
+
+from ..errors import LegatoError, WorkerError
+from ..messages import let_be_seen
+
+# How gloo, NCCL and the store say that another rank has gone; never the reason why a run ended.
+_BROKEN_CONNECTION = re.compile(
+    "gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|Timed out wait|Wait timeout"
+)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Sends classes of `named` modules by name: the reader has the originals, and must not get copies of them."""
+
+    def __init__(self, file: io.BytesIO, named: frozenset[str]) -> None:
+        super().__init__(file, protocol=5)
+        self._named = named
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, type) and obj.__module__ in self._named and "<" not in obj.__qualname__:
+            return _named_class, (obj.__module__, obj.__qualname__)
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
+            return import_module, (obj.__name__,)  # torch.backends.cudnn, which cloudpickle takes for no module
+        return super().reducer_override(obj)
+
+
+def _named_class(module: str, name: str) -> Any:
+    found: Any = sys.modules[module]
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def pack(content: Any, named: frozenset[str] = frozenset()) -> bytes:
+    """Return `content` as bytes; classes of the modules in `named` by name, which the reader must know."""
+    file = io.BytesIO()
+    _Pickler(file, named).dump(content)
+    return file.getvalue()
+
+
+def unpack(path: Path) -> Any:
+    """Return the content of a file that a process of this run has just written."""
+    with path.open("rb") as file:
+        return pickle.load(file)
+
+
+@contextmanager
+def travelling_by_value() -> Iterator[frozenset[str]]:
+    """Let what is defined in modules that a worker cannot import by name travel by value; yield those modules' names.
+
+    Such are the caller's script or notebook, and modules that a tool has loaded from a file (pytest's importlib mode).
+    """
+    kept = cloudpickle.list_registry_pickle_by_value()
+    modules = {name: module for name, module in list(sys.modules.items()) if _must_travel(name, module)}
+    added = [module for name, module in modules.items() if name not in kept]
+    for module in added:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield frozenset(modules) | kept | {"__main__"}
+    finally:
+        for module in added:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def _must_travel(name: str, module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    if not file or name in ("__main__", "__mp_main__") or file.startswith(_INSTALLED):
+        return False
+    if getattr(module, "__name__", None) != name:
+        return False  # another name of a module that is looked at under its own
+    spec = _find(name)
+    return spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve()
+
+
+def _find(name: str) -> ModuleSpec | None:
+    """Look for a module as an interpreter would that has not loaded it yet."""
+    above, _, _ = name.rpartition(".")
+    package = _find(above) if above else None
+    path = package.submodule_search_locations if package else None
+    if above and path is None:
+        return None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        spec = find(name, path) if find else None
+        if spec is not None:
+            return spec  # type: ignore[no-any-return]
+    return None
+
+
+def place_classes(modules: frozenset[str]) -> None:
+    """Give classes that came by value a place under their module's name, so that plain pickle finds them there.
+
+    A loader's worker sends its batches by plain pickle, and these may be dataclasses of the caller's script.
+    """
+    seen: set[type] = {object}
+    found: list[type] = [object]
+    while found:
+        parent = found.pop()
+        children: list[type] = type.__subclasses__(parent)
+        fresh = [child for child in children if child not in seen]
+        seen.update(fresh)
+        found += fresh
+        for one in fresh:
+            if one.__module__ in modules and one.__qualname__.isidentifier():
+                module = _module(one.__module__)
+                if not hasattr(module, one.__qualname__):
+                    setattr(module, one.__qualname__, one)
+
+
+def _module(name: str) -> ModuleType:
+    """Return a module by its name: an empty one where there is none, in packages that are made likewise."""
+    above, _, _ = name.rpartition(".")
+    if above and _find(above) is None:
+        _module(above)
+    return sys.modules.setdefault(name, ModuleType(name))
+
+
+class Settings:
+    """What the caller set in its interpreter and in torch, for a worker to behave as the script does."""
+
+    def __init__(self, method: str) -> None:
+        import torch
+
+        chosen = multiprocessing.get_start_method(allow_none=True)
+        # A loader's own workers: forked, as a plain script's are, not by this worker's way of starting.
+        self.start_method = chosen or ("fork" if method == "forkserver" else None)
+        self.warnings = list(warnings.filters)
+        names = ["", *logging.Logger.manager.loggerDict]
+        self.levels = {name: level for name in names if (level := logging.getLogger(name).level)}
+        self.shows_messages = bool(logging.getLogger("legato").handlers)
+        plain = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
+        self.formatter = (plain[0].formatter or logging.Formatter()) if plain else None
+        self.torch: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
+            (torch.set_default_dtype, (torch.get_default_dtype(),)),
+            (torch.set_float32_matmul_precision, (torch.get_float32_matmul_precision(),)),
+            (_set_deterministic, (torch.are_deterministic_algorithms_enabled(),
+                                  torch.is_deterministic_algorithms_warn_only_enabled())),
+            (_set_cudnn, (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)),
+        ]  # fmt: skip
+
+    def apply(self) -> None:
+        """Set all of it in this process."""
+        if self.start_method:
+            multiprocessing.set_start_method(self.start_method, force=True)
+        warnings.resetwarnings()
+        warnings.filters.extend(self.warnings)  # type: ignore[attr-defined]
+        if self.formatter:
+            handler = logging.StreamHandler()
+            handler.setFormatter(self.formatter)
+            logging.getLogger().addHandler(handler)
+        if self.shows_messages:
+            let_be_seen()
+        for name, level in self.levels.items():
+            logging.getLogger(name).setLevel(level)
+        for function, arguments in self.torch:
+            function(*arguments)
+
+
+def _set_deterministic(on: bool, warn_only: bool) -> None:
+    from ..optimization.kernels import set_deterministic
+
+    set_deterministic(on, warn_only)
+
+
+def _set_cudnn(benchmark: bool, deterministic: bool) -> None:
+    import torch
+
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
+
+
+@dataclass
+class Raised:
+    """An exception on its way to another process: itself, where it was raised, and those that led to it."""
+
+    error: bytes | None
+    text: str
+    frames: list[tuple[str, int, str]]
+    cause: "Raised | None"
+    context: "Raised | None"
+    suppress_context: bool
+
+    @classmethod
+    def of(cls, error: BaseException, named: frozenset[str], seen: frozenset[int] = frozenset()) -> "Raised":
+        """Take down `error` and its chain."""
+        seen |= {id(error)}
+        before = (error.__cause__, error.__context__ if error.__cause__ is None else None)
+        cause, context = [None if one is None or id(one) in seen else cls.of(one, named, seen) for one in before]
+        try:
+            content = pack(error, named)
+        except Exception:  # whatever the exception's own attributes raise: then its text must do
+            content = None
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+        frames = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in _walk(error.__traceback__)]
+        return cls(content, text, frames, cause, context, error.__suppress_context__)
+
+    def revive(self) -> BaseException | None:
+        """Return the exception as it was raised there, its traceback included; None where it does not unpickle."""
+        try:
+            error = pickle.loads(self.error) if self.error is not None else None
+        except Exception:  # a constructor with arguments of its own is enough
+            return None
+        if not isinstance(error, BaseException):
+            return None
+        error.__traceback__ = _traceback(self.frames)
+        if self.context is not None:
+            error.__context__ = self.context.revive() or WorkerError(self.context.text)
+        if self.cause is not None:
+            error.__cause__ = self.cause.revive() or WorkerError(self.cause.text)
+        error.__suppress_context__ = self.suppress_context
+        return error
+
+
+def _walk(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
+    """Yield frames and lines, without those of the machinery that calls the function."""
+    ours = str(Path(__file__).with_name("workers.py"))
+    return ((frame, line) for frame, line in traceback.walk_tb(start) if frame.f_code.co_filename != ours)
+
+
+def _traceback(frames: list[tuple[str, int, str]]) -> TracebackType | None:
+    """Build a traceback that shows `frames` (file, line, function), as if they had been left in this process."""
+    following: TracebackType | None = None
+    for file, line, name in reversed(frames):
+        code = compile("frame = __import__('sys')._getframe()", file, "exec").replace(co_name=name)
+        if sys.version_info >= (3, 11):
+            # "No location" (cpython, Objects/locations.md) for every 8 code units: no carets under the wrong columns.
+            code = code.replace(
+                co_linetable=b"\xff" * (len(code.co_code) // 16) + b"\xf8" * (len(code.co_code) // 2 % 8)
+            )
+        scope: dict[str, Any] = {"__name__": "__main__", "__file__": file}
+        exec(code, scope)  # the one way to get a frame object of a given file and name
+        following = TracebackType(following, scope.pop("frame"), 0, line)
+    return following
+
+
+@dataclass
+class Failure:
+    """How a worker failed."""
+
+    when: float
+    """Seconds on the machine's monotonic clock."""
+    what: str
+    """What it did, as the rest of a sentence that begins with its rank."""
+    text: str = ""
+    """Its traceback."""
+    raised: Raised | None = None
+    communication: bool = False
+    """Another rank had gone; this one only noticed."""
+    interrupted: bool = False
+    killed_by: int | None = None
+    forced_by: int | None = None
+    """The signal that it was told to end by, and did not answer."""
+    rank: int = 0
+    world_size: int = 1
+
+    @classmethod
+    def of_exception(cls, error: BaseException, named: frozenset[str]) -> "Failure":
+        """Take down what ended this process's work."""
+        formatted = traceback.TracebackException.from_exception(error)
+        formatted.stack = traceback.StackSummary.extract(_walk(error.__traceback__))
+        text = "".join(formatted.format()).rstrip()
+        if isinstance(error, SystemExit):
+            return cls(time.monotonic(), f"left by sys.exit({error.code!r}) before its work was done", text)
+        what = f"failed with {type(error).__name__}"
+        interrupted = isinstance(error, KeyboardInterrupt)
+        return cls(
+            time.monotonic(), what, text, Raised.of(error, named), is_communication(error), interrupted=interrupted
+        )
+
+    @classmethod
+    def of_exit(cls, exitcode: int | None) -> "Failure":
+        """Take down the end of a process that left no report."""
+        if exitcode is None or exitcode >= 0:
+            return cls(time.monotonic(), f"ended with exit code {exitcode} before its work was done")
+        name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
+        remedy = {
+            "SIGKILL": "; the system does that to a process when memory runs out, see `dmesg`",
+            "SIGABRT": "; its own last words are above, if it had any. gloo ends a process so where ranks called "
+            "different collectives, or with different shapes: see each stack for a call that not all make",
+            "SIGSEGV": "; the stack of its threads is above",
+        }
+        return cls(time.monotonic(), f"was killed by {name}{remedy.get(name, '')}", killed_by=-exitcode)
+
+    @property
+    def summary(self) -> str:
+        """One sentence."""
+        return f"Rank {self.rank} of {self.world_size} {self.what}."
+
+    def to_raise(self) -> BaseException:
+        """Return the worker's exception with its traceback, led to by a WorkerError that names the rank.
+
+        So a printed traceback ends with the frames of the rank that failed. WorkerError alone, with the worker's
+        traceback in its text, where there is no exception that unpickles.
+        """
+        error = self.raised.revive() if self.raised else None
+        if error is None:
+            return WorkerError(f"{self.summary}\n\n{self.text}" if self.text else self.summary, self.rank)
+        root = error
+        while (before := root.__cause__ or (None if root.__suppress_context__ else root.__context__)) is not None:
+            root = before
+        root.__cause__ = WorkerError(self.summary, self.rank)
+        return error
+
+
+def is_communication(error: BaseException) -> bool:
+    """Return whether an error says only that another rank has gone."""
+    from torch.distributed import DistError
+
+    if isinstance(error, LegatoError) or not isinstance(error, RuntimeError):
+        return isinstance(error, ConnectionError)
+    return isinstance(error, DistError) or bool(_BROKEN_CONNECTION.search(str(error)))

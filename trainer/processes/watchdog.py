@@ -1,0 +1,461 @@
+"""Where a thread stands, in words: the line of the user's code, or the collective in which it waits for others."""
+
+import faulthandler
+import json
+import logging
+import multiprocessing
+import os
+import re
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from torch import distributed
+
+from ..data.workers import dump_stacks_to
+from ..errors import DisagreementError, HangError, LegatoError
+from ..torch_private import default_store
+from .environment import Place
+from .failures import end_process
+from .signals import DUMP
+from .transport import is_communication
+
+if TYPE_CHECKING:
+    from ..run import Run
+
+_PACKAGE = Path(__file__).parents[2]
+_OURS = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_SECONDS_FOR_A_DUMP = 0.5
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown = path.relative_to(_PACKAGE) if self.file.startswith(_OURS) else path.name
+        return f"{shown}:{self.line} ({self.function})"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither ours nor a library's."""
+        return not self.file.startswith((*_OURS, *_LIBRARIES, "<"))
+
+    def is_in(self, part: str) -> bool:
+        """Whether its file lies in, or is, this part of a package."""
+        return part in self.file.replace(os.sep, "/")
+
+
+def stack_of(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, innermost frame first."""
+    found, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def stack_of_error(error: BaseException) -> list[Frame]:
+    """Return the stack from which an error was raised, innermost frame first."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
+
+
+def describe(stack: list[Frame], alone: bool) -> tuple[str, bool]:
+    """Say where a stack stands, and whether it waits for other ranks; `alone`: there are none."""
+    users = next((frame for frame in stack if frame.is_users), None)
+    called = f", called in {users}" if users is not None else ""
+    collective = _collective(stack)
+    if collective is not None:
+        return f"waits in {collective}{called}", True
+    innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
+    if innermost is None:
+        return "has no stack", False
+    if innermost.is_in("/trainer/processes/rendezvous"):
+        return f"waits for the other processes to meet it ({innermost})", True
+    if innermost.is_in("torch/autograd/"):
+        return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
+    if not alone and innermost.is_in("/trainer/strategies/"):
+        return f"waits in {innermost} for the other ranks", True
+    if any(frame.is_in("torch/utils/data/dataloader") for frame in stack) and not _is_outside_loader(stack):
+        return "waits for a loader's worker", False
+    return f"is in {users if users is not None else innermost}", False
+
+
+def _collective(stack: list[Frame]) -> str | None:
+    """Return the collective in which a stack waits, None where it does not."""
+    name = None
+    for frame in stack:
+        if frame.is_in("torch/distributed/distributed_c10d"):
+            name = frame.function
+        elif not frame.is_in("torch/distributed/"):
+            break
+    return name
+
+
+def _is_outside_loader(stack: list[Frame]) -> bool:
+    """Return whether the loader, which is on the stack, has called the user's code."""
+    for frame in stack:
+        if frame.is_in("torch/utils/data/dataloader"):
+            return False
+        if frame.is_users:
+            return True
+    return False
+
+
+def worker_stacks(dump: IO[str]) -> list[str]:
+    """Return the stacks of the loader workers of this process, which write them to `dump` when they are asked to."""
+    found = []
+    for child in multiprocessing.active_children():
+        if child.pid is not None and _answers(child.pid):
+            os.ftruncate(dump.fileno(), 0)
+            os.lseek(dump.fileno(), 0, os.SEEK_SET)
+            os.kill(child.pid, DUMP)
+            found.append(f"Loader worker {child.pid}\n{_read(dump)}")
+    return found
+
+
+def _answers(process: int) -> bool:
+    """Return whether a process has a handler for the signal; another one would die of it."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (DUMP - 1) & 1)
+
+
+def _read(dump: IO[str]) -> str:
+    """Return what a worker writes, once it is done with it."""
+    text, deadline = "", time.monotonic() + _SECONDS_FOR_A_DUMP
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = os.pread(dump.fileno(), 1 << 20, 0).decode(errors="replace")
+        if now and now == text:
+            break
+        text = now
+    return text
+
+
+def users_frame(dumps: list[str]) -> Frame | None:
+    """Return the innermost frame of the user's code in the stacks of loader workers."""
+    for dump in dumps:
+        for section in dump.split("\n\n"):
+            frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
+            if any(frame.is_in("torch/utils/data/_utils/worker") for frame in frames):
+                found = next((frame for frame in frames if frame.is_users), None)
+                if found is not None:
+                    return found
+    return None
+
+
+log = logging.getLogger("legato")
+
+ANSWER = 3.0
+"""Seconds that ranks have to say where they are."""
+LONGEST_STEPS = 20
+"""A report is due after so many times the longest step so far."""
+LISTEN_AFTER = 1.0
+"""Seconds without progress after which a rank looks whether another one asks where it is."""
+WORDS = {"train": "training", "sanity_check": "the sanity check"}
+
+Position = dict[str, Any]
+"""What a rank says: where it is, whether it waits for others, and for how many seconds it has been there."""
+
+
+class Watchdog:
+    """Watches this process's part of a run, while it is entered, from before the processes meet."""
+
+    def __init__(self, run: "Run") -> None:
+        self.run = run
+        self.place = Place()
+        """Where this process will stand once the processes have met."""
+        self.end_after: float | None = run.trainer.hang_timeout
+        """Seconds without progress after which the run ends, once training or evaluation has begun; None: never."""
+        self.report_after = float("inf") if run.trainer.hang_report_seconds is None else run.trainer.hang_report_seconds
+        self.begun = False
+        """Whether start-up is over."""
+        self.longest = 0.0
+        """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
+        self.reports = 0
+        self.left = ""
+        """The newest step at which this rank left an epoch."""
+        self.succeeded = False
+        """Whether the run is closed without an error."""
+        self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
+        self.watched = threading.get_ident()
+        self.done = threading.Event()
+        self.stacks: Any = None
+        self.store: Any = None
+        self.store_of: Any = None
+
+    def __enter__(self) -> "Watchdog":
+        self.stacks = tempfile.TemporaryFile("w+")
+        self.watched = threading.get_ident()
+        dump_stacks_to(self.stacks)
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.done.set()
+        self.thread.join()
+        with suppress(RuntimeError):
+            self._connect()
+            if self.succeeded:
+                self._say({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""}, "done")
+        dump_stacks_to(None)
+        self.stacks.close()
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Note that start-up is over: from now on `hang_timeout` holds, for all ranks alike."""
+        self.begun = True
+
+    def _watch(self) -> None:
+        interval = min(1.0, self.report_after / 10, (self.end_after or 10.0) / 10)
+        place, since, report_at, changes = self._progress(), time.monotonic(), self.report_after, 0
+        while not self.done.wait(interval):
+            now, moment = self._progress(), time.monotonic()
+            if now != place:
+                changes += self.begun
+                self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
+                place, since = now, moment
+                report_at = max(self.report_after, LONGEST_STEPS * self.longest)
+            stalled = moment - since
+            with suppress(RuntimeError):  # the store has gone, and with it the run: somebody else tells why
+                self._connect()
+                self._stay(stalled)
+                ends = self.begun and self.end_after is not None and stalled >= self.end_after
+                if ends or self._asks(stalled, "end"):
+                    self._end(stalled)
+                elif stalled >= report_at or self._asks(stalled, f"report {self.reports}"):
+                    report_at = 2 * max(stalled, report_at)
+                    self._report(stalled)
+                elif self._asks(stalled, "failed"):
+                    self._say(self._look(stalled), "failed")
+                    self.done.wait(ANSWER)
+
+    def require_all_leave(self, batch_idx: int) -> None:
+        """Wait until every rank leaves the epoch at this step; raise DisagreementError where one stays in it.
+
+        One that stays waits in its backward for the others; its own watchdog sees that, and says so.
+        """
+        state, size = self.run.state, self._size
+        self._connect()
+        if self.store is None or size == 1 or self.run.strategy.elastic is not None:
+            return
+        topic = f"leave {state.epoch} {state.global_step}"
+        self.left = topic
+        self.store.set(f"{topic}/{self._rank}", "left")
+        self.store.set("leaving", topic)
+        ranks = [f"{topic}/{rank}" for rank in range(size)]
+        while not self.store.check(ranks):
+            if self.store.check([f"{topic}/stays"]):
+                others = [rank for rank, key in enumerate(ranks) if not self.store.check([key])]
+                raise DisagreementError(
+                    f"on_train_batch_start returned -1 on rank {self._rank} at step {state.global_step + 1} (batch_idx "
+                    f"{batch_idx}), but {name_ranks(others)} went on: {self.store.get(f'{topic}/stays').decode()}. All "
+                    f"ranks must leave an epoch together; decide by something that is the same on all of them."
+                )
+            time.sleep(0.01)
+
+    def _stay(self, stalled: float) -> None:
+        """Tell a rank that leaves the epoch that this one stays in it, where it does and waits for that rank."""
+        if stalled < LISTEN_AFTER or self.store is None or not self.store.check(["leaving"]):
+            return
+        topic = self.store.get("leaving").decode()
+        where, waits = describe(stack_of(self.watched), alone=False)
+        if waits and topic != self.left and topic.split()[2] == str(self.run.state.global_step):
+            self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
+
+    def _asks(self, stalled: float, topic: str) -> bool:
+        """Return whether another rank asks where this one is, where this one does not move either."""
+        listens = stalled >= min(LISTEN_AFTER, (self.end_after or LISTEN_AFTER) / 2)
+        return listens and self.store is not None and bool(self.store.check([f"{topic}/alarm"]))
+
+    def _progress(self) -> tuple[Any, ...]:
+        """Return something that changes with every step, batch and stage."""
+        run = self.run
+        turns = tuple(run.metrics.turns.values())
+        return self.begun, run.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *turns
+
+    def _connect(self) -> None:
+        """Open a connection of our own to the store at which the ranks have met; the other one's user may be stuck."""
+        group = distributed.group.WORLD if distributed.is_initialized() else None
+        if group is not self.store_of:
+            self.store, self.store_of = None, group
+            if group is not None:
+                store = default_store()
+                if store is not None:
+                    self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                self.reports = 0
+
+    # --- what it tells ----------------------------------------------------------------------------------------------
+    def _end(self, stalled: float) -> None:
+        """Write the stacks, tell the others, and end the process with what they have told."""
+        first, head = self._is_first("end"), f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
+        own = self._look(stalled)
+        try:
+            message = self._exchange(own, first, "end", head)
+        except RuntimeError:  # the store has gone
+            message = self._message({self._rank: own}, head)
+        end_process(HangError(message), tell=first)
+
+    def _report(self, stalled: float) -> None:
+        """Log where all ranks are, on the one that found it first; the run goes on."""
+        topic = f"report {self.reports}"
+        self.reports += 1
+        first, own = self._is_first(topic), self._look(stalled)
+        head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
+        if first:
+            log.warning("%s", self._exchange(own, first, topic, head))
+        else:
+            self._say(own, topic)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return what to raise for an error of a collective: one that says which rank is where, where that is known."""
+        text = str(error)
+        late = "Timed out waiting" in text or "Wait timeout" in text
+        unlike = "op.preamble" in text or "enforce fail" in text
+        if not isinstance(error, RuntimeError) or isinstance(error, LegatoError) or self.place.world_size == 1:
+            return error
+        try:
+            self._connect()
+            left = self.store is not None and any(self.store.check([f"done/{rank}"]) for rank in range(self._size))
+            if self.store is None or not (late or unlike or (left and is_communication(error))):
+                return error
+            where, waits = describe(stack_of_error(error), alone=False)
+            first = self._is_first("failed")
+            own: Position = {"where": where, "waits": waits, "seconds": 0.0, "at": self._moment(stack_of_error(error))}
+            timeouts = self.run.strategy.timeouts
+            limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
+            if late:
+                head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
+                return HangError(self._exchange(own, first, "failed", head))
+            head = "The ranks called different collectives: each must call the same ones in the same order."
+            return DisagreementError(self._exchange(own, first, "failed", head))
+        except RuntimeError:  # the store has gone
+            return error
+
+    def _is_first(self, topic: str) -> bool:
+        """Return whether this rank is the first to raise the alarm, and so the one that words the message."""
+        return self.store is None or self.store.add(f"{topic}/alarm", 1) == 1
+
+    @property
+    def _rank(self) -> int:
+        return (self.run.strategy.place if self.store is not None else self.place).rank
+
+    @property
+    def _size(self) -> int:
+        return (self.run.strategy.place if self.store is not None else self.place).world_size
+
+    def _moment(self, stack: list[Frame]) -> str:
+        """Say where in the run this process is, given its stack."""
+        run = self.run
+        if not self.begun:
+            return "start-up"
+        at = f"step {run.state.global_step + 1}"
+        if run.doing == "train":
+            ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
+            return f"the end of epoch {run.state.epoch}, after step {run.state.global_step}" if ended else at
+        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {WORDS.get(run.doing, run.doing)}"
+
+    def _look(self, stalled: float) -> Position:
+        """Write down the stacks of this process and its loaders' workers; return where it stands."""
+        stack = stack_of(self.watched)
+        where, waits = describe(stack, alone=self._size == 1)
+        workers = worker_stacks(self.stacks)
+        if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
+            where = f"waits for a loader's worker, which is in {frame}"
+        at = self._moment(stack)
+        header = f"Rank {self._rank} {where} since {stalled:.1f} s, at {at}.\n\n"
+        folder = self._folder
+        if folder is None:
+            faulthandler.dump_traceback(2, all_threads=True)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+                file.write(header)
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+                file.write("".join(f"\n{text}" for text in workers))
+        return {"where": where, "waits": waits, "seconds": stalled, "at": at}
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self.run.trainer.run_dir is None else self.run.trainer.run_dir / "hang"
+
+    def _say(self, position: Position, topic: str) -> None:
+        if self.store is not None:
+            self.store.set(f"{topic}/{self._rank}", json.dumps(position))
+
+    def _exchange(self, own: Position, first: bool, topic: str, head: str) -> str:
+        """Tell the others where this rank is; return the message that the first one makes of what all have told."""
+        if self.store is None:
+            return self._message({self._rank: own}, head)
+        self._say(own, topic)
+        ranks, deadline = range(self._size), time.monotonic() + ANSWER
+        told: dict[int, Position] = {}
+        while len(told) < len(ranks) and time.monotonic() < deadline + (0 if first else ANSWER):
+            if not first and self.store.check([f"{topic}/message"]):
+                return str(self.store.get(f"{topic}/message").decode())
+            for rank in ranks:
+                for place in (topic, "done"):
+                    if rank not in told and self.store.check([f"{place}/{rank}"]):
+                        told[rank] = json.loads(self.store.get(f"{place}/{rank}"))
+            time.sleep(0.05)
+        while not first and time.monotonic() < deadline + ANSWER:
+            if self.store.check([f"{topic}/message"]):
+                return str(self.store.get(f"{topic}/message").decode())
+            time.sleep(0.05)
+        message = self._message(told, head)
+        self.store.set(f"{topic}/message", message)
+        return message
+
+    def _message(self, told: Mapping[int, Position], head: str) -> str:
+        """Say which rank is where since when, what the others wait for, and where the stacks are."""
+        lines = [head]
+        alike: dict[str, list[int]] = {}
+        for rank in range(self._size) if self.store is not None else [self._rank]:
+            position = told.get(rank)
+            words = "does not answer: its process is stopped, or gone, or in code that lets no other thread run"
+            if position is not None:
+                seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
+                since = f"{seconds}, at {position['at']}" if position["at"] else ""
+                words = f"{position['where']}{since}"
+            alike.setdefault(words, []).append(rank)
+        alone = self._size == 1
+        lines += [f"  {'The process' if alone else name_ranks(ranks)} {words}" for words, ranks in alike.items()]
+        to_blame = [rank for words, ranks in alike.items() for rank in ranks if not told.get(rank, {}).get("waits")]
+        if not alone and to_blame and len(to_blame) < sum(map(len, alike.values())):
+            lines.append(f"The others wait for {name_ranks(sorted(to_blame))}.")
+        elif not alone and not to_blame:
+            lines.append("All wait, for each other: they must call the same collectives in the same order.")
+            if len({position["at"] for position in told.values()}) > 1:
+                lines.append("They are at different steps: their loaders may have different lengths.")
+        where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
+        lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto goes on.")
+        return "\n".join(lines)
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

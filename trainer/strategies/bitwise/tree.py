@@ -1,0 +1,357 @@
+"""The gradient of a step from those of its replicas, added up in one fixed binary tree on any number of processes."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from ...data.sampling import Layout
+from ...errors import TaskError
+from ...torch_private import add_to_each
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A subtree over the replicas [start, start + 2^level), of which those beyond the last replica do not exist."""
+
+    start: int
+    level: int
+
+
+@dataclass
+class CarryStack(Generic[Value]):
+    """Subtrees that wait for their right sibling. What is pushed must come in the order of the replicas."""
+
+    waiting: list[tuple[Node, Value]] = field(default_factory=list)
+
+    def push(self, node: Node, value: Value) -> None:
+        """Take the next subtree, and add up siblings as long as there are some."""
+        while self.waiting:
+            left, sum_so_far = self.waiting[-1]
+            if (
+                left.level != node.level
+                or left.start % (2 << node.level)
+                or left.start + (1 << left.level) != node.start
+            ):
+                break
+            self.waiting.pop()
+            node, value = Node(left.start, left.level + 1), self.add(sum_so_far, value)
+        self.waiting.append((node, value))
+
+    def total(self) -> Value:
+        """Return the root, once every replica is in: nodes without a right sibling move up as they are."""
+        _, value = self.waiting.pop()
+        while self.waiting:
+            _, left = self.waiting.pop()
+            value = self.add(left, value)
+        return value
+
+    def add(self, left: Value, right: Value) -> Value:
+        """Return the sum, in the memory of `left`."""
+        raise NotImplementedError
+
+
+class GradientStack(CarryStack[list[Tensor | None]]):
+    """Adds up lists of gradients."""
+
+    def add(self, left: list[Tensor | None], right: list[Tensor | None]) -> list[Tensor | None]:
+        """Add each gradient to its partner, where there are both."""
+        pairs = [(ours, theirs) for ours, theirs in zip(left, right, strict=True) if theirs is not None]
+        both = [(ours, theirs) for ours, theirs in pairs if ours is not None]
+        if both:
+            add_to_each([ours for ours, _ in both], [theirs for _, theirs in both])
+        return [theirs if ours is None else ours for ours, theirs in zip(left, right, strict=True)]
+
+
+class ShareStack(CarryStack[Tensor]):
+    """Adds up one process's share of the numbers."""
+
+    def add(self, left: Tensor, right: Tensor) -> Tensor:
+        """Add the shares."""
+        return left.add_(right)
+
+
+def partial_nodes(replicas: Iterable[int]) -> list[Node]:
+    """Return the largest subtrees that lie within a contiguous block of replicas."""
+    stack = _CountingStack()
+    for replica in replicas:
+        stack.push(Node(replica, 0), None)
+    return [node for node, _ in stack.waiting]
+
+
+class _CountingStack(CarryStack[None]):
+    def add(self, left: None, right: None) -> None:
+        return None
+
+
+# torch 2.13 has a new name for it, and warns of the old one
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Bucket:
+    """Parameters of one type and device, and what their gradients need on their way."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, process: int) -> None:
+        self.parameters = list(parameters)
+        self.layout = layout
+        self.owned = layout.owned(process)
+        self.stack = GradientStack()
+        self.next_replica = self.owned.start
+        self.missing: set[int] = set()
+        """Indices of the gradients that the backward under way has not brought yet."""
+        self.nodes_of = [partial_nodes(layout.owned(rank)) for rank in range(layout.processes)]
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        # each partial node is a row of all gradients and, for each of them, how many processes have it
+        self.length = sum(self.sizes) + len(self.sizes)
+        self.share = -(-self.length // layout.processes)
+        self.outgoing = self.incoming = self.row = self.all_present = torch.empty(0)
+        self.own: list[Tensor | None] = []
+        self.kept: list[Tensor | None] = []
+        """Gradients that were there before the step: no optimizer has dropped them, so this step's are added."""
+        self.work: dist.Work | None = None
+
+    # --- within this process ----------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Put aside what is left from the step before."""
+        self.kept = self._take_gradients()
+
+    def abandon(self) -> None:
+        """Drop the gradients of a step that is left, and leave what was there before it."""
+        self.stack.waiting, self.next_replica = [], self.owned.start
+        for parameter, gradient in zip(self.parameters, self.kept, strict=True):
+            parameter.grad = gradient
+        self.kept = []
+
+    def take(self, replica: int) -> None:
+        """Take the gradients of `replica` from the parameters; replicas before it had no batch."""
+        for absent in range(self.next_replica, replica):
+            self.stack.push(Node(absent, 0), [None] * len(self.parameters))
+        self.stack.push(Node(replica, 0), self._take_gradients())
+        self.next_replica = replica + 1
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        gradients = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return gradients
+
+    def close(self) -> list[list[Tensor | None]]:
+        """Count the replicas that come no more as absent, and return the partial nodes of this process."""
+        for absent in range(self.next_replica, self.owned.stop):
+            self.stack.push(Node(absent, 0), [None] * len(self.parameters))
+        self.next_replica = self.owned.start
+        nodes = [values for _, values in self.stack.waiting]
+        self.stack.waiting = []
+        return nodes
+
+    def finish_alone(self) -> None:
+        """Write the sums where this process has all replicas."""
+        self.stack.waiting = [(node, values) for node, values in zip(self.nodes_of[0], self.close(), strict=True)]
+        self._give_gradients(self.stack.total())
+
+    def _give_gradients(self, gradients: list[Tensor | None]) -> None:
+        gradients, self.kept = self.stack.add(self.kept, gradients), []
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    # --- across processes -------------------------------------------------------------------------------------------
+    def send(self) -> None:
+        """Send each process its share of this process's partial nodes."""
+        nodes = self.close()
+        self.own = nodes[0]
+        self._make_room(len(nodes))
+        world, share = self.layout.processes, self.share
+        for index, gradients in enumerate(nodes):
+            row = self.outgoing if len(nodes) == 1 else self.row
+            torch.cat([*self._flat(gradients), self._presence(gradients)], out=row[: self.length])
+            if len(nodes) > 1:
+                self.outgoing.view(world, len(nodes), share)[:, index].copy_(row.view(world, share))
+        counts = [len(own) * share for own in self.nodes_of]
+        out = [len(nodes) * share] * world
+        self.work = dist.all_to_all_single(self.incoming, self.outgoing, counts, out, async_op=True)
+
+    def hand_out(self) -> None:
+        """Add up every process's partial nodes for this process's share, and send the sum to all."""
+        self._wait()
+        every = [node for own in self.nodes_of for node in own]
+        stack = ShareStack()
+        for node, value in zip(every, self.incoming.view(len(every), self.share), strict=True):
+            stack.push(node, value)
+        # what was sent has arrived, so its room is free
+        whole = self.outgoing[: self.layout.processes * self.share]
+        self.work = _all_gather(whole, stack.total(), async_op=True)
+
+    def write(self) -> None:
+        """Give every parameter its sum, in the memory of this process's own gradient."""
+        self._wait()
+        *parts, presence = self.outgoing[: self.length].split([*self.sizes, len(self.sizes)])
+        if any(gradient is None for gradient in self.own):
+            used = presence.tolist()
+            own = [
+                torch.empty_like(parameter) if gradient is None and number else gradient
+                for parameter, gradient, number in zip(self.parameters, self.own, used, strict=True)
+            ]
+        else:
+            own = self.own
+        for gradient, part in zip(own, parts, strict=True):
+            if gradient is not None:
+                gradient.copy_(part.view_as(gradient))
+        self.own = []
+        self._give_gradients(own)
+
+    def refuse_late_gradients(self) -> None:
+        """Raise TaskError where a parameter got more gradient after its own was sent."""
+        if any(parameter.grad is not None for parameter in self.parameters):
+            shapes = [tuple(parameter.shape) for parameter in self.parameters if parameter.grad is not None]
+            raise TaskError(
+                f"reproducible: bitwise: one backward gave parameters of shape {shapes[:4]} a gradient twice, once "
+                f"after the first was sent. Reentrant checkpointing does so where it shares weights: call "
+                f"torch.utils.checkpoint with use_reentrant=False."
+            )
+
+    def _flat(self, gradients: Iterable[Tensor | None]) -> list[Tensor]:
+        flat = []
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is None:
+                gradient = torch.full_like(parameter, -0.0)  # the number that changes nothing it is added to
+            elif gradient.is_sparse:
+                raise TaskError(
+                    "reproducible: bitwise adds up dense gradients; an Embedding(sparse=True) gives sparse ones."
+                )
+            flat.append(gradient.reshape(-1))
+        return flat
+
+    def _presence(self, gradients: Iterable[Tensor | None]) -> Tensor:
+        present = [gradient is not None for gradient in gradients]
+        return self.all_present if all(present) else self.all_present.new_tensor(present)
+
+    def _make_room(self, nodes: int) -> None:
+        """Make the memory for the journey, once: fresh memory costs a page fault every 4 KiB."""
+        if self.outgoing.numel() == 0:
+            world, share = self.layout.processes, self.share
+            like = self.parameters[0].detach()
+            self.outgoing = like.new_zeros(world * nodes * share)
+            self.incoming = like.new_zeros(sum(map(len, self.nodes_of)) * share)
+            self.row = like.new_zeros(world * share if nodes > 1 else 0)
+            self.all_present = like.new_ones(len(self.sizes))
+
+    def _wait(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.work = None
+
+
+def make_buckets(parameters: Iterable[nn.Parameter], layout: Layout, process: int, elements: int) -> list[Bucket]:
+    """Share parameters out to buckets, of `elements` numbers at least, in the order in which backward reaches them."""
+    open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    full: list[list[nn.Parameter]] = []
+    for parameter in reversed(list(parameters)):
+        kind = parameter.dtype, parameter.device
+        bucket = open_ones.setdefault(kind, [])
+        bucket.append(parameter)
+        if sum(other.numel() for other in bucket) >= elements:
+            full.append(open_ones.pop(kind))
+    return [Bucket(bucket, layout, process) for bucket in [*full, *open_ones.values()]]
+
+
+BUCKET_ELEMENTS = 1 << 22
+"""Numbers that travel together: enough to use the wire, few enough to add up one bucket while the next travels."""
+TRAVELLING = 2
+"""Buckets on their way before the oldest is waited for."""
+
+
+class GradientTree:
+    """Turns the gradients of this process's replicas into the gradient of the step, on every process the same bits."""
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        layout: Layout,
+        process: int,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self.buckets = make_buckets(trained, layout, process, bucket_elements)
+        self.alone = layout.processes == 1
+        self.hooks: list[RemovableHandle] = []
+        self.replica: int | None = None
+        """The replica whose last backward is under way."""
+        self.next_to_send = 0
+        self.travelling: deque[Bucket] = deque()
+
+    def send_early(self) -> None:
+        """From now on send each bucket while the backward that completes it goes on."""
+        for bucket in [] if self.alone else self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                hook = partial(self._arrived, bucket, index)
+                self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = []
+
+    def expect_last(self, replica: int) -> None:
+        """The next backward is this process's last one in the step, and brings the rest of `replica`'s gradients."""
+        self.replica = replica
+        for bucket in self.buckets:
+            bucket.missing = set(range(len(bucket.parameters)))
+
+    def begin(self) -> None:
+        """Begin a step, before its first backward."""
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def take(self, replica: int) -> None:
+        """Take the gradients of `replica` from the parameters; replicas before it that had no batch have none."""
+        for bucket in self.buckets[self.next_to_send :]:
+            bucket.take(replica)
+
+    def abandon(self) -> None:
+        """Drop the gradients of a step that ends before the last backward of this process's share."""
+        for bucket in self.buckets:
+            bucket.abandon()
+
+    def finish(self) -> None:
+        """Give every parameter the gradient of the whole step; every process calls it."""
+        self.replica = None
+        if self.alone:
+            for bucket in self.buckets:
+                bucket.finish_alone()
+            return
+        for bucket in self.buckets[: self.next_to_send]:
+            bucket.refuse_late_gradients()
+        while self.next_to_send < len(self.buckets):
+            self._send_next()
+        while self.travelling:
+            self.travelling.popleft().hand_out()
+        for bucket in self.buckets:
+            bucket.write()
+        self.next_to_send = 0
+
+    def _arrived(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
+        """Backward has completed the gradient of `parameter`: send the buckets that lack nothing now."""
+        if self.replica is None:
+            return
+        bucket.missing.discard(index)
+        while self.next_to_send < len(self.buckets) and not self.buckets[self.next_to_send].missing:
+            self.buckets[self.next_to_send].take(self.replica)
+            self._send_next()
+
+    def _send_next(self) -> None:
+        # The order of these calls is the same in all processes, whenever they come to them.
+        bucket = self.buckets[self.next_to_send]
+        self.next_to_send += 1
+        bucket.send()
+        self.travelling.append(bucket)
+        if len(self.travelling) > TRAVELLING:
+            self.travelling.popleft().hand_out()

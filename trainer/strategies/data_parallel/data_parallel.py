@@ -1,0 +1,307 @@
+"""Data parallel: one process, one thread a device; each batch is scattered over the devices as nn.DataParallel does."""
+
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...data.transfer import count_samples, to_device
+from ...errors import ConfigError
+from ...torch_private import is_compiled
+from ..bitwise.buffers import ReplicaBuffers
+from ..strategy import Strategy
+from .chunks import chunk_sizes, combine, split
+from .copies import LogRecorder, copy_to_device, copy_to_devices, find_metrics, keep_buffers, share_metrics
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+
+
+class DeviceThreads:
+    """A thread for each device, named legato-device-0, legato-device-1, ... A thread starts with its first job.
+
+    What torch keeps for each thread (grad mode, inference mode, autocast) is taken over from the caller at each `run`.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.here = threading.local()
+        self._workers = [
+            ThreadPoolExecutor(1, initializer=_name_thread, initargs=(f"legato-device-{index}",))
+            for index in range(len(self.devices))
+        ]
+
+    def run(self, jobs: Sequence[Callable[[], Any]], at_once: bool) -> list[Any]:
+        """Run job i in the thread of device i and return the results in that order.
+
+        at_once: start all together; else each begins when the one before it has ended, so that draws from the random
+        generators that threads share fall in one order.
+
+        Raises the error of the first job that failed, with that job's own traceback and a note that names its device,
+        when no job is running any more.
+        """
+        state = _ThreadState(self.devices)
+        running: list[Future[Any]] = []
+        for index, job in enumerate(jobs):
+            running.append(self._workers[index].submit(self._run_one, index, job, state))
+            if not at_once:
+                wait(running)
+                if running[-1].exception() is not None:
+                    break
+        wait(running)
+        for index, future in enumerate(running):
+            error = future.exception()
+            if error is not None:
+                _add_note(error, f"This was raised on device {index} of {len(self.devices)} ({self.devices[index]}).")
+                raise error
+        return [future.result() for future in running]
+
+    def current_device(self) -> torch.device | None:
+        """Return the device of the thread that asks, None outside of these threads."""
+        device: torch.device | None = getattr(self.here, "device", None)
+        return device
+
+    def close(self) -> None:
+        """End the threads, after the jobs that are running."""
+        for worker in self._workers:
+            worker.shutdown()
+
+    def _run_one(self, index: int, job: Callable[[], Any], state: "_ThreadState") -> Any:
+        self.here.device = self.devices[index]
+        with state.entered(index):
+            return job()
+
+
+class _ThreadState:
+    """What torch keeps for each thread, as it is in the thread that makes this object."""
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = devices
+        self.grad = torch.is_grad_enabled()
+        self.inference = torch.is_inference_mode_enabled()
+        kinds = {"cpu", devices[0].type}
+        self.autocast = {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
+        self.cache = torch.is_autocast_cache_enabled()
+        on_host = devices[0].type == "cpu"
+        self.streams = [] if on_host else [torch.accelerator.current_stream(device) for device in devices]
+
+    @contextmanager
+    def entered(self, index: int) -> Iterator[None]:
+        """Hold for the thread of device `index`."""
+        with ExitStack() as stack:
+            stack.enter_context(on_device(self.devices[index]))
+            if self.streams:
+                stack.enter_context(self.streams[index])
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.cache))
+            yield
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which new tensors and kernels go to this device of its kind; nothing on CPU."""
+    return ExitStack() if device.type == "cpu" else torch.accelerator.device_index(device.index)
+
+
+def _name_thread(name: str) -> None:
+    threading.current_thread().name = name
+
+
+def _add_note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    elif error.__cause__ is None:  # 3.10 prints no notes, but it prints the cause
+        error.__cause__ = RuntimeError(note)
+
+
+class DataParallelStrategy(Strategy):
+    """One process, a thread for each device.
+
+    With one replica (the default) every batch is split over the devices. With more, batches stay whole and device d of
+    D runs replicas d, d + D, ... of a step; one device computes while the next one's kernels are being launched.
+
+    Random numbers: threads share the generators of the host (Python's, NumPy's, torch's for the CPU). With
+    `reproducible: off` the threads run at once; with `order` they do so on accelerators, where each device draws from
+    its own generator, keyed by step, replica and chunk. Everywhere else the chunks take turns, so that the draws of a
+    replica's forward come in one order. Another number of devices divides the draws of a batch in another way.
+    """
+
+    name = "data_parallel"
+
+    def __init__(self) -> None:
+        self.turn_device = torch.device("cpu")
+        self.threads: DeviceThreads | None = None
+        super().__init__()
+        self.whole_batches = False
+        self.whole_evaluation = False
+        self.at_once = False
+        self.metrics: list[tuple[str, str, Any]] = []
+        self.metrics_lock = threading.Lock()
+        self.checked_steps: set[str] = set()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the thread that asks; outside of the threads, that of the present replica."""
+        return (self.threads.current_device() if self.threads is not None else None) or self.turn_device
+
+    @device.setter
+    def device(self, device: torch.device) -> None:
+        self.turn_device = device
+
+    # --- the task ---------------------------------------------------------------------------------------------------
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+        """Start with no thread running; raise ConfigError for what cannot be done on several devices."""
+        super().setup(task, optimizers, local_replicas)
+        reproducible = task.trainer.reproducible
+        on_cpu = self.devices[0].type == "cpu"
+        if len(self.devices) > 1:
+            self._refuse_what_copies_cannot_do(task, split_training=bool(optimizers) and local_replicas == 1)
+        self.whole_batches = local_replicas > 1
+        # as on one device: a metric over whole batches has the same bits there
+        self.whole_evaluation = reproducible == "bitwise" or (self.whole_batches and on_cpu)
+        self.at_once = reproducible == "off" or (reproducible == "order" and not on_cpu)
+        self.cuts_batches = len(self.devices) > 1 and not self.whole_batches
+        if self.whole_batches:
+            self.buffers = _BuffersInTurn(self, task)
+        self.metrics = find_metrics(task)
+        self.checked_steps = set()
+        self._close_threads()
+        self.threads = DeviceThreads(self.devices)
+
+    def teardown(self) -> None:
+        """End the threads and let go of what they worked on."""
+        self._close_threads()
+        self.metrics = []
+        super().teardown()
+
+    def _close_threads(self) -> None:
+        if self.threads is not None:
+            self.threads.close()
+            self.threads = None
+
+    def _refuse_what_copies_cannot_do(self, task: "Task", split_training: bool) -> None:
+        where = f"strategy data_parallel on {len(self.devices)} devices"
+        if not task.automatic_optimization:
+            raise ConfigError(
+                f"{where} cannot run a task with automatic_optimization=False: its step would update copies of the "
+                f"weights that are dropped after each batch. Use strategy ddp, or devices: 1."
+            )
+        if task.trainer.compile or any(map(is_compiled, task.modules())):
+            raise ConfigError(
+                f"{where} cannot run compiled steps: they stay tied to the weights on one device, not to the copies. "
+                f"Use strategy ddp, or compile: false."
+            )
+        if split_training and task.trainer.reproducible == "bitwise":
+            raise ConfigError(
+                f"{where} with replicas: 1 splits each batch, so the bits of a gradient would depend on the number of "
+                f"devices; reproducible: bitwise needs replicas of at least 2 (for instance {len(self.devices)}, one a "
+                f"device), or strategy ddp."
+            )
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+        """Run training_step on the batch's chunks, or on the whole batch on the replica's device."""
+        with self.precision.forward_context():
+            if self.whole_batches:
+                return self._run_whole("training_step", arguments)
+            return self._run_split("training_step", arguments)
+
+    def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Run the step `name` on the batch's chunks and return their outputs together, in order."""
+        with self.precision.forward_context():
+            if self.whole_evaluation:
+                return self._run_whole(name, arguments)
+            return self._run_split(name, arguments)
+
+    def _run_whole(self, name: str, arguments: Sequence[Any]) -> Any:
+        task, device, root = self.task, self.turn_device, self.devices[0]
+        assert task is not None
+        if device == root:
+            return getattr(task, name)(*arguments)
+        copy = copy_to_device(task, device)
+        share_metrics(copy, self.metrics, root, self.metrics_lock)
+        with on_device(device):
+            output = _step_of(copy, task, name)(*to_device(arguments, device))
+        return to_device(output, root)
+
+    def _run_split(self, name: str, arguments: Sequence[Any]) -> Any:
+        task, root = self.task, self.devices[0]
+        assert task is not None
+        assert self.threads is not None
+        if len(self.devices) == 1:
+            return getattr(task, name)(*arguments)
+        batch, *others = arguments
+        sizes = chunk_sizes(count_samples(batch), len(self.devices))
+        chunks = split(batch, sizes, self.devices[: len(sizes)])
+        if len(chunks) == 1:
+            return getattr(task, name)(*arguments)
+        copies = copy_to_devices(task, self.devices[: len(sizes)])
+        recorders = [LogRecorder() for _ in copies]
+        for copy, recorder in zip(copies, recorders, strict=True):
+            copy.__dict__["log"] = recorder.log
+            share_metrics(copy, self.metrics, root, self.metrics_lock)
+        attributes = dict(copies[0].__dict__)
+        # drawn from the host's generator, which is keyed by step and replica: every device gets a key of its own
+        keys = [None] * len(copies) if root.type == "cpu" else torch.randint(2**62, (len(copies),)).tolist()
+        jobs = [
+            partial(_run_chunk, _step_of(copy, task, name), [chunk, *others], device, key)
+            for copy, chunk, device, key in zip(copies, chunks, self.devices, keys, strict=False)
+        ]
+        outputs = self.threads.run(jobs, self.at_once)
+        keep_buffers(task, copies[0])
+        for recorder, size in zip(recorders, sizes, strict=True):
+            recorder.replay(task, size)
+        if name not in self.checked_steps:
+            self.checked_steps.add(name)
+            _warn_of_lost_attributes(name, attributes, copies[0].__dict__)
+        return combine(outputs, sizes, root)
+
+
+class _BuffersInTurn(ReplicaBuffers):
+    """Also tells the strategy on which device the replica runs whose turn it is."""
+
+    def __init__(self, strategy: DataParallelStrategy, task: "Task") -> None:
+        super().__init__(task)
+        self.strategy = strategy
+
+    def open_replica(self, index: int) -> None:
+        """Deal the replicas of a step out over the devices."""
+        self.strategy.device = self.strategy.devices[index % len(self.strategy.devices)]
+        super().open_replica(index)
+
+    def close_step(self) -> None:
+        """Go back to the device of the task."""
+        self.strategy.device = self.strategy.devices[0]
+        super().close_step()
+
+
+def _run_chunk(step: Any, arguments: list[Any], device: torch.device, key: int | None) -> Any:
+    if key is not None:
+        torch.get_device_module(device).manual_seed(key)
+    return step(*arguments)
+
+
+def _step_of(copy: "Task", task: "Task", name: str) -> Any:
+    """Return the step of `copy`; one that was set on the instance is still tied to `task`."""
+    step = getattr(copy, name)
+    return MethodType(step.__func__, copy) if getattr(step, "__self__", None) is task else step
+
+
+def _warn_of_lost_attributes(name: str, before: dict[str, Any], after: dict[str, Any]) -> None:
+    lost = [key for key, value in after.items() if key not in before or before[key] is not value]
+    if lost:
+        warnings.warn(
+            f"{name} assigned self.{', self.'.join(lost)} under strategy data_parallel, which runs it on copies of the "
+            f"task that are dropped after each batch. Use self.log, a registered buffer or strategy ddp to keep it.",
+            stacklevel=2,
+        )

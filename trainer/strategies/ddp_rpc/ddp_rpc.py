@@ -1,0 +1,385 @@
+"""DDP with parameter servers: dense layers in every trainer, large modules in processes of their own.
+
+For models of which one part, such as the embeddings of a recommender, is too large for each process to have: the task
+names it in `remote_modules`. Trainers are the first processes of the run, servers the last ones. A step is that of one
+process with all batches: dense gradients meet in DDP, remote ones on their server, which updates once a step.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.distributed.autograd as dist_autograd
+from torch import Tensor, nn
+from torch.distributed import rpc
+from torch.optim import Optimizer
+
+from ...errors import ConfigError, TaskError
+from ...optimization.outputs import describe_bad_loss
+from ...processes.environment import Place, find_store
+from ...processes.signals import attended
+from ...processes.sync import Phase
+from ...torch_private import require_reduced
+from ..ddp import DDPStrategy
+from . import remote
+from .remote import Office, Remote, gone
+from .remote_modules import dealt, named_modules, options_of, refuse_optimizers
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+
+log = logging.getLogger("legato")
+_GLANCE = 0.05  # seconds between two looks of a server at whether the run is over
+
+
+class DDPRPCStrategy(DDPStrategy):
+    """One trainer a device, and `servers` processes besides that hold what the task names in `remote_modules`."""
+
+    name = "ddp_rpc"
+
+    def __init__(
+        self,
+        *,
+        servers: int = 1,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        init_method: str | None = None,
+        timeout: float | Mapping[Phase, float] = 1800.0,
+    ) -> None:
+        """`servers`: processes that share the remote modules out among them, besides those of trainer.devices. The
+        others are strategy ddp's; the limit of the phase `step` is that of a remote call, too.
+        """
+        super().__init__(
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            process_group_backend=process_group_backend,
+            init_method=init_method,
+            timeout=timeout,
+        )
+        if isinstance(servers, bool) or servers < 1:
+            raise ConfigError(f"servers={servers!r}: expected at least 1 process for the remote modules.")
+        self.servers = servers
+        self.office: Office | None = None
+        self.finished = False
+        """Whether the run has come to its end, for good."""
+        self.remotes: dict[str, Remote] = {}
+        self.makers: dict[str, Callable[[], nn.Module]] = {}
+        self.remote_optimizer: Any = None
+        self.context: tuple[Any, int] | None = None
+        """The distributed autograd context of the turn that is under way, and its number; a thread has one at most."""
+        self.held: dict[nn.Parameter, Tensor] = {}
+        """Dense gradients of the turns before the last one, of this process."""
+        self.clip_value: float | None = None
+
+    # --- processes --------------------------------------------------------------------------------------------------
+    def local_processes(self, devices: Sequence[torch.device]) -> int:
+        """One trainer a device, and the servers."""
+        return len(devices) + self.servers
+
+    @property
+    def has_all_weights(self) -> bool:
+        """Those of remote modules are on servers."""
+        return False
+
+    def serves(self, place: Place) -> bool:
+        """Tell whether the process at this place is a server."""
+        if place.origin == "script":
+            raise ConfigError(
+                "strategy ddp_rpc makes process groups of its own, for trainers and servers; call it without a process "
+                "group, or set trainer.cluster=off."
+            )
+        return place.rank >= self._trainers(place)
+
+    def _trainers(self, place: Place) -> int:
+        trainers = place.world_size - self.servers
+        if place.nodes > 1:
+            raise ConfigError(
+                f"strategy ddp_rpc runs on one node, here are {place.nodes}: remote calls between nodes are not "
+                f"supported yet. Set num_nodes to 1."
+            )
+        if trainers < 1:
+            raise ConfigError(
+                f"strategy ddp_rpc needs a trainer besides its servers: {place.world_size} processes - {self.servers} "
+                f"servers = {trainers}. Start trainer.devices + servers processes."
+            )
+        return trainers
+
+    def _enter_office(self, place: Place) -> Office:
+        """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
+        trainers, limit = self._trainers(place), self.timeouts["startup"]
+        name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
+        if Office.opened is None:
+            _, store = find_store(place, limit, self.init_method)
+            seconds = self.timeouts["step"].total_seconds()
+            Office.opened = Office(store, place.rank, place.world_size, name, seconds)
+        servers = [f"server{index}" for index in range(self.servers)]
+        Office.opened.begin_stage(servers, limit, own=name if name in servers else None)
+        return Office.opened
+
+    def serve(self, place: Place, task: "Task", seed: int) -> None:
+        """Hold this server's modules until the trainers have ended the run, whatever signals say."""
+        names = dealt(task.remote_modules(), self.servers)
+        remote.fill_shelf(task, names[place.rank - self._trainers(place)], seed)
+        office = self._enter_office(place)
+        with attended(lambda number: None):  # trainers that are told to end save what is here
+            while not office.is_over():
+                time.sleep(_GLANCE)
+
+    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
+        """Open remote calls to the servers, then the trainers' own process group."""
+        self.office, self.finished = self._enter_office(place), False
+        trainers = self._trainers(place)
+        super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
+        if self.meeting:
+            self.meeting += f"; besides them {self.servers} with remote modules"
+
+    # --- the task ---------------------------------------------------------------------------------------------------
+    def build_remote_modules(self, task: "Task", seed: int) -> None:
+        """Put what calls the servers in the place of the modules that the task names."""
+        self.makers = named_modules(task)
+        self.remotes = {}
+        homes = {
+            name: f"server{index}" for index, names in enumerate(dealt(self.makers, self.servers)) for name in names
+        }
+        for name in self.makers:
+            before = dict(task.named_children()).get(name)
+            self.remotes[name] = Remote(name, homes[name], self.place.rank == 0, self.device)
+            setattr(task, name, self.remotes[name])
+            if self.place.rank == 0 and before is not None and not isinstance(before, Remote):
+                self.remotes[name].load_state_dict(before.state_dict())  # of an earlier run of this task
+        self.barrier()
+
+    def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
+        """Load weights, those of remote modules from rank 0 to their servers."""
+        super().load_model_state(weights, strict)
+        self.barrier()
+
+    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
+        """Refuse: the sums of batch norm's gradients would meet within distributed autograd."""
+        raise ConfigError("sync_batchnorm=true does not go with strategy ddp_rpc. Leave it out, or use strategy ddp.")
+
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+        """Make the servers' optimizers. Raises ConfigError for what does not go with remote modules."""
+        if optimizers:
+            self._refuse(task, optimizers)
+        super().setup(task, optimizers, local_replicas)
+        self.context, self.held = None, {}
+        if not optimizers:
+            return
+        (optimizer,) = optimizers
+        if self.place.rank == 0:
+            for server in self._servers_used():
+                remote.call(server, remote.make_optimizer, type(optimizer), options_of(optimizer))
+        self.barrier()
+        there = [parameter for one in self.remotes.values() for parameter in one.parameters_there()]
+        self.remote_optimizer = remote.collecting_optimizer(there, self.place.rank)
+
+    def _refuse(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
+        from ....tasks.task import Task
+
+        trainer = task.trainer
+        reasons = [
+            (not task.automatic_optimization, "manual optimization: the gradients on servers are no optimizer's here"),
+            (trainer.reproducible == "bitwise", "reproducible: bitwise: sums on a server depend on the trainers"),
+            (trainer.precision not in (32, "32", "32-true", "bf16-mixed"), f"precision={trainer.precision}"),
+            (trainer.nan == "skip", "nan=skip: a step is dropped by looking at all gradients, which no process has"),
+            (bool(trainer.compile), "compile: remote calls are recorded as they are made"),
+            (
+                type(task).backward is not Task.backward,
+                "a backward of the task's own: distributed autograd has its own",
+            ),
+            (
+                trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "norm",
+                "gradient_clip_algorithm=norm: no process has all gradients. Clip by value",
+            ),
+        ]
+        for wrong, what in reasons:
+            if wrong:
+                raise ConfigError(f"strategy ddp_rpc does not go with {what}.")
+        refuse_optimizers(task, optimizers)
+
+    def _servers_used(self) -> list[str]:
+        return sorted({one.server for one in self.remotes.values()})
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+        """Call training_step in a distributed autograd context of its own."""
+        self._open_context()
+        return super().training_step(arguments, last)
+
+    def _open_context(self) -> int:
+        if self.context is None:
+            context = dist_autograd.context()
+            self.context = context, context.__enter__()
+        return self.context[1]
+
+    def _close_context(self) -> None:
+        context, self.context = self.context, None
+        if context is not None:
+            context[0].__exit__(None, None, None)
+
+    def backward(
+        self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
+        """Add the gradient of `loss` here and on the servers; with the `last`, dense ones meet over the trainers."""
+        if loss.requires_grad is False or loss.numel() != 1:
+            raise TaskError(describe_bad_loss(loss))
+        context = self._open_context()
+        with gone("server"):
+            dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
+            self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
+        if last and self.module is not None:
+            try:
+                require_reduced(self.module)
+            except RuntimeError as error:
+                self._name_unused(error)
+                raise
+        self._take(dist_autograd.get_gradients(context), last)  # type: ignore[attr-defined]
+        self._close_context()
+
+    def _take(self, found: Mapping[Tensor, Tensor], last: bool) -> None:
+        """Take the dense gradients of a turn; those of the last one are means over the trainers already."""
+        assert self.task is not None
+        for parameter in self.task.parameters():
+            if parameter in found:
+                gradient = found[parameter]
+                before = self.held.get(parameter)
+                if not last:
+                    self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
+                else:
+                    parameter.grad = gradient.clone()
+        if last and self._has_turns():
+            self._add_held()
+
+    def _has_turns(self) -> bool:
+        """Tell whether a trainer may have several turns in a step; the same on all of them."""
+        assert self.task is not None
+        return self.task.trainer.accumulate_grad_batches > 1 or self.layout.replicas > self.layout.processes
+
+    def _add_held(self) -> None:
+        """Add the gradients of the turns before the last one: in its context DDP reduces that one's alone."""
+        held, self.held = self.held, {}
+        for parameter in self.parameters:
+            if not parameter.requires_grad:
+                continue
+            before = held.get(parameter)
+            before = torch.zeros_like(parameter) if before is None else before
+            if self.place.world_size > 1:
+                dist.all_reduce(before)
+                before /= self.place.world_size
+            parameter.grad = before if parameter.grad is None else parameter.grad + before
+
+    def leave_out(self, last: bool, after_forward: bool) -> None:
+        """Take part in the trainers' reduction without a gradient."""
+        if self.module is None or not last:
+            self._close_context()
+            return
+        self.module.require_backward_grad_sync = True
+        self._open_context()
+        nothing = self.nothing if after_forward else self.module("nothing").loss
+        self.nothing = None
+        assert nothing is not None
+        self.backward(nothing, last=True)
+
+    def abandon_step(self) -> None:
+        """Drop the gradients of a step that ends before its last turn, here and on the servers."""
+        super().abandon_step()
+        self._close_context()
+        self.held = {}
+        for server in self._servers_used():
+            remote.call(server, remote.drop_gradients, self.place.rank)
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
+        """Clip by value, here and on the servers."""
+        self.clip_value = limit
+        return super().clip(optimizer, limit, algorithm)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
+        """Update the dense weights here, and let the servers update theirs once all trainers have come."""
+        scale, trainers = 1.0 / self.gradient_scale, self.place.world_size
+        options = options_of(optimizer) if self.place.rank == 0 else None
+        with gone("server"):
+            waiting = [
+                rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, options))
+                for server in self._servers_used()
+            ]
+            returned = super().optimizer_step(optimizer, closure)
+            for one in waiting:
+                one.wait()
+        self.barrier()  # no trainer looks at weights that are not updated yet
+        return returned
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+    def finish(self) -> None:
+        """Bring the remote modules back to rank 0, whose task is the one that is kept."""
+        super().finish()
+        if self.task is not None and self.place.rank == 0:
+            for name, one in self.remotes.items():
+                module = self.makers[name]()
+                module.load_state_dict(one.fetch())
+                setattr(self.task, name, module)
+        self.barrier()
+        self.finished = True
+
+    def teardown(self) -> None:
+        """Let the servers go."""
+        super().teardown()
+        with suppress(RuntimeError):  # nobody may be left to be told
+            self._close_context()
+        self.held, self.remote_optimizer = {}, None
+        if self.office is not None:
+            self.office.end_stage(whole=self.finished)
+        self.office = None
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer` and of the servers', as one process has it; of rank 0 it is whole."""
+        own = optimizer.state_dict()
+        if self.place.rank > 0:
+            return own
+        whole: dict[str, Any] = {"state": {}, "param_groups": [dict(own["param_groups"][0])]}
+        states, count = (
+            {server: remote.call(server, remote.optimizer_state_on_shelf) for server in self._servers_used()},
+            0,
+        )
+        for position, (server, index) in enumerate(self._places()):
+            state = own if server is None else states[server]
+            if index in state["state"]:
+                whole["state"][position] = state["state"][index]
+            count = position + 1
+        whole["param_groups"][0]["params"] = list(range(count))
+        return whole
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take over the state that one process would have, each part where it belongs."""
+        group = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
+        parts: dict[str | None, dict[int, Any]] = {None: {}, **{server: {} for server in self._servers_used()}}
+        places = self._places()
+        if len(places) != len(state["param_groups"][0]["params"]):
+            raise ValueError(f"it is of {len(state['param_groups'][0]['params'])} parameters, here are {len(places)}")
+        sizes = dict.fromkeys(parts, 0)
+        for position, (server, index) in enumerate(places):
+            sizes[server] += 1
+            if position in state["state"]:
+                parts[server][index] = state["state"][position]
+        for server, part in parts.items():
+            own = {"state": part, "param_groups": [{**group, "params": list(range(sizes[server]))}]}
+            if server is None:
+                optimizer.load_state_dict(own)
+            elif self.place.rank == 0:
+                remote.call(server, remote.load_optimizer_on_shelf, own)
+        self.barrier()
+
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """Return None: those on servers have none here, and their order is that of the task."""
+        return None
+
+    def _places(self) -> list[tuple[str | None, int]]:
+        assert self.task is not None
+        return remote.places_of(self.task, self.remotes)

@@ -1,0 +1,335 @@
+"""DTensors on a mesh: whole tensors taken apart and put together, and norms of gradients held in parts."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from ...errors import CheckpointError
+from ...torch_private import Tensors, buffers_of, local_part, parameters_of, unscale_each
+
+Change = Callable[[Tensor], Any]
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part that this rank holds, sharing memory; of a plain tensor itself."""
+    return local_part(tensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor; every rank of its mesh calls it."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():  # one axis after the other: all at once torch warns that it goes so
+            placements = [*tensor.placements]
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+class Readable(Protocol):
+    """A tensor of a checkpoint of which only what is sliced is read (checkpoints.parts.Stored)."""
+
+    shape: torch.Size
+
+    def __getitem__(self, place: tuple[slice, ...]) -> Tensor: ...
+    def whole(self) -> Tensor: ...  # noqa: D102
+
+
+def read_whole(value: Any) -> Any:
+    """Return a `Readable` as a tensor, and anything else as it is."""
+    return value.whole() if hasattr(value, "whole") else value
+
+
+def part_of(value: Tensor | Readable, like: DTensor) -> DTensor:
+    """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
+    (chunk,) = like.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
+    place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    own = value[place].to(local_of(like).device, copy=True)  # a copy, or the whole would live as long as the part
+    return DTensor.from_local(
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@torch.no_grad()
+def fill(target: Tensor, value: Tensor | Readable) -> None:
+    """Copy the whole `value` into `target`, of which this rank may hold a part."""
+    if isinstance(target, DTensor):
+        local_of(target).copy_(local_of(part_of(value, target)))
+    else:
+        target.copy_(read_whole(value))
+
+
+def gathered(tree: Any, keep: bool) -> Any:
+    """Return a copy of nested containers with every DTensor whole, on the host; every rank calls it.
+
+    Where not to `keep`, tensors are dropped as soon as they are whole: other ranks need this one's parts.
+    """
+
+    def take(tensor: Tensor) -> Tensor | None:
+        value = whole(tensor)
+        if not keep:
+            return None
+        return value.cpu() if isinstance(tensor, DTensor) else value
+
+    return _mapped(tree, take)
+
+
+def _mapped(tree: Any, change: Change) -> Any:
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(_mapped(value, change) for value in tree)
+    return tree
+
+
+def load_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+    """Copy whole weights into a task of whose tensors this rank holds parts.
+
+    What is no tensor (a module's extra state) goes by torch's own way.
+    """
+    own = task.state_dict(keep_vars=True)
+    with torch.no_grad():
+        plain = {}
+        for name, value in weights.items():
+            target = own.get(name)
+            if isinstance(target, DTensor):
+                fill(target, value)
+                plain[name] = target.detach()
+            else:
+                plain[name] = read_whole(value)
+        task.load_state_dict(plain, strict=strict)
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Take over the whole state of an optimizer on any layout, of whose parameters this rank holds parts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = {}
+    for index, values in state["state"].items():
+        if not isinstance(index, int) or index >= len(parameters):
+            raise CheckpointError(f"The checkpoint's optimizer has a state for parameter {index}, this run has none.")
+        own[index] = {name: _laid_out(value, parameters[index]) for name, value in values.items()}
+    optimizer.load_state_dict({**state, "state": own})
+
+
+def _laid_out(value: Any, parameter: Tensor) -> Any:
+    """Return an optimizer's value as it belongs beside a parameter: in parts where it has the parameter's shape."""
+    readable = hasattr(value, "whole")
+    if not isinstance(parameter, DTensor) or not (isinstance(value, Tensor) or readable) or not value.shape:
+        return read_whole(value)
+    if value.shape != parameter.shape:
+        raise CheckpointError(
+            f"The checkpoint's optimizer keeps a value of shape {tuple(value.shape)} for a parameter of shape "
+            f"{tuple(parameter.shape)}, which cannot be dealt out over the ranks of a mesh. Go on with strategy single "
+            f"or ddp, or with an optimizer whose values have the parameters' shapes."
+        )
+    return part_of(value, parameter)
+
+
+def places_of(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
+    """Yield each parameter and buffer of a task: those of its module, its name among them, and the tensor."""
+    for module in task.modules():
+        for owner in (parameters_of(module), buffers_of(module)):
+            for name, tensor in list(owner.items()):
+                if tensor is not None:
+                    yield owner, name, tensor
+
+
+def replace(task: nn.Module, change: Change) -> None:
+    """Put `change(tensor)` in the place of each parameter and buffer; what was shared stays shared."""
+    made: dict[int, Any] = {}
+    kept: list[Tensor] = []  # lest an id be used twice
+    for owner, name, tensor in list(places_of(task)):
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+            kept.append(tensor)
+        owner[name] = made[id(tensor)]
+
+
+def make_whole(task: nn.Module, device: torch.device) -> None:
+    """Give a task whole, plain tensors on `device` in the place of parts; every rank calls it."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        value = whole(tensor).to(device)
+        if value.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
+            value = value.clone()
+        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+    with torch.no_grad():
+        replace(task, change)
+
+
+def make_empty(task: nn.Module) -> None:
+    """Put tensors without memory, on the device "meta", in the place of parts."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        value = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+    replace(task, change)
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor like this one or this rank's part of it, its values unset, on `device`; on "meta" none."""
+    made: Tensor = torch.empty_like(local_of(tensor).detach(), device=device)
+    if isinstance(tensor, DTensor):
+        layout: dict[str, Any] = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+        made = DTensor.from_local(made, tensor.device_mesh, tensor.placements, **layout)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return how many bytes this rank holds of some tensors."""
+    locals_ = list(map(local_of, tensors))  # what a pipeline has elsewhere is one number, however large it looks
+    return sum(min(local.numel() * local.element_size(), local.untyped_storage().nbytes()) for local in locals_)
+
+
+CPU = torch.device("cpu")
+
+
+def gradients_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the gradients of an optimizer's parameters."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def device_of(optimizer: Optimizer) -> torch.device:
+    """Return the device of an optimizer's parameters, as far as this rank has them."""
+    devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    return next((device for device in devices if device.type != "meta"), CPU)
+
+
+def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
+    """Return the 2-norm of all gradients together, the same on each of `ranks` ranks, by one all-reduce.
+
+    Every rank adds what it holds, divided by how many ranks hold the same: so parameters of several meshes, and plain
+    ones that each rank has whole, count once each. The gradients must not be partial sums. `device`: where the ranks
+    meet if this one has no gradient.
+    """
+    shares: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        local = local_of(gradient)
+        norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
+        shares.setdefault(local.device, []).append(norm.double().square() * (parts(gradient) / ranks))
+    device = next(iter(shares), device)
+    total = torch.zeros((), dtype=torch.float64, device=device)  # with no gradient here, too: others may have some
+    for own in shares.values():
+        total += torch.stack(own).sum().to(device)
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def parts(tensor: Tensor) -> int:
+    """Return into how many different parts a tensor is dealt out."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    count = 1
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():  # torch has two kinds of shards
+            count *= tensor.device_mesh.size(axis)
+    return count
+
+
+@torch.no_grad()
+def clip_norm(optimizer: Optimizer, limit: float, ranks: int) -> Tensor:
+    """Scale the gradients down where their norm is above `limit`; return the norm before."""
+    gradients = gradients_of(optimizer)
+    norm = total_norm(gradients, ranks, device_of(optimizer))
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+    for gradient in gradients:
+        local = local_of(gradient)
+        local.mul_(factor.to(local.device))
+    return norm
+
+
+@torch.no_grad()
+def clip_value(optimizer: Optimizer, limit: float) -> None:
+    """Limit every number of the gradients to [-limit, limit]."""
+    for gradient in gradients_of(optimizer):
+        local_of(gradient).clamp_(-limit, limit)
+
+
+class MeshScaler(torch.amp.GradScaler):
+    """Scales losses where every rank holds parts of the gradients: an overflow in one part is one on all ranks.
+
+    The public methods of torch's, whose own look at one rank's gradients on one mesh.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__(device)
+        self.factor = super().get_scale()
+        self.good_steps = 0
+        """How many steps in a row had only finite gradients."""
+        self.found: dict[int, Tensor] = {}
+        """By the id of each optimizer whose gradients are unscaled: whether one was not finite."""
+
+    def scale(self, outputs: Any) -> Any:
+        """Return the loss, multiplied."""
+        return outputs * self.factor
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide an optimizer's gradients. Raises RuntimeError where they have been since the last update."""
+        if id(optimizer) in self.found:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for gradient in map(local_of, gradients_of(optimizer)):
+            groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+        flags: dict[torch.device, Tensor] = {}
+        for (device, _), own in groups.items():
+            flag = flags.setdefault(device, torch.zeros((), device=device))
+            unscale_each(own, flag, torch.tensor(1.0 / self.factor, device=device))
+        total = sum(flags.values(), torch.zeros((), device=next(iter(flags), None)))
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        self.found[id(optimizer)] = total
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Update the weights, unless a gradient was not finite."""
+        if id(optimizer) not in self.found:
+            self.unscale_(optimizer)
+        return None if self.found[id(optimizer)].item() else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Choose the next factor: a smaller one after an overflow, a larger one after many steps without."""
+        overflowed, self.found = any(found.item() for found in self.found.values()), {}
+        self.good_steps = 0 if overflowed else self.good_steps + 1
+        if new_scale is not None:
+            self.factor = float(new_scale)
+        elif overflowed:
+            self.factor *= self.get_backoff_factor()
+        elif self.good_steps == self.get_growth_interval():
+            self.good_steps, larger = 0, self.factor * self.get_growth_factor()
+            self.factor = larger if larger <= torch.finfo(torch.float32).max else self.factor
+
+    def get_scale(self) -> float:
+        """Return the factor."""
+        return self.factor
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's has."""
+        return {
+            "scale": self.factor,
+            "growth_factor": self.get_growth_factor(),
+            "backoff_factor": self.get_backoff_factor(),
+            "growth_interval": self.get_growth_interval(),
+            "_growth_tracker": self.good_steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what torch's or this one had."""
+        self.factor, self.good_steps = float(state_dict["scale"]), int(state_dict["_growth_tracker"])
+        self.set_growth_factor(state_dict["growth_factor"])
+        self.set_backoff_factor(state_dict["backoff_factor"])
+        self.set_growth_interval(state_dict["growth_interval"])

@@ -1,0 +1,126 @@
+"""Sharding by torch's FSDP2: which modules are blocks, and how they are sharded.
+
+A block's parameters are gathered together before its forward and its backward, and dropped after each. After Zhao et
+al. 2023, "PyTorch FSDP" (https://arxiv.org/abs/2304.11277) and https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from ...data.transfer import map_tensors
+from ...errors import ConfigError
+from ...optimization.kernels import modules_named
+from ...optimization.precision import Precision
+from ...torch_private import may_be_view
+from .dtensors import places_of
+
+Blocks = Sequence[str] | int
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""They have no forward of their own, which is where a block's parameters are gathered."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are sharded: the options of `fully_shard`."""
+
+    blocks: Blocks
+    cpu_offload: bool
+    reshard_after_forward: bool | int | None
+    half_traffic: bool
+    find_unused_parameters: bool
+
+    def apply(self, root: nn.Module, task: nn.Module, mesh: DeviceMesh, precision: Precision) -> None:
+        """Shard the blocks of `task`, and what is left as one more block with `root`, whose forward calls the task."""
+        if self.find_unused_parameters and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"find_unused_parameters=true of sharded parameters needs torch 2.13 or later; this is "
+                f"{torch.__version__}. Add 0.0 times the parameters that a batch does not use to its loss."
+            )
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy(precision)}
+        pinned = mesh.device_type != "cpu"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
+        for block in find_blocks(task, self.blocks):
+            block.register_forward_hook(owned)
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
+        root.register_forward_hook(owned)
+        fully_shard(root, reshard_after_forward=self.reshard_after_forward, **options)
+        for module in sharded(root):
+            # Sums, not means: the loss of a batch is weighted by its samples already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if self.find_unused_parameters:
+                module.set_reduce_scatter_unused_params(True)
+
+    def _policy(self, precision: Precision) -> MixedPrecisionPolicy:
+        if not self.half_traffic:
+            return MixedPrecisionPolicy(cast_forward_inputs=False)
+        if precision.autocast_dtype is None:
+            raise ConfigError(
+                f"half_traffic gathers weights in the type of a mixed precision, but trainer.precision is "
+                f"{precision.name}. Set precision to bf16-mixed or 16-mixed, or leave half_traffic out."
+            )
+        return MixedPrecisionPolicy(precision.autocast_dtype, torch.float32, cast_forward_inputs=False)
+
+
+def as_sharded(module: Any) -> FSDPModule | None:
+    """Return a module if it is a block: fully_shard gives modules another class."""
+    return module if isinstance(module, FSDPModule) else None
+
+
+def owned(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Return a block's output without views, which a Linear may return.
+
+    The hooks by which backward gathers a block's parameters hang on its output; an operation in place on a view of it
+    would lose them.
+    """
+    return map_tensors(output, lambda one: one.clone() if one.requires_grad and may_be_view(one) else one)
+
+
+def sharded(root: nn.Module) -> Iterator[FSDPModule]:
+    """Yield the modules that are blocks, the root among them."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def find_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
+    """Return the modules that become blocks, inner ones first, as `fully_shard` wants them.
+
+    By class name; or by size: from the inside out, what has at least so many parameters that no block has yet. Single
+    layers are left to the module around them: fewer messages, each larger.
+    """
+    places = Counter(id(tensor) for *_, tensor in places_of(task))
+    if not isinstance(blocks, int):
+        named = modules_named(task, list(blocks), "shard_blocks")
+        for module in named:
+            if shares(module, places):
+                raise ConfigError(
+                    f"shard_blocks: a {type(module).__name__} shares a parameter with a module outside of it, for "
+                    f"which one block cannot gather it. Leave this class out: the rest is gathered with the whole task."
+                )
+        return named[::-1]
+    found: list[nn.Module] = []
+    taken: set[int] = set()
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            visit(child)
+        own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
+        inner = module is not task and any(True for _ in module.children()) and not isinstance(module, CONTAINERS)
+        if inner and sum(own.values()) >= blocks and not shares(module, places):
+            found.append(module)
+            taken.update(own)
+
+    visit(task)
+    return found
+
+
+def shares(module: nn.Module, places: Counter[int]) -> bool:
+    """Return whether a tensor of the module stands in a module outside of it too; `places` counts those of a task."""
+    inside = Counter(id(tensor) for *_, tensor in places_of(module))
+    return any(places[tensor] > count for tensor, count in inside.items())

@@ -1,0 +1,55 @@
+"""Rank 0's weights, handed out to the others: whole before a task is taken apart, or in parts afterwards."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import dtensors
+
+SENT_AT_ONCE = 1 << 26
+"""Bytes of weights that rank 0 hands out in one message."""
+META = torch.device("meta")
+
+
+def share(task: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
+    """Give every rank the weights and buffers of rank 0."""
+    waiting: list[Tensor] = []
+    for tensor in (*task.parameters(), *task.buffers()):
+        waiting.append(tensor)
+        if dtensors.count_bytes(waiting) > SENT_AT_ONCE:
+            broadcast(waiting)
+            waiting = []
+    broadcast(waiting)
+
+
+def send_off(task: nn.Module) -> list[Tensor]:
+    """Put tensors without memory in the place of all of a task's; return those that were there."""
+    values = {id(tensor): tensor for *_, tensor in dtensors.places_of(task)}
+    dtensors.replace(task, lambda tensor: dtensors.on_device(tensor, META))
+    return list(values.values())
+
+
+def bring_back(
+    task: nn.Module, values: list[Tensor] | None, device: torch.device, device_of_parts: torch.device
+) -> None:
+    """Give a task's tensors memory, and each rank its part of `values`, which rank 0 has.
+
+    One tensor at a time, so that no other rank holds more than its parts and one whole tensor, on the host.
+    """
+
+    def with_memory(tensor: Tensor) -> Tensor:
+        return dtensors.on_device(tensor, device_of_parts if isinstance(tensor, DTensor) else device)
+
+    dtensors.replace(task, with_memory)
+    targets = {id(tensor): tensor for *_, tensor in dtensors.places_of(task)}
+    for index, target in enumerate(targets.values()):
+        if values is None:
+            value = torch.empty(target.shape, dtype=target.dtype)
+        else:
+            value = values[index].detach().cpu().contiguous()
+        if value.numel():
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
+        dtensors.fill(target, value)

@@ -1,0 +1,1 @@
+"""Model parallel: a model spread over several devices of one process."""

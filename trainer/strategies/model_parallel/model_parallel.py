@@ -1,0 +1,313 @@
+"""DDP over model-parallel processes: each process drives several devices, with a part of the model on each."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ...data.transfer import count_samples, to_device
+from ...errors import ConfigError
+from ...optimization.precision import Precision
+from ...processes.environment import Place
+from ...torch_private import buffers_of
+from ..data_parallel.chunks import chunk_sizes, combine, split
+from ..ddp import DDPStrategy, Steps
+from .parts import check_counts, cut, find_blocks, no_blocks, refuse_shared
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+
+
+class Seams:
+    """The seams before some blocks, until `close`."""
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+
+    def add(self, block: nn.Module, device: torch.device) -> None:
+        """From now on `block`, which lives on `device`, gets its input there."""
+        hook = partial(_bring, device)
+        # before all hooks of the user's own, which see what the block sees
+        self.handles.append(block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
+
+    def close(self) -> None:
+        """Leave the blocks alone from now on."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+
+def _bring(
+    device: torch.device, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]] | None:
+    if not kwargs and len(args) == 1 and isinstance(args[0], Tensor) and args[0].device == device:
+        return None  # the usual case within a part: 2 us where a walk through the arguments takes 6
+    return to_device(args, device), to_device(kwargs, device)
+
+
+def move_parts(task: nn.Module, parts: Iterable[tuple[Iterable[nn.Module], torch.device]], rest: torch.device) -> None:
+    """Move each part to its device, and everything of the task that is in none to `rest`."""
+    placed: set[nn.Module] = set()
+    for modules, device in parts:
+        for module in modules:
+            module.to(device)
+            placed.add(module)
+    _move_rest(task, placed, rest)
+
+
+def _move_rest(module: nn.Module, placed: set[nn.Module], device: torch.device) -> None:
+    if not placed.intersection(module.modules()):
+        module.to(device)
+        return
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
+    buffers = buffers_of(module)
+    for name, buffer in list(buffers.items()):
+        buffers[name] = None if buffer is None else buffer.to(device)
+    for child in module.children():
+        if child not in placed:
+            _move_rest(child, placed, device)
+
+
+log = logging.getLogger("legato")
+
+
+class DDPModelParallelStrategy(DDPStrategy):
+    """Several devices a process, with a part of the model on each, and DDP across the processes."""
+
+    name = "ddp_model_parallel"
+
+    def __init__(
+        self,
+        *,
+        devices_per_replica: int | None = None,
+        part_devices: list[str] | None = None,
+        split: Literal["auto"] | list[int] = "auto",
+        micro_batches: int = 1,
+        **options: Any,
+    ) -> None:
+        """`devices_per_replica`: how many devices a process drives, 2 if nothing says otherwise. `part_devices`: these
+        devices instead of trainer.devices, process by process, of any kinds: ["cuda:0", "cpu"]. `split`: how many of
+        the task's blocks each part takes; "auto" goes by parameter bytes. `micro_batches`: pieces of each batch. The
+        other options are those of ddp, but for elastic runs.
+        """
+        super().__init__(**options)
+        if self.elastic is not None:
+            raise ConfigError("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
+        self.own_devices = None if part_devices is None else [read_device(name) for name in part_devices]
+        self.parts_wanted = devices_per_replica or (len(self.own_devices) if self.own_devices else 2)
+        if isinstance(self.parts_wanted, bool) or not isinstance(self.parts_wanted, int) or self.parts_wanted < 2:
+            raise ConfigError(
+                f"devices_per_replica={devices_per_replica!r}: expected 2 or more devices for each process; with one, "
+                f"use strategy ddp."
+            )
+        if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+            raise ConfigError(
+                f"micro_batches={micro_batches!r}: expected how many pieces a batch is cut into, 1 or more."
+            )
+        check_counts(split, self.parts_wanted)
+        self.split, self.micro_batches = split, micro_batches
+        self.cuts_batches = micro_batches > 1
+        self.parts: list[torch.device] = []
+        self.seams = Seams()
+        self.cut_task: nn.Module | None = None
+        """The task whose blocks this strategy has put on devices."""
+
+    # --- processes --------------------------------------------------------------------------------------------------
+    def local_processes(self, devices: Sequence[torch.device]) -> int:
+        """One process for every `devices_per_replica` devices. Raises ConfigError where that does not come out even."""
+        return len(self.share_out(self.own_devices or devices))
+
+    def share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
+        """Return the devices of each process of this machine, neighbours together."""
+        size, whose = self.parts_wanted, "trainer.devices" if self.own_devices is None else "part_devices"
+        processes, rest = divmod(len(devices), size)
+        if rest or not processes:
+            near = " or ".join(str(count * size) for count in (processes, processes + 1) if count)
+            raise ConfigError(
+                f"strategy ddp_model_parallel gives each process devices_per_replica={size} devices, but {whose} has "
+                f"{len(devices)} = {processes} x {size} + {rest}. Take {near}; CPU devices are all the same one."
+            )
+        return [list(devices[first : first + size]) for first in range(0, len(devices), size)]
+
+    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
+        """Open the process group and take the devices of the local rank; the last is where the loss is made."""
+        given, size = list(self.own_devices or devices), self.parts_wanted
+        if {device.type for device in given} == {"cpu"}:  # as many as it takes, whoever started the processes
+            given = [torch.device("cpu")] * (size * place.local_world_size)
+        groups = self.share_out(given)
+        if place.local_world_size > len(groups):
+            raise ConfigError(
+                f"{place.local_world_size} processes on this machine with devices_per_replica={size} need "
+                f"{place.local_world_size} x {size} = {place.local_world_size * size} devices, but there are "
+                f"{len(given)}."
+            )
+        self.parts = groups[place.local_rank]
+        kinds = sorted({device.type for device in self.parts})
+        if len(kinds) > 1 and place.world_size > 1:
+            raise ConfigError(
+                f"Parts on devices of several kinds ({', '.join(kinds)}) work in one process only: torch's DDP takes "
+                f"modules whose devices are of one kind. Use devices of one kind, or one process."
+            )
+        super().join(place, [group[-1] for group in groups], precision)
+        self.devices = list(self.parts)
+        if self.precision.autocast_dtype is not None:
+            contexts = [Precision(precision, kind).forward_context for kind in kinds]
+            self.precision.forward_context = partial(_together, contexts)
+
+    @property
+    def task_devices(self) -> list[torch.device]:
+        """The devices of the parts, from the first block to the loss."""
+        return list(self.parts)
+
+    def device_ids(self) -> list[torch.device] | None:
+        """None: DDP leaves inputs where they are, as it must for a module on several devices."""
+        return None
+
+    # --- the task ---------------------------------------------------------------------------------------------------
+    def place_task(self, task: "Task") -> None:
+        """Put the parts of the task on their devices, unless it has done so itself; never all of it on one.
+
+        Raises ConfigError where it is neither placed nor says how it can be cut.
+        """
+        self.task = task
+        self.precision.place(task)
+        self.seams.close()
+        used = {parameter.device for parameter in task.parameters()}
+        if len(used) > 1:
+            self._keep_placement(task)
+            return
+        blocks = find_blocks(task)
+        if blocks:
+            parts = cut(blocks, len(self.parts), self.split)
+            refuse_shared(task, parts)
+            self._place_parts(task, [[block.module for block in part] for part in parts])
+            if self.place.rank == 0:
+                for index, part in enumerate(parts):
+                    size = sum(block.size for block in part)
+                    log.info("Part %d: %s (%s bytes)", index, _span([block.name for block in part]), f"{size:,}")
+            return
+        from ....tasks.task import Task
+
+        if type(task).configure_model is Task.configure_model or len(set(self.parts)) > 1:
+            raise ConfigError(f"{no_blocks(task)} Or place its parts on self.devices in configure_model.")
+        self._keep_placement(task)  # all devices are the same one, so it cannot be seen what is where
+
+    def _place_parts(self, task: "Task", parts: Sequence[Sequence[nn.Module]]) -> None:
+        move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])
+        for modules, device in zip(parts, self.parts, strict=True):
+            for module in modules:
+                self.seams.add(module, device)
+        self.cut_task = task
+
+    def _keep_placement(self, task: "Task") -> None:
+        """Leave everything where the task has put it. Raises ConfigError, with names, where that is no device of it."""
+        if self.split != "auto":
+            raise ConfigError(
+                f"split={self.split} cuts a list of blocks, but {type(task).__name__} has placed its own."
+            )
+        tensors = [*task.named_parameters(), *task.named_buffers()]
+        astray = [f"{name} ({tensor.device})" for name, tensor in tensors if tensor.device not in self.parts]
+        if astray:
+            raise ConfigError(
+                f"{type(task).__name__} has placed parts on some devices, but not on self.devices "
+                f"({', '.join(map(str, self.parts))}): {', '.join(astray[:4])}"
+                f"{f' and {len(astray) - 4} more' if len(astray) > 4 else ''}. Place them in configure_model."
+            )
+
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+        """Make the placed task ready to be trained. Raises ConfigError where micro-batches cannot be had."""
+        if self.micro_batches > 1 and optimizers and not task.automatic_optimization:
+            raise ConfigError(
+                f"micro_batches={self.micro_batches} calls training_step for each piece of a batch, but with manual "
+                f"optimization each call would update the weights. Leave micro_batches out."
+            )
+        super().setup(task, optimizers, local_replicas)
+
+    def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
+        """Let batch norm have its statistics over all processes; return what undoes it."""
+        if self.micro_batches > 1:
+            raise ConfigError(
+                "sync_batchnorm=true takes statistics over whole batches, of which micro_batches makes pieces. Leave "
+                "one of the two out."
+            )
+        return super().sync_batch_norm(task, replicas)
+
+    def teardown(self) -> None:
+        """Take the seams out of the task; one that was cut here is whole again, on the host."""
+        self.seams.close()
+        if self.cut_task is not None and len(set(self.parts)) > 1:
+            self.cut_task.cpu()
+        self.cut_task = None
+        super().teardown()
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    def steps_of(self, task: "Task") -> Steps:
+        """Return what gives DDP a forward that calls a step of the task, piece by piece."""
+        return Steps(task, self.buffers) if self.micro_batches == 1 else _SteppedByPieces(self, task)
+
+    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+        """Call training_step, with each piece of the batch where there are `micro_batches`."""
+        if self.micro_batches == 1 or self.module is not None:
+            return super().training_step(arguments, last)
+        with self.precision.forward_context():
+            return self.run_pieces("training_step", arguments)
+
+    def run_pieces(self, name: str, arguments: Sequence[Any]) -> Any:
+        """Call the step `name` with each piece of the batch; return what it would return for the whole of it."""
+        assert self.task is not None
+        batch, *others = arguments
+        step, metrics, samples = getattr(self.task, name), self.task.trainer.metrics, count_samples(batch)
+        sizes, whole, outputs = chunk_sizes(samples, self.micro_batches), metrics.samples, []
+        for piece, size in zip(split(batch, sizes), sizes, strict=True):
+            metrics.samples = size  # what is logged counts as much as the piece has samples
+            outputs.append(step(piece, *others))
+        metrics.samples = whole
+        return combine(outputs, sizes, self.device)
+
+
+class _SteppedByPieces(Steps):
+    """Calls training_step with each piece of a batch."""
+
+    def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
+        super().__init__(task, strategy.buffers)
+        self.run_pieces = strategy.run_pieces
+
+    def call(self, name: str, arguments: Sequence[Any]) -> Any:
+        return self.run_pieces(name, arguments)
+
+
+@contextmanager
+def _together(contexts: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
+    """Enter autocast for each kind of device."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context())
+        yield
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+
+
+def read_device(name: str) -> torch.device:
+    """Return the device of this name, which must be there. Raises ConfigError where it is not."""
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"part_devices: {name!r} is no device; expected names like 'cuda:0' and 'cpu'.") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type not in ("cuda", "mps"):
+        raise ConfigError(f"part_devices: {name!r} cannot train; expected names like 'cuda:0' and 'cpu'.")
+    there = torch.cuda.device_count() if device.type == "cuda" else int(torch.backends.mps.is_available())
+    index = device.index or 0
+    if index >= there:
+        raise ConfigError(f"part_devices: {name!r}, but there are {there} {device.type} devices here.")
+    return torch.device(device.type, index)

@@ -1,0 +1,118 @@
+"""One batch on its way through a pipeline, seen from one of its processes.
+
+    first stage    training_step is called with each piece, as far as the first block: the pipeline's input
+    last stage     training_step is called with each piece, from the last block on: its loss, its output, what it logs
+
+Both begin from the same random numbers for a piece, so that what the step draws before the model (mixed samples and
+their targets, say) is the same in both places.
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...data.randomness import seed_generators
+from ...data.sampling import mix
+from ...data.transfer import count_samples, map_tensors
+from ...errors import TaskError
+from ...metrics.reduce import to_floats
+from ...metrics.torchmetrics import is_metric
+from ...optimization.outputs import losses_of
+from ..data_parallel.chunks import split
+from ..data_parallel.copies import LogRecorder
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+    from .pipeline import PipelineMeshStrategy
+
+Logged = list[tuple[str, float, tuple[Any, ...], dict[str, Any]]]
+"""Name and value of what was logged, and the other arguments of `log`."""
+
+
+class Turn:
+    """The pieces of a batch, and what training_step makes of them."""
+
+    def __init__(self, strategy: "PipelineMeshStrategy", task: "Task", arguments: Sequence[Any]) -> None:
+        assert strategy.stages is not None
+        assert strategy.gates is not None
+        self.strategy, self.task, self.stages, self.gates = strategy, task, strategy.stages, strategy.gates
+        batch, *self.others = arguments
+        run = task.trainer.current_run
+        assert run.step is not None
+        samples = count_samples(batch)
+        count = self.stages.pieces(self._of_all(samples), strategy.pieces_wanted or 2 * strategy.sizes.pipeline)
+        self.sizes = [samples // count] * count
+        self.batches = split(batch, self.sizes) if count > 1 else [batch]
+        counts = 0.0 if run.metrics.muted else run.metrics.samples * run.gradient_scale  # muted is what is masked
+        self.share = counts / run.step.samples / count
+        self.kind = (count, tuple(map_shapes(batch)))
+        self.known = all(self._of_all(int(self.kind in self.stages.ready)))
+        # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
+        self.key = int(torch.randint(2**62, ()))
+        self.outputs: list[Any] = [None] * count
+        self.recorders = [LogRecorder() for _ in self.sizes]
+        seed_generators(mix(self.key, strategy.own_place))  # lest stages draw the same masks
+
+    def _of_all(self, number: int) -> list[int]:
+        """Return this number of all pipelines that gather parameters together, and so must do the same."""
+        if not self.strategy.lockstep:
+            return [number]
+        numbers: list[int] = self.strategy.data_ranks.all_gather(torch.tensor([number])).flatten().tolist()
+        return numbers
+
+    def given(self) -> tuple[Tensor, ...]:
+        """Return the input of the pipeline, on its first stage."""
+        if not self.stages.has_first:
+            return ()
+        found = [self.gates.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
+        for tensor in found[0]:
+            if len(found) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
+                raise TaskError(
+                    f"The input of a pipeline is cut along its first dimension; {self.gates.blocks[0].name!r} was "
+                    f"given a tensor of shape {tuple(tensor.shape)} for {self.sizes[0]} samples. Make it in the block."
+                )
+        seed_generators(mix(self.key, self.strategy.own_place))
+        return found[0] if len(found) == 1 else tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
+
+    def loss(self, output: Tensor, index: int) -> Tensor:
+        """Return a piece's part of the batch's loss, weighted by its samples."""
+        result = self.gates.finish(partial(self._step, index), output)
+        self.outputs[index] = result
+        losses = losses_of(result, 1)
+        if not losses:
+            return output.float().sum() * 0.0
+        return self.strategy.precision.scale(losses[0] * self.share)
+
+    def _step(self, index: int) -> Any:
+        """Call training_step with a piece of the batch, whose random numbers are the same on all processes."""
+        seed_generators(mix(self.key, self.strategy.sizes.pipeline, index))
+        self.task.__dict__["log"] = self.recorders[index].log
+        try:
+            return self.task.training_step(self.batches[index], *self.others)
+        finally:
+            del self.task.__dict__["log"]
+
+    def logged(self) -> Logged:
+        """Return what training_step has logged for all pieces."""
+        entries = [(size, entry) for size, one in zip(self.sizes, self.recorders, strict=True) for entry in one.entries]
+        for _, (name, value, *_) in entries:
+            if is_metric(value):
+                raise TaskError(
+                    f"log({name!r}) in training_step: under a pipeline only the last stage has this metric's values. "
+                    f"Log numbers there, and metrics in validation."
+                )
+        values = to_floats([value for _, (_, value, *_) in entries])  # a recorder has detached them
+        return [
+            (name, value, args, {"batch_size": size} | options)
+            for value, (size, (name, _, _, args, options)) in zip(values, entries, strict=True)
+        ]
+
+
+def map_shapes(batch: Any) -> Iterable[tuple[int, ...]]:
+    """Return the shape of every tensor in a batch."""
+    shapes: list[tuple[int, ...]] = []
+    map_tensors(batch, lambda tensor: shapes.append(tuple(tensor.shape)) or tensor)  # type: ignore[func-returns-value]
+    return shapes

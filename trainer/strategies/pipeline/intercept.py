@@ -1,0 +1,181 @@
+"""Gates: what a call of a block does where the blocks of a task are dealt out over processes.
+
+    outside of a training step    the first block of a stage has its owner compute the stage, the last one returns the
+                                  output to all processes: validation, prediction, generation go on everywhere
+    in a stage of the pipeline    the block computes
+    first stage, training_step    the first block stops the step: what it was given is the pipeline's input
+    last stage, training_step     blocks hand through, and the last one returns the output of the pipeline; the rest of
+                                  the step makes of it a loss, and logs
+
+So training_step is the task's own, whole: it needs no loss apart from its forward. The price is that nothing may be
+computed between two blocks, since a process has no value there; a gate sees that and says so.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import TaskError
+from ...torch_private import intercept_calls
+from ..model_parallel.parts import Block
+
+Relay = Callable[[int, Tensor | None], Tensor]
+"""Takes the number of a stage and, on its process, its output; returns the output everywhere."""
+
+
+class Gates:
+    """The gates before the blocks of a task, until `close`."""
+
+    def __init__(self, stages: Sequence[Sequence[Block]], own_stages: Mapping[int, nn.Module], relay: Relay) -> None:
+        """`own_stages`: what runs the stages of this process, by number."""
+        self.blocks = [block for stage in stages for block in stage]
+        self.stage_of = [index for index, stage in enumerate(stages) for _ in stage]
+        self.own_stages, self.relay = own_stages, relay
+        self.result: Any = None
+        """What a stage has computed whose last block is yet to be called."""
+        self.call = self._relayed
+        self.token: Any = None
+        """What the block before has returned, where that is no value."""
+        self.next = 0
+        self.output: Any = None
+        self.own: list[Callable[..., Any]] = []
+        """What the call of each block did before."""
+        self.undo: list[Callable[[], None]] = []
+        for index, block in enumerate(self.blocks):
+            # before any hook: where a block does not compute, its hooks must not run
+            own, undo = intercept_calls(block.module, partial(self._enter, index))
+            self.own.append(own)
+            self.undo.append(undo)
+
+    def close(self) -> None:
+        """Leave the blocks as they were."""
+        for undo in self.undo:
+            undo()
+        self.undo = []
+
+    # --- what a call does -------------------------------------------------------------------------------------------
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Let blocks compute: a stage of the pipeline calls them."""
+        with self._calling(self._computed):
+            yield
+
+    def input_of(self, step: Callable[[], Any]) -> tuple[Tensor, ...]:
+        """Return what `step` gives to the first block, without going on from there; all of it tensors.
+
+        Raises TaskError where that is nothing, or something else, or depends on parameters.
+        """
+        first = self.blocks[0].name
+        try:
+            with self._calling(self._stopped):
+                step()
+        except _Reached as reached:
+            given, named = reached.args, reached.named
+        else:
+            raise TaskError(f"training_step never called {first!r}, the first of the task's blocks.")
+        if named or not given or not all(isinstance(one, Tensor) for one in given):
+            came = ", ".join([*(type(one).__name__ for one in given), *named]) or "nothing"
+            raise TaskError(
+                f"{first!r}, the first block of a pipeline, takes tensors by position; it was given {came}."
+            )
+        if any(one.requires_grad for one in given):
+            raise TaskError(
+                f"What training_step computes before {first!r}, the first of the task's blocks, depends on parameters, "
+                f"which would not be trained there. Put it into a block."
+            )
+        return tuple(given)
+
+    def finish(self, step: Callable[[], Any], output: Any) -> Any:
+        """Return what `step` returns where the blocks turn its input into `output`."""
+        self.output = output
+        try:
+            with self._calling(self._handed_through):
+                result = step()
+        finally:
+            self.output = None
+        if self.next != len(self.blocks):
+            raise TaskError(
+                f"A pipeline's training_step calls each of the task's blocks once; it went on after "
+                f"{self.next} of {len(self.blocks)}."
+            )
+        return result
+
+    @contextmanager
+    def _calling(self, call: Callable[..., Any]) -> Iterator[None]:
+        before, self.call, self.next, self.token = self.call, call, 0, None
+        try:
+            yield
+        finally:
+            self.call = before
+
+    def _enter(self, index: int, *args: Any, **kwargs: Any) -> Any:
+        return self.call(index, args, kwargs)
+
+    def _computed(self, index: int, args: Any, kwargs: Any) -> Any:
+        return self.own[index](*args, **kwargs)
+
+    def _stopped(self, index: int, args: Any, kwargs: Any) -> Any:
+        if index > 0:
+            raise self._out_of_order(index)
+        raise _Reached(args, kwargs)
+
+    def _handed_through(self, index: int, args: Any, kwargs: Any) -> Any:
+        self._require_chain(index, args, kwargs)
+        self.next = index + 1
+        self.token = torch.empty(0)
+        return self.output if self.next == len(self.blocks) else self.token
+
+    def _relayed(self, index: int, args: Any, kwargs: Any) -> Any:
+        stage = self.stage_of[index]
+        if index and self.stage_of[index - 1] == stage:
+            self._require_chain(index, args, kwargs)
+        elif stage in self.own_stages:
+            self.result = self._compute(stage, args, kwargs)
+        self.next, self.token = index + 1, torch.empty(0)
+        if self.next < len(self.blocks) and self.stage_of[self.next] == stage:
+            return self.token
+        result, self.result = self.result, None
+        return self.relay(stage, result)
+
+    def _compute(self, stage: int, args: Any, kwargs: Any) -> Tensor:
+        if kwargs:
+            raise TaskError(f"The blocks of a pipeline take what they are given by position, not {', '.join(kwargs)}.")
+        with self.computing():
+            result = self.own_stages[stage](*args)
+        if not isinstance(result, Tensor):
+            first = self.blocks[self.stage_of.index(stage)].name
+            raise TaskError(
+                f"A stage of a pipeline must end with one tensor; that of {first!r} ended with a "
+                f"{type(result).__name__}."
+            )
+        return result
+
+    def _require_chain(self, index: int, args: Any, kwargs: Any) -> None:
+        if index == 0:
+            return
+        if index != self.next:
+            raise self._out_of_order(index)
+        if kwargs or len(args) != 1 or args[0] is not self.token:
+            raise TaskError(
+                f"Under a pipeline each block is given what the block before has returned, and nothing else. Between "
+                f"{self.blocks[index - 1].name!r} and {self.blocks[index].name!r} the task does something: put it into "
+                f"one of the two."
+            )
+
+    def _out_of_order(self, index: int) -> TaskError:
+        return TaskError(
+            f"A pipeline's blocks are called in the order of configure_blocks; {self.blocks[index].name!r} came where "
+            f"{self.blocks[min(self.next, len(self.blocks) - 1)].name!r} was due."
+        )
+
+
+class _Reached(BaseException):
+    """The first block was called; no error, so that no `except Exception` of the task's keeps it."""
+
+    def __init__(self, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        super().__init__(*args)
+        self.named = named

@@ -1,0 +1,378 @@
+"""The axis `pipeline` of a mesh: each process has a stage of the model, and batches go through it in pieces.
+
+    configure_blocks      embedding, layers.0, layers.1, layers.2, layers.3, head
+    pipeline=2            `-------- stage 0 ---------´  `------ stage 1 -------´      parts.py cuts
+    a training step       input --> activations ------> output --> the rest of training_step: loss, logged values
+                          gradients <------------------ gradients
+
+gates.py lets training_step run without its blocks, stages.py runs the blocks. Every process has the whole task, but of
+the parameters of other stages only their shapes. What the step logs is known on the last stage, which tells the others.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ...checkpoints.shards import in_parts, outlines
+from ...data.transfer import map_tensors
+from ...errors import ConfigError
+from ...metrics.reduce import to_floats
+from ...optimization.outputs import losses_of
+from ...torch_private import set_local_data
+from ..data_parallel.chunks import combine
+from ..mesh import dtensors, weight_broadcast
+from ..mesh.mesh import MeshStrategy
+from ..mesh.sharding import sharded
+from ..mesh.sizes import Schedule, Sizes, stages_each
+from ..mesh.tensor_plan import apply_plan
+from ..mesh.unwrap import Wrapping
+from ..model_parallel.parts import Block, check_counts, cut_task, refuse_idle, stage_places, tensors_of
+from .batch_run import Turn
+from .intercept import Gates
+from .stages import Stage, Stages
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+
+
+class PipelineMeshStrategy(MeshStrategy):
+    """One process a device, on a mesh with the axes data, shard, tensor and pipeline.
+
+    The axes `data` and `shard` share out the replicas; `shard` also the parameters, gradients and optimizer states. The
+    processes of the axis `tensor` work on the same batches, each on its part of the layers; those of the axis
+    `pipeline` on the same batches, each on its own layers.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b",
+        micro_batches: int | None = None,
+        split: Literal["auto"] | list[int] = "auto",
+        **options: Any,
+    ) -> None:
+        """`schedule`: in which order a pipeline works on the pieces of a batch. `micro_batches`: how many pieces, at
+        most; None: two for each process of the pipeline. `split`: how many of the task's blocks each stage takes;
+        "auto" goes by parameter bytes.
+        """
+        super().__init__(**options)
+        stages_each(schedule)
+        if micro_batches is not None and (not isinstance(micro_batches, int) or micro_batches < 1):
+            raise ConfigError(f"strategy mesh: micro_batches={micro_batches!r}; expected a positive count, or null.")
+        if self.asked["pipeline"] == 1 and (schedule, micro_batches, split) != ("1f1b", None, "auto"):
+            raise ConfigError("strategy mesh: schedule, micro_batches and split are for a pipeline; set pipeline, too.")
+        self.schedule: Schedule = schedule
+        self.pieces_wanted, self.split = micro_batches, split
+        self.owner: dict[int, int] = {}
+        """For each parameter and buffer (by id) the place on the axis `pipeline` that has it."""
+        self.stages: Stages | None = None
+        self.gates: Gates | None = None
+        self.line: dist.ProcessGroup | None = None
+        """The processes of one pipeline."""
+        self.kept: list[Tensor] = []
+        """The task's parameters and buffers."""
+        self.opening = True
+        """Whether the next turn is the first one of a step."""
+
+    # --- processes --------------------------------------------------------------------------------------------------
+    def check_sizes(self, sizes: Sizes) -> None:
+        """Refuse axes and options that do not go with a pipeline; raises ConfigError."""
+        if sizes.pipeline == 1:
+            return
+        check_counts(self.split, sizes.pipeline * stages_each(self.schedule))
+        if self.meta_init:
+            raise ConfigError("strategy mesh: meta_init hands out parts of tensors, of which a pipeline has none.")
+
+    @property
+    def lockstep(self) -> bool:
+        """Pipelines take turns each for itself, but where they share parameters."""
+        return super().lockstep and (self.sizes.pipeline == 1 or self.sizes.shard > 1)
+
+    @property
+    def own_place(self) -> int:
+        """Where on the axis `pipeline` this process stands."""
+        return self.sizes.place_of(self.place.rank)["pipeline"]
+
+    @property
+    def last_place(self) -> int:
+        """Where on it the last stage is."""
+        return self.sizes.pipeline - 1
+
+    @property
+    def has_all_weights(self) -> bool:
+        """Not where there are stages."""
+        return self.sizes.pipeline == 1
+
+    # --- the task ---------------------------------------------------------------------------------------------------
+    def place_task(self, task: "Task") -> None:
+        """Give this process its stages of the task, whose weights are those of rank 0."""
+        if self.sizes.pipeline == 1:
+            super().place_task(task)
+            return
+        assert self.mesh is not None
+        self.task, self.line = task, self.mesh["pipeline"].get_group()
+        self.precision.place(task)
+        stages = cut_task(task, self.sizes.pipeline * stages_each(self.schedule), self.split)
+        if task.trainer.stage == "fit":
+            refuse_idle(stages, self.sizes.pipeline)
+        weight_broadcast.share(task, self._broadcast)
+        self.wrapping = Wrapping(task)
+        if self.sizes.tensor > 1:
+            apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
+        places = {index: stage for index, stage in enumerate(stages) if index % self.sizes.pipeline == self.own_place}
+        modules = {index: Stage(stage) for index, stage in places.items()}
+        if self.sizes.shard > 1:
+            axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
+            for module in modules.values():
+                self.sharding.apply(module, module, self.mesh[axes], self.precision)
+        self.wrapping.done()
+        self._keep_own(task, stages)
+        self.gates = Gates(stages, modules, self._relay)
+        self.stages = Stages(self.schedule, modules, len(stages), self.gates, self.device, self.line)
+        self.opening = True
+
+    def _keep_own(self, task: "Task", stages: Sequence[Sequence[Block]]) -> None:
+        """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
+        self.owner = stage_places(stages, self.sizes.pipeline)
+        self.kept = tensors_of(task)  # lest an id be used twice
+        for tensor in self.kept:
+            local = dtensors.local_of(tensor)
+            if self._is_foreign(tensor):
+                set_local_data(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
+            elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
+                set_local_data(tensor, local.data.to(self.device))
+
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        """Return whether this is a parameter of another process's stages."""
+        return isinstance(tensor, nn.Parameter) and self._place_of(tensor) != self.own_place
+
+    def _place_of(self, tensor: Tensor) -> int:
+        """Return who has a parameter or buffer; what is in no block is the last stage's, where the loss is."""
+        return self.owner.get(id(tensor), self.last_place)
+
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+        """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
+        if self.stages is not None and optimizers:
+            from ....tasks.task import Task
+
+            if len(optimizers) > 1:
+                raise ConfigError(f"A pipeline takes one optimizer, got {len(optimizers)}; use its parameter groups.")
+            if type(task).backward is not Task.backward:
+                raise ConfigError("A pipeline runs backward itself, stage by stage; a task's own backward cannot be.")
+            if task.trainer.reproducible == "off":
+                raise ConfigError(
+                    "A pipeline needs reproducible: order. All processes of one load the same batch, which without "
+                    "keyed random numbers they would not."
+                )
+        super().setup(task, optimizers, local_replicas)
+
+    def finish(self) -> None:
+        """Give every process the whole task back, on its host; every rank calls it."""
+        if self.stages is None or self.task is None:
+            super().finish()
+            return
+        for stage in self.stages.modules.values():
+            for module in sharded(stage):
+                module.reshard()
+
+        def change(tensor: Tensor) -> Tensor:
+            place = self._place_of(tensor)
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            if place == self.own_place:
+                value.copy_(dtensors.whole(tensor))
+            dist.broadcast(value, group=self.line, group_src=place)
+            value = value.cpu()
+            return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
+
+        with torch.no_grad():
+            dtensors.replace(self.task, change)
+        self._close()
+
+    def teardown(self) -> None:
+        """Take the gates off the task's blocks."""
+        self._close()
+        self.stages = self.gates = None
+        self.owner, self.kept = {}, []
+        super().teardown()
+
+    def _close(self) -> None:
+        if self.gates is not None:
+            self.gates.close()
+            self.gates = None
+
+    def _relay(self, stage: int, output: Tensor | None) -> Tensor:
+        """Give every process of the pipeline the output of a stage."""
+        source = stage % self.sizes.pipeline
+        if self.stages is not None and stage in self.stages.modules:
+            for module in sharded(self.stages.modules[stage]):
+                module.reshard()  # no backward will drop what was gathered
+        header: list[Any] = [None if output is None else (output.shape, output.dtype)]
+        dist.broadcast_object_list(header, group=self.line, group_src=source, device=torch.device("cpu"))
+        if output is None:
+            output = torch.empty(header[0][0], dtype=header[0][1], device=self.device)
+        output = output.detach().contiguous()
+        dist.broadcast(output, group=self.line, group_src=source)
+        return output
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+    def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
+        """Run training_step with its blocks dealt out over the pipeline, forward and backward.
+
+        Returns what it returned on the last stage, and its loss on the others.
+        """
+        if self.stages is None:
+            return super().training_step(arguments, last)
+        assert self.task is not None
+        if self.opening:
+            self.opening = False
+            self.align_buffers()
+        turn = Turn(self, self.task, arguments)
+        fresh = [one for one in self.kept if isinstance(one, nn.Parameter) and one.grad is None]
+        with self.precision.forward_context():
+            self.stages.run(turn.given(), len(turn.sizes), turn.kind, turn.loss, turn.known)
+        output = self._told(turn)
+        if output is None and not self.lockstep:
+            for parameter in fresh:
+                parameter.grad = None  # and not zero, by which momentum would move it
+        return output
+
+    def _told(self, turn: Turn) -> Any:
+        """Let every process of the pipeline log what the last stage has, and return the turn's loss."""
+        assert self.stages is not None
+        assert self.task is not None
+        output = combine(turn.outputs, turn.sizes, self.device) if self.stages.has_last else None
+        message: list[Any] = [None]
+        if self.stages.has_last:
+            losses = losses_of(output, 1)
+            message = [(to_floats([loss.detach() for loss in losses]), isinstance(output, dict), turn.logged())]
+        dist.broadcast_object_list(message, group=self.line, group_src=self.last_place, device=torch.device("cpu"))
+        values, in_dict, logged = message[0]
+        for name, value, args, options in logged:
+            self.task.log(name, value, *args, **options)
+        if output is not None:
+            return map_tensors(output, Tensor.detach)
+        if not values:
+            return None
+        loss = torch.tensor(values[0], device=self.device)
+        self.precision.scale(loss)  # a scaler is ready to unscale only when it has scaled
+        return {"loss": loss} if in_dict else loss
+
+    def backward(
+        self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
+    ) -> None:
+        """Let the gradients, which training_step has left, of all pipelines meet with the `last` turn of a step."""
+        if self.stages is None:
+            super().backward(loss, last, inputs, retain_graph)
+        elif last:
+            self._reduce()
+
+    def leave_out(self, last: bool, after_forward: bool) -> None:
+        """Take part in a step in which this pipeline has no batch, or has left one out."""
+        if self.stages is None:
+            super().leave_out(last, after_forward)
+        elif self.lockstep and not after_forward:
+            super().leave_out(last, after_forward)  # takes the masked turn that is due
+        elif last:
+            if self.opening:
+                self.align_buffers()  # pipelines that have a batch in this step do so before it
+            self._reduce()
+
+    def abandon_step(self) -> None:
+        """Begin the next turn with a new step."""
+        self.opening = True
+        super().abandon_step()
+
+    def _reduce(self) -> None:
+        """Add up the gradients of all pipelines; one that a pipeline lacks counts as zero."""
+        self.opening = True
+        self._close_step()
+        own = [one for one in self.kept if isinstance(one, nn.Parameter) and not self._is_foreign(one)]
+        if self.sizes.shard > 1:  # what is sharded has met
+            own = [one for one in own if not isinstance(one, DTensor)]
+        for group in self._replica_groups():
+            used = torch.tensor([parameter.grad is not None for parameter in own], dtype=torch.int32)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+            for parameter, is_used in zip(own, used.tolist(), strict=True):
+                if is_used:
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    dist.all_reduce(dtensors.local_of(parameter.grad), group=group)
+
+    def _replica_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of processes, axis by axis, that have the same stages and other batches."""
+        assert self.mesh is not None
+        return [self.mesh[axis].get_group() for axis in ("data", "shard") if getattr(self.sizes, axis) > 1]
+
+    def align_buffers(self) -> None:
+        """Give every pipeline the buffers of the first one."""
+        if self.stages is None:
+            super().align_buffers()
+            return
+        own = [one for one in self.kept if not isinstance(one, nn.Parameter) and self._place_of(one) == self.own_place]
+        for group in self._replica_groups() if own else ():
+            for buffer in own:
+                dist.broadcast(buffer, group=group, group_src=0)
+
+    def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
+        """Clip the gradients of `optimizer`'s parameters by the norm over all stages, or by value."""
+        if self.stages is None or algorithm == "value":
+            return super().clip(optimizer, limit, algorithm)
+        return dtensors.clip_norm(optimizer, limit, self.place.world_size // self.sizes.pipeline)
+
+    # --- checkpoints: each rank writes its parts of its stages, under the task's own names --------------------------
+    def model_state(self) -> dict[str, Any]:
+        """Return the task's state_dict, of other stages' tensors an empty part; every rank calls it."""
+        if self.stages is None:
+            return super().model_state()
+        assert self.task is not None
+        state = self.task.state_dict(keep_vars=True)
+        own = {name: value for name, value in state.items() if self._place_of(value) == self.own_place}
+        return in_parts(self._known(outlines(own), state), own)
+
+    def _known(self, mine: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
+        """Return what all processes of the pipeline have between them, in this order."""
+        every: list[Any] = [None] * self.sizes.pipeline
+        dist.all_gather_object(every, mine, group=self.line)
+        merged = {key: value for each in every for key, value in each.items()}
+        return {key: merged[key] for key in order if key in merged}
+
+    def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
+        """Take the weights of this process's stages."""
+        if self.stages is None:
+            super().load_model_state(weights, strict)
+            return
+        assert self.task is not None
+        state = self.task.state_dict(keep_vars=True)
+        others = {name: weights[name] for name in state.keys() & weights.keys() if not isinstance(state[name], Tensor)}
+        with torch.no_grad():
+            for name in state.keys() & weights.keys() - others.keys():
+                if not self._is_foreign(state[name]):
+                    dtensors.fill(state[name], weights[name])
+        if others:  # a module's extra state
+            self.task.load_state_dict(others, strict=False)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of `optimizer`, of other stages' tensors an empty part; every rank calls it."""
+        if self.stages is None:
+            return super().optimizer_state(optimizer)
+        found = super().optimizer_state(optimizer)
+        own = found["state"]
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._known({index: outlines(values) for index, values in own.items()}, range(count))
+        found["state"] = {index: in_parts(values, own.get(index, {})) for index, values in known.items()}
+        return found
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Take what belongs to the parameters of this process's stages."""
+        if self.stages is None:
+            super().load_optimizer_state(optimizer, state)
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        foreign = {index for index, parameter in enumerate(parameters) if self._is_foreign(parameter)}
+        own = {index: values for index, values in state["state"].items() if index not in foreign}
+        super().load_optimizer_state(optimizer, {**state, "state": own})

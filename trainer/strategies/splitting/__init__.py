@@ -1,1 +1,0 @@
-"""A batch, or a model, split over the devices of one process."""
