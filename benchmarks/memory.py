@@ -58,7 +58,7 @@ def measure(strategy, processes: int, steps: int) -> tuple[list[int], float]:
     trainer = lg.Trainer(**options, devices=processes, strategy=strategy)
     trainer.fit(CharacterGPT(block_size=64), DataLoader(TensorDataset(windows[:, :-1], windows[:, 1:]), 4))
     seconds = [after - before for before, after in zip(counts.moments[2:], counts.moments[3:], strict=False)]
-    return torch.tensor(trainer.strategy.gather_objects(counts.bytes)).amax(dim=0).tolist(), median(seconds)
+    return torch.tensor(trainer.strategy.collectives.gather_objects(counts.bytes)).amax(dim=0).tolist(), median(seconds)
 
 
 def main() -> None:

@@ -194,7 +194,7 @@ class Fingerprint(lg.Callback):
             "callback_metrics": {name: value.item().hex() for name, value in sorted(trainer.callback_metrics.items())},
             "counts": [trainer.global_step, trainer.current_epoch, trainer.state.samples_seen],
         }
-        every = trainer.strategy.gather_objects(self.found)
+        every = trainer.strategy.collectives.gather_objects(self.found)
         assert trainer.reproducible != "bitwise" or all(other == self.found for other in every), "the processes differ"
 
 

@@ -344,7 +344,7 @@ class Distributed(Base):
         self.log("gathered", both["mean"].mean(), rank_zero_only=False)
         self.means.clear()
         self.say_hello()
-        self.trainer.strategy.barrier()
+        self.trainer.strategy.collectives.barrier()
 
     @lg.rank_zero_only
     def say_hello(self):

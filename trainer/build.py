@@ -101,14 +101,14 @@ def join(run: Run, request: Request) -> None:
     restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
     run.undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
-    run.layout = Layout(state.replicas, strategy.data_size)
-    run.local_replicas = len(run.layout.owned(strategy.data_rank))
+    run.layout = Layout(state.replicas, strategy.data_ranks.size)
+    run.local_replicas = len(run.layout.owned(strategy.data_ranks.rank))
     shares = strategy.elastic is not None and run.stage == "fit"
-    run.metrics = Metrics(strategy.data_ranks, strategy.data_size, run.task, shares)
+    run.metrics = Metrics(strategy.data_ranks, strategy.data_ranks.size, run.task, shares)
     run.metrics.describe_place = run.describe_place
-    run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_rank).start
+    run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_ranks.rank).start
     newest = run.membership.newest
-    run.agreement = Agreement(strategy, strategy.place.world_size, state.global_step, state.elapsed, newest)
+    run.agreement = Agreement(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed, newest)
 
 
 def check_task(task: Any, request: Request) -> None:
@@ -169,7 +169,7 @@ def find_directory(run: Run, request: Request) -> None:
                 decided.is_chosen = request.source_is_chosen
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
-        decided = run.strategy.broadcast(decided)
+        decided = run.strategy.collectives.broadcast(decided)
         if decided.problem is not None:
             raise decided.problem
         trainer.run_dir, run.source = decided.directory, decided.source
@@ -179,7 +179,9 @@ def find_directory(run: Run, request: Request) -> None:
             return
         run.goes_on = trainer.run_dir is not None and trainer.run_dir.resolve() in run.source.resolve().parents
         try:
-            run.checkpoint = read_for_all(run.strategy, run.source, run.task.state_dict().keys())
+            run.checkpoint = read_for_all(
+                run.strategy.collectives, run.source, run.task.state_dict().keys(), run.strategy.reads_in_parts
+            )
         except CheckpointError as error:
             if not decided.is_chosen:
                 raise
@@ -292,7 +294,7 @@ def build(run: Run) -> None:
     if trainer.sync_batchnorm and stage == "fit":
         run.undo.callback(strategy.sync_batch_norm(task, run.state.replicas))
     strategy.place_task(task)
-    owned, shares = run.layout.owned(strategy.data_rank), run.metrics.shares
+    owned, shares = run.layout.owned(strategy.data_ranks.rank), run.metrics.shares
     run.metrics.states = MetricStates(task, owned, by_replica=run.bitwise or shares, shared=shares)
     if run.checkpoint is not None:
         run.hooks.call("on_load_checkpoint", run.checkpoint)
@@ -311,14 +313,14 @@ def build(run: Run) -> None:
     if stage == "fit":
         run.numerics = contents.numerics_of(trainer)
     if run.bitwise and stage == "fit":
-        kernels.require_same_ranks(strategy.gather_objects(run.numerics))
+        kernels.require_same_ranks(strategy.collectives.gather_objects(run.numerics))
     strategy.compile(task, trainer.compile)
     if run.checkpoint is not None and stage == "fit":
         restore.load_rest(trainer, run.checkpoint)
     run.checkpoint = None
     open_loggers(run)
     if trainer.hang_timeout is not None:
-        strategy.barrier()  # all are watched from the same moment: some may have had much to prepare
+        strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
     run.watchdog.begin()
 
 
@@ -329,7 +331,7 @@ def prepare_data(run: Run) -> None:
         if run.datamodule is not None:
             run.datamodule.prepare_data()
         run.task.prepare_data()
-    run.strategy.barrier()
+    run.strategy.collectives.barrier()
 
 
 def make_loaders(run: Run) -> None:
@@ -362,7 +364,7 @@ def require_same_lengths(run: Run) -> None:
         for index, source in enumerate(data.sources):
             if isinstance(source, DealtData):
                 own[f"{word} (loader {index})"] = source.source.positions(0)
-    every = run.strategy.gather_objects(own)
+    every = run.strategy.collectives.gather_objects(own)
     for rank, other in enumerate(every):
         if other != every[0]:
             told = "; ".join(f"{name}: {every[0].get(name)} and {other.get(name)}" for name in {**every[0], **other})
@@ -397,7 +399,7 @@ def make_training_data(run: Run) -> None:
     require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     shares = replace(dealing(run), whole_rounds=not run.task.automatic_optimization or trainer.sync_batchnorm)
-    ranks = run.strategy if brings_own_shares(run) else None
+    ranks = run.strategy.collectives if brings_own_shares(run) else None
     run.loaders["train"] = given
     run.data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
     run.lengths["train"] = run.data.rounds
@@ -449,7 +451,7 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
 
 def brings_own_shares(run: Run) -> bool:
     """Return whether each process's loader yields its own share already."""
-    own = not run.trainer.use_distributed_sampler and run.strategy.data_size > 1
+    own = not run.trainer.use_distributed_sampler and run.strategy.data_ranks.size > 1
     if own and run.strategy.lockstep:
         raise ConfigError(
             f"use_distributed_sampler=False: the shares that processes bring may be uneven, but under strategy "
@@ -462,7 +464,7 @@ def dealing(run: Run) -> Dealing:
     """Return how batches are shared out."""
     accumulate, seed = run.trainer.accumulate_grad_batches, run.state.seed
     return Dealing(
-        run.layout, run.strategy.data_rank, accumulate, seed, keyed=run.keyed, lockstep=run.strategy.lockstep
+        run.layout, run.strategy.data_ranks.rank, accumulate, seed, keyed=run.keyed, lockstep=run.strategy.lockstep
     )
 
 
@@ -479,8 +481,8 @@ def make_optimizers(run: Run) -> None:
     if not task.automatic_optimization and (run.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
             f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "
-            f"the optimizers itself; here are {run.state.replicas} replicas on {run.strategy.data_size} processes and "
-            f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
+            f"the optimizers itself; here are {run.state.replicas} replicas on {run.strategy.data_ranks.size} "
+            f"processes and accumulate_grad_batches={trainer.accumulate_grad_batches}."
         )
     if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
         log.info(

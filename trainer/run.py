@@ -24,6 +24,7 @@ from .optimization.nonfinite import bad_weights, explained
 from .optimization.optimization import Optimization
 from .optimization.outputs import warn_of_no_loss
 from .preemption import Preemption
+from .processes.collectives import SINGLE
 from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
 from .undo import Undo
@@ -131,8 +132,8 @@ class Run:
         """How the types of weights differ from the checkpoint's."""
         self.hooks = Hooks(trainer, self.task, [])
         self.layout = Layout(1, 1)
-        self.metrics = Metrics(self.strategy, 1, self.task)
-        self.agreement = Agreement(self.strategy, 1, 0, 0.0)
+        self.metrics = Metrics(SINGLE, 1, self.task)
+        self.agreement = Agreement(SINGLE, 1, 0, 0.0)
         self.preemption = Preemption(self)
         self.watchdog = Watchdog(self)
         self.membership = Membership()
@@ -234,7 +235,7 @@ class Run:
         """
         self.strategy.timeouts.end_startup()
         checks, agreement, step = self.trainer.nan == "raise", self.agreement, self.state.global_step
-        together = self.strategy.data_ranks is self.strategy
+        together = self.strategy.data_ranks is self.strategy.collectives
         words = agreement.words(step, self.trainer.should_stop, self.preemption.signal) if together else []
         try:
             reduced, highest = self.metrics.log_point(checks, words)

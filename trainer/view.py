@@ -280,7 +280,7 @@ class TrainerView(TrainerArguments):
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank."""
-        return self.strategy.broadcast(value)
+        return self.strategy.collectives.broadcast(value)
 
     def print(self, *arguments: Any, **options: Any) -> None:
         """Print on rank 0 only; where nobody reads it any more, nothing happens."""

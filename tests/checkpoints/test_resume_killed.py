@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         trainer = make_trainer(tmp_path / folder, **{**strategy, "replicas": 3, "max_steps": max_steps})
         task = Noted(seed=processes)
         trainer.fit(task, *loaders(workers), resume="auto")
-        seen = [entry for rank in trainer.strategy.gather_objects(task.seen) for entry in rank]
+        seen = [entry for rank in trainer.strategy.collectives.gather_objects(task.seen) for entry in rank]
         return seen, torch.cat(tensors_of(task.state_dict())), trainer.run_dir
 
     expected, weights, whole = leg(1, "whole", -1)

@@ -298,7 +298,7 @@ def test_the_lengths_are_known_after_the_run(trainer, options):
 def test_the_replicas_are_known_when_optimizers_are_made(trainer):
     class Asks(Tiny):
         def configure_optimizers(self):
-            assert self.trainer.replicas == len(self.trainer.strategy.gather_objects(0))
+            assert self.trainer.replicas == len(self.trainer.strategy.collectives.gather_objects(0))
             return super().configure_optimizers()
 
     trainer().fit(Asks(), make_loader())

@@ -190,7 +190,7 @@ def train_on_shares(shares, kind=Stream, accumulate=1, task=None, loader=DataLoa
     trainer.fit(task, datamodule=Shares(), resume=resume)
     state = trainer.state
     counts = (state.global_step, state.epoch, state.samples_seen, state.epoch_rounds)
-    return trainer.strategy.gather_objects((task.place.item(), counts, task.seen, task.validated))
+    return trainer.strategy.collectives.gather_objects((task.place.item(), counts, task.seen, task.validated))
 
 
 def by_hand(shares, accumulate=1, epochs=1):
@@ -296,7 +296,7 @@ def test_a_stream_that_all_processes_read_is_dealt_out_by_batches(tmp_path):
                              default_root_dir=Path(tmp_path) / str(strategy["strategy"]),
                              callbacks=[Checkpoint(every_n_train_steps=1, save_top_k=2)])  # fmt: skip
         trainer.fit(task, DataLoader(Stream(22), 2))
-        seen = sorted(value for rank in trainer.strategy.gather_objects(task.seen) for value in rank)
+        seen = sorted(value for rank in trainer.strategy.collectives.gather_objects(task.seen) for value in rank)
         return task.place.item(), trainer.global_step, trainer.state.samples_seen, seen
 
     expected = train(strategy="single", replicas=3)

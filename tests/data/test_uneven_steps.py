@@ -106,7 +106,7 @@ def test_who_asks_for_it_is_called_there_with_none():
         plain, every = Notes(False), Notes(True)
         trainer = lg.Trainer(**{**QUIET, **TWO, "max_epochs": 1}, callbacks=[plain, every])
         trainer.fit(Net(), loader(18))
-        return trainer.strategy.gather_objects((plain.seen, every.seen))
+        return trainer.strategy.collectives.gather_objects((plain.seen, every.seen))
 
     (plain, every), (plain_of_one, every_of_one) = run_workers(work, 2)
     assert plain == every == [(0, False, False), (1, False, False), (2, False, False)]

@@ -291,9 +291,9 @@ def test_a_nan_on_one_rank_is_skipped_on_both(trainer, options):
             return loss
 
         def on_train_end(self):
-            every = self.trainer.strategy.gather_objects([p.tolist() for p in self.parameters()])
+            every = self.trainer.strategy.collectives.gather_objects([p.tolist() for p in self.parameters()])
             assert every[0] == every[1]
-            states = self.trainer.strategy.gather_objects(self.trainer.state.to_dict())
+            states = self.trainer.strategy.collectives.gather_objects(self.trainer.state.to_dict())
             assert [state["skipped_steps"] for state in states] == [2, 2]
 
     task = Checked(batches=[1, 3], rank=1, norm=True)

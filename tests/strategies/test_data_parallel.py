@@ -55,7 +55,7 @@ def attached(task, devices, replicas=1, strategy=None, **arguments):
     run = Run(**arguments)
     task.trainer = run
     strategy.join(Place(), devices, run.precision)
-    run.metrics = Metrics(strategy, 1, task)
+    run.metrics = Metrics(strategy.collectives, 1, task)
     try:
         strategy.place_task(task)
         strategy.setup(task, [task.configure_optimizers()], replicas)

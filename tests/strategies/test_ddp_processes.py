@@ -186,7 +186,7 @@ def test_one_rank_that_wants_to_stop_stops_all_of_them_after_the_same_step():
 
     def work():
         trainer = fit(Net(), **{**TWO, "max_epochs": 10000, "callbacks": [Wishes()], "log_every_n_steps": 10000})
-        return trainer.strategy.gather_objects(trainer.global_step)
+        return trainer.strategy.collectives.gather_objects(trainer.global_step)
 
     first, second = run_workers(work, 2)
     assert first == second

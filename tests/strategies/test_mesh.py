@@ -49,7 +49,7 @@ def with_feature(name):
     kind, options = FEATURES[name]
     task = kind()
     trainer = fit(task, devices=2, **options)
-    built = trainer.strategy.gather_objects(getattr(task, "devices_seen", []))
+    built = trainer.strategy.collectives.gather_objects(getattr(task, "devices_seen", []))
     return (flat(task), curve(trainer)), built
 
 

@@ -151,7 +151,7 @@ def emptied():
     task = CNN()
     strategy = mesh(shard=2, whole_at_end=False)
     trainer = fit(task, strategy=strategy, devices=2)
-    found = trainer.strategy.gather_objects(all(parameter.is_meta for parameter in task.parameters()))
+    found = trainer.strategy.collectives.gather_objects(all(parameter.is_meta for parameter in task.parameters()))
     if trainer.global_rank == 0:
         with pytest.raises(ConfigError, match=r"CNN has no values in body.0.weight.*whole_at_end=false"):
             MeshStrategy.place_task(trainer.strategy, task)

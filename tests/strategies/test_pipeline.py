@@ -296,7 +296,7 @@ def test_a_process_holds_its_own_stages_only():
             held = {parameter.untyped_storage().nbytes() for parameter in self.parameters()}
             own = sum(held_by.untyped_storage().nbytes() for held_by in self.parameters())
             assert 4 in held  # of another stage's parameters a single number
-            sizes = self.trainer.strategy.gather_objects(own)
+            sizes = self.trainer.strategy.collectives.gather_objects(own)
             whole = sum(parameter.numel() * 4 for parameter in self.parameters())
             assert sum(sizes) == pytest.approx(whole, rel=0.01)
             states = self.trainer.optimizers[0].state

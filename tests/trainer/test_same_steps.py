@@ -149,7 +149,7 @@ def run(case, processes):
         return str(error)
     state = trainer.state
     return {
-        "seen": sorted(entry for rank in trainer.strategy.gather_objects(task.seen) for entry in rank),
+        "seen": sorted(entry for rank in trainer.strategy.collectives.gather_objects(task.seen) for entry in rank),
         "counts": (state.global_step, state.epoch, state.samples_seen, state.rounds),
         "weights": torch.cat([parameter.flatten() for parameter in task.parameters()]).detach(),
         "loss": float(trainer.callback_metrics["loss"]),
@@ -250,7 +250,7 @@ def test_every_replica_begins_a_step_with_the_buffers_of_the_first():
         strategy = {"strategy": "ddp", "devices": processes} if processes > 1 else {"strategy": "single"}
         trainer = lg.Trainer(**{**QUIET, **strategy}, replicas=5, accumulate_grad_batches=2)
         trainer.fit(task, DataLoader(Augmented(47), 3, shuffle=True))
-        used = sorted(entry for rank in trainer.strategy.gather_objects(task.used) for entry in rank)
+        used = sorted(entry for rank in trainer.strategy.collectives.gather_objects(task.used) for entry in rank)
         return used, task.centre.item(), task.weight.item()
 
     used, centre, weight = train(1)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..processes.collectives import SINGLE, Collectives
 from .commit import NOBODY, ExtraFiles, Owner, commit
 from .format import Flat, flatten
 from .progress import SAVES
-from .shards import ALONE, Ranks
 
 _ALIGNMENT = 64
 
@@ -39,7 +39,7 @@ class Writer:
         contents: Mapping[str, Any],
         *,
         extra_files: ExtraFiles | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Collectives = SINGLE,
         owner: Owner = NOBODY,
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
@@ -79,7 +79,7 @@ class Writer:
         finally:
             self._memory = None
 
-    def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Ranks, owner: Owner) -> None:
+    def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Collectives, owner: Owner) -> None:
         try:
             with SAVES.save():
                 commit(self._directory, flat, extra_files, ranks, owner)

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import CheckpointError
+from ..processes.collectives import SINGLE, Collectives
 from . import manifest
 from .format import MODEL, OTHERS, Flat, Sum, file_sum, write_bytes, write_tensors
-from .shards import ALONE, PART_FILE, Ranks, file_name
+from .shards import PART_FILE, file_name
 
 T = TypeVar("T")
 ExtraFiles = Mapping[str, Callable[[Path], object]]
@@ -53,7 +54,7 @@ def commit(
     directory: Path,
     flat: Flat,
     extra_files: ExtraFiles | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Collectives = SINGLE,
     owner: Owner = NOBODY,
 ) -> None:
     """Write a checkpoint to its place, replacing one that is there.
@@ -98,7 +99,7 @@ def commit(
         raise
 
 
-def together(ranks: Ranks, action: Callable[[], T]) -> list[T]:
+def together(ranks: Collectives, action: Callable[[], T]) -> list[T]:
     """Call `action` on every rank and return what it returned, by rank.
 
     Raises what it raised here, or CheckpointError where it failed on other ranks only.

@@ -23,8 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..processes.collectives import Collectives
 from .progress import SAVES
-from .shards import Part, PartFiles, Ranks, Stored, file_name, part_of
+from .shards import Part, PartFiles, Stored, file_name, part_of
 
 NAMES = {
     torch.float64: "F64",
@@ -268,7 +269,7 @@ class Flat:
         tensors = sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
         return tensors + sum(part.block.nbytes for parts in self.parts.values() for part in parts.values())
 
-    def share_out(self, ranks: Ranks) -> None:
+    def share_out(self, ranks: Collectives) -> None:
         """Settle who writes what, and note it in the marks: every part one rank, the rest rank 0; every rank calls it.
 
         Of a block that several ranks have the first one writes it.

@@ -7,20 +7,18 @@ After a resize it reads slices of the other files.
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..processes.collectives import Collectives
 from . import store
 from .foreign import read_contents
 from .format import flatten, unflatten
 from .shards import PART_FILE, PartFiles
-
-if TYPE_CHECKING:
-    from ..processes.environment import Place
 
 SENT_AT_ONCE = 64 << 20
 """Bytes of small tensors that are broadcast together."""
@@ -28,37 +26,33 @@ KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
 """The key of a checkpoint whose parts are in files of this name."""
 
 
-class Ranks(Protocol):
-    """The part of a strategy by which its ranks read together."""
+def read_for_all(
+    ranks: Collectives, source: Path, names: Collection[str], in_parts: Collection[str] = ()
+) -> dict[str, Any]:
+    """Read a checkpoint, or a file in a foreign format; every rank calls it.
 
-    place: "Place"
-    reads_in_parts: tuple[str, ...]
-
-    def broadcast(self, value: Any) -> Any: ...  # noqa: D102
-    def gather_objects(self, value: Any) -> list[Any]: ...  # noqa: D102
-
-
-def read_for_all(ranks: Ranks, source: Path, names: Collection[str]) -> dict[str, Any]:
-    """Read a checkpoint, or a file that others have made; every rank calls it.
+    `in_parts`: the keys of the contents under which each rank reads only what it needs of the stored tensors.
 
     Raises CheckpointError, on every rank, where something is damaged.
     """
     if source.is_file():
         return read_contents(source, names)
-    contents, held = _read(ranks, source)
-    if ranks.place.world_size == 1:
+    contents, held = _read(ranks, source, in_parts)
+    if ranks.size == 1:
         return contents
-    return broadcast_contents(contents, 0, ranks.place.rank, PartFiles(source, held))
+    return broadcast_contents(contents, 0, ranks.rank, PartFiles(source, held))
 
 
-def _read(ranks: Ranks, source: Path) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+def _read(
+    ranks: Collectives, source: Path, in_parts: Collection[str]
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Read this rank's share; return the contents, on rank 0, and its files with parts.
 
     Raises CheckpointError, on every rank, where something is damaged.
     """
-    rank, size = ranks.place.rank, ranks.place.world_size
+    rank, size = ranks.rank, ranks.size
     if size == 1:
-        return store.read(source, ranks.reads_in_parts), {}
+        return store.read(source, in_parts), {}
     error, files = None, {}
     if rank == 0:
         try:
@@ -71,12 +65,12 @@ def _read(ranks: Ranks, source: Path) -> tuple[dict[str, Any], dict[str, dict[st
     held: dict[str, dict[str, Tensor]] = {}
     contents: dict[str, Any] = {}
     try:
-        readers = {name: _reader(name, size, ranks.reads_in_parts) for name in files if PART_FILE.fullmatch(name)}
+        readers = {name: _reader(name, size, in_parts) for name in files if PART_FILE.fullmatch(name)}
         own = {name: files[name] for name, reader in readers.items() if reader == rank}
-        keep = [name for name in own if not _is_shared(name, ranks.reads_in_parts) or _number(name) == rank]
+        keep = [name for name in own if not _is_shared(name, in_parts) or _number(name) == rank]
         held = store.read_parts(source, own, keep)
         if rank == 0:
-            contents = store.read_rest(source, files, held, ranks.reads_in_parts)
+            contents = store.read_rest(source, files, held, in_parts)
     except CheckpointError as caught:
         error = caught
     problems = [problem for problem in ranks.gather_objects(error) if problem is not None]

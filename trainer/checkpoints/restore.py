@@ -160,7 +160,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         run_id = saved.get("run_id")
         trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
     elif state.global_step == 0:
-        state.replicas = asked if asked is not None else trainer.strategy.default_replicas()
+        state.replicas = asked if asked is not None else trainer.strategy.data_ranks.size
         state.seed = trainer.seed
     if asked is not None and asked < 1:
         raise ConfigError(f"trainer.replicas={asked}: expected at least 1.")
@@ -240,7 +240,7 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
         changes = fingerprint.compare(saved, run.samples, run.fingerprint, rescheduled)
         changes.taken += fingerprint.numerics_changed(saved.get("numerics", {}), numerics_of(trainer), run.bitwise)
         changes.taken += run.other_dtypes
-    found: Changes = trainer.strategy.broadcast(changes)
+    found: Changes = trainer.strategy.collectives.broadcast(changes)
     before = (saved.get("fingerprint") or {}).get("samples")
     done = before is not None and before["batches of an epoch"] == state.epoch_rounds
     within = state.epoch_steps > 0 and not state.epoch_ended
@@ -374,7 +374,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     else:
         run.fingerprint = {name: value for name, value in saved["fingerprint"].items() if name != "samples"}
     strategy.precision.load_state_dict(saved["precision"])
-    run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_rank))
+    run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in saved["callback_metrics"].items()})
     if run.data is not None:
         run.data.load_state_dict(saved["data"])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..optimization.nonfinite import require_finite
+from ..processes.collectives import SINGLE
 from . import manifest, store
 from .background import Writer
 from .commit import Owner, make_folder, remove
@@ -134,11 +135,11 @@ class Saver:
                         logger.save()
             if trainer.strategy.writers is not None or trainer.is_global_zero:
                 self._write(path, found, asynchronous)
-            trainer.strategy.barrier()
+            trainer.strategy.collectives.barrier()
 
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
         writers, owner = self.trainer.strategy.writers, Owner(self.run_id, self._owns(path.parent))
-        ranks = store.ALONE if writers is None else writers
+        ranks = SINGLE if writers is None else writers
         if self.trainer.running:
             self.require_run_dir()
         for lock in self.locks.values():

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,34 +16,6 @@ from torch import Tensor
 from ..errors import CheckpointError
 
 Numbers = tuple[int, ...]
-
-
-class Ranks(Protocol):
-    """The processes that save one checkpoint together."""
-
-    @property
-    def rank(self) -> int:
-        """The index of this process among them."""
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's value, by rank; every rank calls it."""
-
-
-class Alone:
-    """One process that saves by itself."""
-
-    rank, size = 0, 1
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return this process's value."""
-        return [value]
-
-
-ALONE = Alone()
 
 
 @dataclass(frozen=True)

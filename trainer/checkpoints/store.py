@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
+from ..processes.collectives import SINGLE, Collectives
 from . import commit, manifest
 from .background import Writer
 from .commit import NOBODY, STEP_NAME, Owner, free_space_check, remove, sweep
@@ -34,13 +35,12 @@ from .format import MODEL, OTHERS, Sum, file_sum, flatten, read_verified, unflat
 from .run_lock import is_left_by_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
 from .run_names import CONFIG, VERSION, fault_of_name
-from .shards import ALONE, PART_FILE, PartFiles, Ranks, made_whole
+from .shards import PART_FILE, PartFiles, made_whole
 
 if TYPE_CHECKING:
     from .saver import Saver
 
 __all__ = [
-    "ALONE",
     "Owner",
     "Writer",
     "all_in",
@@ -82,7 +82,7 @@ def write(
     contents: Mapping[str, Any],
     *,
     extra_files: commit.ExtraFiles | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Collectives = SINGLE,
     owner: Owner = NOBODY,
 ) -> None:
     """Write a checkpoint, from one process; a whole one that has this name is replaced at once or kept.

@@ -4,11 +4,12 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from ..processes.collectives import Collectives
 from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
 from .steps import Dealing, StepInput, Turn, limited
-from .streams import OwnShares, Ranks, StreamData
+from .streams import OwnShares, StreamData
 
 log = logging.getLogger("legato")
 
@@ -164,7 +165,7 @@ def training_data(
     dealing: Dealing,
     limit: int | float,
     in_order: bool,
-    ranks: Ranks | None,
+    ranks: Collectives | None,
 ) -> TrainingData:
     """Return how `loader` is dealt out; `ranks` is how processes agree where they bring their own shares."""
     if ranks is not None:

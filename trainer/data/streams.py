@@ -4,12 +4,12 @@ import logging
 from collections.abc import Iterator
 from itertools import count
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigError, DataError
+from ..processes.collectives import Collectives
 from .combined import CombinedLoader, loaders_in, sample_counter
 from .loaders import length_of, read, seed_samplers, set_epoch
 from .randomness import seed_generators
@@ -22,13 +22,6 @@ log = logging.getLogger("legato")
 _END = object()
 UNKNOWN = 2**62
 """The length of a share that does not say how long it is."""
-
-
-class Ranks(Protocol):
-    """The part of a strategy that processes with shares of their own need."""
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor: ...  # noqa: D102
-    def gather_objects(self, value: Any) -> list[Any]: ...  # noqa: D102
 
 
 class StreamData:
@@ -160,7 +153,7 @@ class OwnShares(StreamData):
 
     forward_is_keyed = False
 
-    def __init__(self, loader: Any, dealing: Dealing, limit: int | float, ranks: Ranks) -> None:
+    def __init__(self, loader: Any, dealing: Dealing, limit: int | float, ranks: Collectives) -> None:
         super().__init__(loader, dealing, limit)
         self.ranks = ranks
         alone = Dealing(Layout(1, 1), 0, dealing.accumulate, mix(dealing.seed, dealing.process), keyed=dealing.keyed)

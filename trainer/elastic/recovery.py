@@ -98,7 +98,7 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
     layout = Layout(run.state.replicas, place.world_size)
     strategy.regroup(place, layout)
     own = Standing.of(run, whole)
-    standings: list[Standing] = strategy.gather_objects(own)
+    standings: list[Standing] = strategy.collectives.gather_objects(own)
     source = max(range(len(standings)), key=lambda rank: (standings[rank].whole, standings[rank].progress, -rank))
     newest = standings[source]
     if not newest.whole:
@@ -139,7 +139,9 @@ def _load(run: "Run", saved: dict[str, Any]) -> None:
 def _stand_at(run: "Run", place: Place, newest: Standing) -> None:
     """Let the loop go on where the newest member stands, with this process's share of the data."""
     trainer, state = run.trainer, run.state
-    run.agreement = Agreement(run.strategy, place.world_size, state.global_step, newest.elapsed, run.membership.newest)
+    run.agreement = Agreement(
+        run.strategy.collectives, place.world_size, state.global_step, newest.elapsed, run.membership.newest
+    )
     run.agreement.stop = newest.stop
     trainer.should_stop |= newest.should_stop
     run.point, run.preemption.first_step = newest.point, newest.first_step

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DisagreementError, NonFiniteError, TaskError
+from ..processes.collectives import Collectives
 from ..torch_private import newest_value_of
 from .reduce import (
     AVERAGED,
     LOADER_MARK,
     PRESENT,
-    Collectives,
     Description,
     Exchange,
     Reduced,

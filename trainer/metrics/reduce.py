@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import TaskError, did_you_mean
+from ..processes.collectives import Collectives
 
 KINDS = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
@@ -189,14 +190,6 @@ class Row(NamedTuple):
     value: float
     weight: float
     step: int
-
-
-class Collectives(Protocol):
-    """The part of a strategy that metrics need."""
-
-    def all_gather(self, tensor: Tensor) -> Tensor: ...  # noqa: D102
-    def gather_objects(self, value: Any) -> list[Any]: ...  # noqa: D102
-    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor: ...  # noqa: D102
 
 
 class Exchange:

@@ -21,7 +21,7 @@ from ..errors import TaskError
 from ..torch_private import reductions_of, set_synced, set_updates, updates_of
 
 if TYPE_CHECKING:
-    from .reduce import Collectives
+    from ..processes.collectives import Collectives
 
 OPERATIONS = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 MERGED_EARLY = ("sum", "max", "min")

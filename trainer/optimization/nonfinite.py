@@ -119,7 +119,7 @@ class SkippingGuard(Guard):
             return True
         values = to_floats([loss for loss, _ in run.metrics.losses])
         bad = torch.tensor([float(any(value - value != 0.0 for value in values))])
-        return bool(run.strategy.all_reduce(bad, "max").item())
+        return bool(run.strategy.collectives.all_reduce(bad, "max").item())
 
     def report(self, reduced: Reduced) -> None:
         """Add the number of skipped steps to a point of the log."""
@@ -141,9 +141,9 @@ def bad_weights(run: "Run") -> list[str]:
     names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
     if run.strategy.place.world_size == 1:
         return names
-    if not run.strategy.all_reduce(torch.tensor([float(bool(names))]), "max").item():
+    if not run.strategy.collectives.all_reduce(torch.tensor([float(bool(names))]), "max").item():
         return []
-    return names or next(names for names in run.strategy.gather_objects(names) if names)
+    return names or next(names for names in run.strategy.collectives.gather_objects(names) if names)
 
 
 def require_finite(run: "Run") -> None:
@@ -193,7 +193,7 @@ def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
     except Exception as problem:  # the error that is being explained matters more
         findings = [f"The post mortem failed with {type(problem).__name__}: {problem}."]
     first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
-    ranks = run.strategy.gather_objects((first, not findings, run.strategy.place.rank, findings))
+    ranks = run.strategy.collectives.gather_objects((first, not findings, run.strategy.place.rank, findings))
     _, _, rank, told = min(ranks, key=lambda one: one[:3])
     if not told:
         return error
@@ -227,13 +227,13 @@ def look_at_forward(run: "Run") -> list[str]:
     turns = run.step.turns if run.step is not None else []
     # Forwards may meet other ranks (SyncBatchNorm, all_gather), so all ranks have one more or none has.
     able = torch.tensor([float(bool(turns) and run.optimization.automatic)])
-    if not run.strategy.all_reduce(able, "min").item():
+    if not run.strategy.collectives.all_reduce(able, "min").item():
         return []
     turn = turns[-1]
     batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
     bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
     # nor where one has nothing to look for in it
-    if run.strategy.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
+    if run.strategy.collectives.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
         return []
     if bad:
         return [f"The newest batch (batch_idx {turn.batch_idx}) is not finite itself: {few(bad)}."]

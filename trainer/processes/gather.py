@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ..data.transfer import map_tensors
 from ..errors import DisagreementError, TaskError
+from .collectives import Collectives, GroupCollectives
 
 if TYPE_CHECKING:
     from ..run import Run
+    from ..strategies.strategy import Strategy
     from ..trainer import Trainer
 
 ALIGNMENT = 16
@@ -46,7 +48,8 @@ class _Description(NamedTuple):
 def gather(trainer: "Trainer", data: Any, group: Any, sync_grads: bool) -> Any:
     """Return `data` with every tensor gathered; see `Task.all_gather`."""
     strategy = trainer.strategy
-    ranks, size = _ranks_of(strategy, group)
+    ranks = _ranks_of(strategy, group)
+    size = ranks.size
     _refuse_in_step(trainer, size, sync_grads)
     data = map_tensors(data, lambda tensor: tensor, number=lambda value: torch.as_tensor(value, device=strategy.device))
     tensors: list[Tensor] = []
@@ -84,19 +87,17 @@ def _joined(parts: list[Tensor]) -> Any:
 
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
-def _ranks_of(strategy: Any, group: Any) -> tuple[Any, int]:
-    """Return the ranks that gather, with their collectives, and their number."""
-    from ..strategies.collectives import SomeRanks
-
+def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
+    """Return the ranks that gather."""
     if group is None or strategy.place.world_size == 1:
-        return strategy.data_ranks, strategy.data_size
+        return strategy.data_ranks
     size = dist.get_world_size(group)
     if size < 1:
         raise TaskError(
             f"all_gather(group=...) was called on rank {strategy.place.rank}, which is not in that group: call it on "
             f"the ranks that torch.distributed.new_group was given."
         )
-    return SomeRanks(size, group), size
+    return GroupCollectives(dist.get_rank(group), size, group)
 
 
 def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
@@ -111,7 +112,7 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
             f"strategy ddp, whose processes have whole batches."
         )
     if run.doing == "train" and (run.local_replicas > 1 or strategy.elastic is not None):
-        processes = f"{strategy.data_size} processes" + (" that may die" if strategy.elastic else "")
+        processes = f"{strategy.data_ranks.size} processes" + (" that may die" if strategy.elastic else "")
         raise TaskError(
             f"training_step calls all_gather {how}over {run.state.replicas} replicas, which run on {processes}, one "
             f"after the other: what a later one computes is not there yet. Start {run.state.replicas} processes "
@@ -123,8 +124,8 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
         instead = "drop_last=True or a limit on batches" if trains else f"gathering in on_{stage}_epoch_end"
         raise TaskError(
             f"{'training' if trains else stage}_step calls all_gather, which every rank must call equally often, but "
-            f"the batches do not go evenly into {run.state.replicas} replicas on {strategy.data_size} processes: some "
-            f"rank has fewer. What helps: {instead}."
+            f"the batches do not go evenly into {run.state.replicas} replicas on {strategy.data_ranks.size} processes: "
+            f"some rank has fewer. What helps: {instead}."
         )
 
 
@@ -133,7 +134,7 @@ def _all_take_part(run: "Run") -> bool:
     if run.doing == "train":
         return run.training_data.is_whole is not False and run.step is not None and run.step.whole
     data = run.evaluations["validation" if run.doing == "sanity_check" else run.doing]
-    return data.is_whole is not False and data.whole and run.state.replicas % run.strategy.data_size == 0
+    return data.is_whole is not False and data.whole and run.state.replicas % run.strategy.data_ranks.size == 0
 
 
 # --- what must agree --------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def _require_same(every: Sequence[Sequence[_Description]]) -> None:
 
 
 # --- how they travel --------------------------------------------------------------------------------------------------
-def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Any) -> list[list[Tensor]]:
+def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Collectives) -> list[list[Tensor]]:
     """Return each tensor of every rank, given their shapes: one collective for each kind of device, as bytes."""
     found: list[list[Tensor]] = [[] for _ in tensors]
     for device in dict.fromkeys(tensor.device for tensor in tensors):
@@ -224,9 +225,9 @@ _channels: dict[Any, Any] = {}
 """For the default group one for the gradients of gathers: they must not meet the collectives of DDP's backward."""
 
 
-def _channel(strategy: Any, group: Any) -> Any:
+def _channel(strategy: "Strategy", group: Any) -> Any:
     """Return the process group in which gradients go back; every rank calls it."""
-    own = group if group is not None else getattr(strategy.data_ranks, "group", None)
+    own = group if group is not None else strategy.data_ranks.group
     if own is not None:
         return own
     world = dist.group.WORLD

@@ -67,7 +67,7 @@ def call_the_roll(strategy: "Strategy") -> None:
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     own: Entry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
-    entries = strategy.gather_objects(own)
+    entries = strategy.collectives.gather_objects(own)
     if place.rank == 0:
         print(describe(entries, place, strategy.meeting), file=STDERR, flush=True)
 

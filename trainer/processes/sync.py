@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
-from torch import Tensor
 
 from ..errors import ConfigError, did_you_mean
+from .collectives import Collectives
 
 Phase = Literal["startup", "step", "checkpoint"]
 Timeout = float | Mapping[Phase, float]
@@ -74,12 +74,6 @@ SECONDS_BETWEEN = 1.0
 """How long a wish to stop may go unheard, about."""
 
 
-class Reduces(Protocol):
-    """The part of a strategy that agreeing needs."""
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor: ...  # noqa: D102
-
-
 class Agreement:
     """Ranks meet about once a second, at a step that all of them work out from the meeting before.
 
@@ -88,7 +82,7 @@ class Agreement:
     """
 
     def __init__(
-        self, collectives: Reduces, processes: int, step: int, elapsed: float, newest: Callable[[], int] = int
+        self, collectives: Collectives, processes: int, step: int, elapsed: float, newest: Callable[[], int] = int
     ) -> None:
         """`newest` returns the version of the newest roster of an elastic run that this rank knows of."""
         self.collectives, self.processes, self.newest = collectives, processes, newest

@@ -20,7 +20,7 @@ from ..torch_private import multiply_each, require_reduced
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers
-from .collectives import GroupStrategy
+from .group import GroupStrategy
 from .strategy import trainable
 
 if TYPE_CHECKING:
@@ -107,11 +107,6 @@ class DDPStrategy(GroupStrategy):
                 split_address(address)
         return Terms(min_processes, join, listen, self.timeouts["step"].total_seconds())
 
-    @property
-    def data_rank(self) -> int:
-        """The index of this process among those that share out the replicas; of one that is yet to join, 0."""
-        return self.place.rank if self.place.rank < self.place.world_size else 0
-
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and take the device of the local rank."""
         kind = devices[0].type
@@ -142,7 +137,7 @@ class DDPStrategy(GroupStrategy):
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
         """Let batch norm have its statistics over all processes; return what undoes it."""
-        if replicas != self.data_size or replicas == 1:
+        if replicas != self.data_ranks.size or replicas == 1:
             return super().sync_batch_norm(task, replicas)
         if self.elastic is not None or task.trainer.reproducible == "bitwise":
             raise ConfigError(
@@ -160,14 +155,14 @@ class DDPStrategy(GroupStrategy):
         if self.place.world_size > 1 and not task.automatic_optimization:
             one_order = task.trainer.reproducible == "bitwise"
             self.averaging = (
-                TreeAverage(self.layout, self.data_rank) if one_order else FlatAverage(task, self.data_size)
+                TreeAverage(self.layout, self.data_ranks.rank) if one_order else FlatAverage(task, self.data_ranks.size)
             )
         if self.place.world_size == 1 or not any(True for _ in trainable(task)):
             return
         if self.tree is not None or not task.automatic_optimization:
             # The tree reduces by itself. Under manual optimization backward runs inside training_step, which DDP's
             # forward cannot wrap: see reduce_gradients.
-            self._broadcast([*task.parameters(), *task.buffers()])
+            self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
             return
         turns = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
         if self.module_options["static_graph"] and turns > 1:
@@ -210,6 +205,7 @@ class DDPStrategy(GroupStrategy):
         """Take the place of this process in a new group, and its replicas."""
         assert self.task is not None
         self.place = place
+        self.collectives.move(place.rank, place.world_size)
         self.take_replicas(layout, self.bitwise)
         self.plant_tree(self.task)
 
@@ -274,7 +270,7 @@ class DDPStrategy(GroupStrategy):
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Give the other ranks' reduction a gradient of zero, since it waits for every parameter of every rank."""
-        if after_forward and self.data_size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
+        if after_forward and self.data_ranks.size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
             raise TaskError(
                 f"training_step left a batch out of step {self.task.global_step + 1} after its forward, in which other "
                 f"ranks count on it: with sync_batchnorm=true every batch has a backward. Return a loss times 0.0."

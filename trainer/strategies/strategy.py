@@ -13,12 +13,12 @@ from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
 from ..elastic.store import Terms
 from ..errors import ConfigError, TaskError
-from ..metrics.reduce import Collectives
 from ..optimization import kernels
 from ..optimization.kernels import Recomputing
 from ..optimization.nonfinite import are_finite
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
+from ..processes.collectives import SINGLE, Collectives
 from ..processes.environment import Place
 from ..processes.sync import DEFAULT, Timeouts
 from .bitwise.buffers import ReplicaBuffers
@@ -27,7 +27,6 @@ from .ddp_rpc.remote_modules import build_here
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
-    from ..checkpoints.shards import Ranks
 
 
 class Strategy:
@@ -50,6 +49,10 @@ class Strategy:
 
     def __init__(self) -> None:
         self.place = Place()
+        self.collectives: Collectives = SINGLE
+        """All ranks of the run."""
+        self.data_ranks: Collectives = SINGLE
+        """The ranks that share out the replicas: together they have every batch once."""
         self.meeting = ""
         """Where the processes met, as "host:port" or a file."""
         self.timeouts = Timeouts(DEFAULT)
@@ -81,21 +84,6 @@ class Strategy:
         return 1
 
     @property
-    def data_rank(self) -> int:
-        """The index of this process among those that share out the replicas."""
-        return self.place.rank
-
-    @property
-    def data_size(self) -> int:
-        """How many processes share out the replicas."""
-        return self.place.world_size
-
-    @property
-    def data_ranks(self) -> Collectives:
-        """The ranks that together have every batch once, and the collectives among them."""
-        return self
-
-    @property
     def lockstep(self) -> bool:
         """Whether all processes must take equally many turns, those with fewer batches some that do not count."""
         return False
@@ -109,10 +97,6 @@ class Strategy:
     def has_all_weights(self) -> bool:
         """Whether this process has all weights, or its part of each."""
         return True
-
-    def default_replicas(self) -> int:
-        """Return how many replicas a run has that does not say: one a data-parallel process."""
-        return self.data_size
 
     def serves(self, place: Place) -> bool:
         """Return whether the process at this place only serves the others, and takes no part in the loop."""
@@ -151,11 +135,11 @@ class Strategy:
         """
         if replicas == 1:
             return lambda: None
-        if replicas > self.data_size:
+        if replicas > self.data_ranks.size:
             raise ConfigError(
                 f"sync_batchnorm=true takes statistics over all {replicas} replicas of a step at once, but they take "
-                f"turns on {self.data_size} processes. Start {replicas} processes (strategy ddp), or set replicas to "
-                f"their number."
+                f"turns on {self.data_ranks.size} processes. Start {replicas} processes (strategy ddp), or set "
+                f"replicas to their number."
             )
         raise ConfigError(f"sync_batchnorm=true works under strategy ddp, not under {self.name!r}. Leave it out.")
 
@@ -181,7 +165,7 @@ class Strategy:
         self.plain_backward = not (self.own_backward or self.bitwise or self.precision.scaler is not None)
         if self.bitwise:
             align_in_place([*task.parameters(), *task.buffers()])
-        several = local_replicas > 1 or self.data_size > 1 or self.elastic is not None
+        several = local_replicas > 1 or self.data_ranks.size > 1 or self.elastic is not None
         self.buffers = ReplicaBuffers(task if several else None)
         self.prepare(task)
 
@@ -212,7 +196,7 @@ class Strategy:
         """Let gradients meet in the one order that does not depend on the number of processes."""
         if self.tree is not None:
             self.tree.close()
-        self.tree = GradientTree(task.parameters(), self.layout, self.data_rank)
+        self.tree = GradientTree(task.parameters(), self.layout, self.data_ranks.rank)
         if not self.own_backward and not task.trainer.current_run.hooks["on_after_backward"]:
             self.tree.send_early()  # nobody looks at the gradients of a single replica
 
@@ -302,7 +286,7 @@ class Strategy:
         """The turns of `replica` come next in this step."""
         self._take_gradients()
         self.replica = replica
-        self.buffers.open_replica(replica - self.layout.owned(self.data_rank).start)
+        self.buffers.open_replica(replica - self.layout.owned(self.data_ranks.rank).start)
 
     def finish_backward(self) -> None:
         """Every local turn of the step is done: gradients and buffers are complete after this."""
@@ -356,32 +340,14 @@ class Strategy:
     def regroup(self, place: Place, layout: Layout) -> None:
         """Take the place of this process in a new group, and its replicas."""
 
-    # --- collectives: every rank calls them, in the same order ------------------------------------------------------
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's `value` on every rank; anything that pickles."""
-        return value
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor`, stacked: (world size, *shape). Shapes must be equal."""
-        return tensor.unsqueeze(0)
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank; anything that pickles."""
-        return [value]
-
-    def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
-        """Reduce `tensor` over ranks in place by "sum", "max", "min" or "product", and return it."""
-        return tensor
-
     def align_buffers(self) -> None:
         """Give every rank the buffers of replica 0, so that evaluation is the same everywhere."""
+        if self.task is not None:
+            self.collectives.broadcast_tensors(self.task.buffers())
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     @property
-    def writers(self) -> "Ranks | None":
+    def writers(self) -> Collectives | None:
         """The ranks that write a checkpoint together, where each has parts of the state; None: rank 0 has it whole."""
         return None
 

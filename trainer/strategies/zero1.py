@@ -18,9 +18,9 @@ from ..checkpoints.shards import in_parts, made_whole, outlines
 from ..data.sampling import Layout
 from ..elastic.store import Terms
 from ..errors import ConfigError
+from ..processes.collectives import Collectives, GroupCollectives
 from ..processes.environment import Place
 from ..torch_private import mark_stepped
-from .collectives import SomeRanks
 from .ddp import DDPStrategy
 
 with warnings.catch_warnings():
@@ -36,7 +36,7 @@ class Zero1Strategy(DDPStrategy):
 
     name = "zero1"
     reads_in_parts = ("optimizer_states",)
-    saving: SomeRanks | None = None
+    saving: Collectives | None = None
     saved_in: dist.ProcessGroup | None = None
     """The process group in which `saving` was made."""
 
@@ -71,7 +71,7 @@ class Zero1Strategy(DDPStrategy):
 
     # --- checkpoints: each rank writes the states that it keeps -------------------------------------------------------
     @property
-    def writers(self) -> SomeRanks | None:
+    def writers(self) -> Collectives | None:
         """All ranks, by a process group of their own: a save in the background must not meet training's collectives."""
         return self.saving
 
@@ -79,7 +79,7 @@ class Zero1Strategy(DDPStrategy):
         """Open the process group, and one for saving."""
         super().join(place, devices, precision)
         if place.world_size > 1 and (self.saving is None or self.saved_in is not dist.group.WORLD):
-            self.saving = SomeRanks(place.world_size, dist.new_group(backend="gloo"))
+            self.saving = GroupCollectives(place.rank, place.world_size, dist.new_group(backend="gloo"))
             self.saved_in = dist.group.WORLD
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class Zero1Strategy(DDPStrategy):
             return super().optimizer_state(optimizer)
         own = {index: optimizer.optim.state[one] for one, index in _numbered(optimizer) if one in optimizer.optim.state}
         numbers = {index: outlines(values) for index, values in own.items()}
-        known = {index: values for each in self.gather_objects(numbers) for index, values in each.items()}
+        known = {index: values for each in self.collectives.gather_objects(numbers) for index, values in each.items()}
         return {
             "state": {index: in_parts(known[index], own.get(index, {})) for index in sorted(known)},
             "param_groups": _numbered_groups(optimizer),

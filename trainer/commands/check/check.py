@@ -151,7 +151,7 @@ class Trials:
         if isinstance(error, TaskError) and needs_every_gradient(self.original):
             error = self.tell_unused(error)
         if self.place is not None:
-            fit.strategy.barrier()  # until all notes are written
+            fit.strategy.collectives.barrier()  # until all notes are written
         self.room = fit.run_dir or self.room  # under a launcher it is rank 0's
         if self.room is not None:
             report.notes = read_notes(self.room, "fit")
@@ -165,7 +165,7 @@ class Trials:
             if self.is_there(stage):
                 self.attempt(stage, self.make(stage, 0), stage)
         if self.place is not None:
-            fit.strategy.barrier()  # nobody removes the folder while another still needs it
+            fit.strategy.collectives.barrier()  # nobody removes the folder while another still needs it
 
     def tell_unused(self, error: Exception) -> Exception | None:
         """Train again without minding parameters that get no gradient; where that works, they were the problem.

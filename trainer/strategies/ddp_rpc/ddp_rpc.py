@@ -153,12 +153,12 @@ class DDPRPCStrategy(DDPStrategy):
             setattr(task, name, self.remotes[name])
             if self.place.rank == 0 and before is not None and not isinstance(before, Remote):
                 self.remotes[name].load_state_dict(before.state_dict())  # of an earlier run of this task
-        self.barrier()
+        self.collectives.barrier()
 
     def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
         """Load weights, those of remote modules from rank 0 to their servers."""
         super().load_model_state(weights, strict)
-        self.barrier()
+        self.collectives.barrier()
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
         """Refuse: the sums of batch norm's gradients would meet within distributed autograd."""
@@ -176,7 +176,7 @@ class DDPRPCStrategy(DDPStrategy):
         if self.place.rank == 0:
             for server in self._servers_used():
                 remote.call(server, remote.make_optimizer, type(optimizer), options_of(optimizer))
-        self.barrier()
+        self.collectives.barrier()
         there = [parameter for one in self.remotes.values() for parameter in one.parameters_there()]
         self.remote_optimizer = remote.collecting_optimizer(there, self.place.rank)
 
@@ -312,7 +312,7 @@ class DDPRPCStrategy(DDPStrategy):
             returned = super().optimizer_step(optimizer, closure)
             for one in waiting:
                 one.wait()
-        self.barrier()  # no trainer looks at weights that are not updated yet
+        self.collectives.barrier()  # no trainer looks at weights that are not updated yet
         return returned
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -324,7 +324,7 @@ class DDPRPCStrategy(DDPStrategy):
                 module = self.makers[name]()
                 module.load_state_dict(one.fetch())
                 setattr(self.task, name, module)
-        self.barrier()
+        self.collectives.barrier()
         self.finished = True
 
     def teardown(self) -> None:
@@ -374,7 +374,7 @@ class DDPRPCStrategy(DDPStrategy):
                 optimizer.load_state_dict(own)
             elif self.place.rank == 0:
                 remote.call(server, remote.load_optimizer_on_shelf, own)
-        self.barrier()
+        self.collectives.barrier()
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
         """Return None: those on servers have none here, and their order is that of the task."""

@@ -16,11 +16,13 @@ from ...data import masked
 from ...data.sampling import Layout
 from ...errors import ConfigError, TaskError
 from ...optimization import kernels
+from ...processes import own_group
+from ...processes.collectives import SINGLE, Collectives, GroupCollectives
 from ...processes.environment import Place
 from ...processes.sync import Phase
 from ...torch_private import drop_sharded_gradients
 from ..bitwise.buffers import ReplicaBuffers
-from ..collectives import GroupStrategy, SomeRanks
+from ..group import GroupStrategy
 from . import dtensors, weight_broadcast
 from .sharding import Sharding, as_sharded, sharded
 from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
@@ -37,14 +39,14 @@ def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, shape, mesh_dim_names=PLACES)
 
 
-def data_ranks(sizes: Sizes, rank: int) -> SomeRanks:
+def data_ranks(sizes: Sizes, rank: int) -> Collectives:
     """Return the ranks that together have every batch once: those that differ from `rank` on the axes data and shard.
 
     Every rank calls it, since making a group takes them all.
     """
-    world = prod(sizes)
+    world, index = prod(sizes), sizes.data_rank(rank)
     if sizes.replicating in (1, world):
-        return SomeRanks(sizes.replicating, None)
+        return GroupCollectives(index, sizes.replicating)
     together: dict[tuple[int, int], list[int]] = {}
     for other in range(world):
         place = sizes.place_of(other)
@@ -54,7 +56,7 @@ def data_ranks(sizes: Sizes, rank: int) -> SomeRanks:
         group = dist.new_group(ranks, backend="gloo")  # small values on the host
         if rank in ranks:
             mine = group
-    return SomeRanks(sizes.replicating, mine)
+    return GroupCollectives(index, sizes.replicating, mine)
 
 
 def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
@@ -141,8 +143,8 @@ class MeshStrategy(GroupStrategy):
         self.mesh: DeviceMesh | None = None
         self.group: dist.ProcessGroup | None = None
         """The process group that the mesh was made in."""
-        self.among = SomeRanks(1, None)
-        self.saving: SomeRanks | None = None
+        self.among = SINGLE
+        self.saving: Collectives | None = None
         self.steps: Steps | None = None
         """What calls the task's steps, and is the outermost sharded module; None in one process."""
         self.wrapping: Wrapping | None = None
@@ -154,24 +156,9 @@ class MeshStrategy(GroupStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     @property
-    def data_rank(self) -> int:
-        """The index of this process on the axes data and shard together."""
-        return self.sizes.data_rank(self.place.rank)
-
-    @property
-    def data_size(self) -> int:
-        """How many processes the axes data and shard have together."""
-        return self.sizes.replicating
-
-    @property
-    def data_ranks(self) -> SomeRanks:
-        """The ranks that together have every batch once."""
-        return self.among
-
-    @property
     def lockstep(self) -> bool:
         """Whether all processes must take equally many turns: a forward gathers the parameters from all of them."""
-        return self.data_size > 1
+        return self.data_ranks.size > 1
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
@@ -180,7 +167,7 @@ class MeshStrategy(GroupStrategy):
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
-        if self.host_group is not None:
+        if own_group.host_group() is not None:
             raise ConfigError(
                 f"strategy {self.name!r} also moves tensors on the host, which the process group that exists already "
                 f"does not serve: make it by init_process_group() without a backend."
@@ -188,7 +175,8 @@ class MeshStrategy(GroupStrategy):
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all stages of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
             self.among = data_ranks(self.sizes, place.rank)
-            self.saving = SomeRanks(place.world_size, dist.new_group(backend="gloo"))
+            self.saving = GroupCollectives(place.rank, place.world_size, dist.new_group(backend="gloo"))
+        self.data_ranks = self.among
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device.type)
 
@@ -209,7 +197,7 @@ class MeshStrategy(GroupStrategy):
         else:
             task.configure_model()
         if self.meta_init and self.place.world_size > 1:
-            torch.set_rng_state(self.broadcast(torch.get_rng_state()))
+            torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
 
     def place_task(self, task: "Task") -> None:
         """Give this process its part of the task's weights, which are those of rank 0."""
@@ -224,14 +212,14 @@ class MeshStrategy(GroupStrategy):
         self.precision.place(task)
         values = weight_broadcast.send_off(task) if self.meta_init else None
         if not self.meta_init:
-            weight_broadcast.share(task, self._broadcast)
+            weight_broadcast.share(task, self.collectives.broadcast_tensors)
         self.wrapping = Wrapping(task)
         if isinstance(options, Mapping):
             kernels.compile_forwards(task, options)
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
         self.steps = Steps(task)
-        if self.data_size > 1:
+        if self.data_ranks.size > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
             self.sharding.apply(self.steps, task, self.mesh[axes], self.precision)
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
@@ -240,7 +228,7 @@ class MeshStrategy(GroupStrategy):
             task.to(self.device)
         self.wrapping.done()
         if self.meta_init:
-            parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_size > 1 else self.device
+            parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def take_replicas(self, layout: Layout, bitwise: bool) -> None:
@@ -255,7 +243,7 @@ class MeshStrategy(GroupStrategy):
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
         if self.mesh is not None:
-            refuse_optimizers(self.name, task, optimizers, self.data_size > 1)
+            refuse_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
             self._use_single_tensor_steps(optimizers)
@@ -323,7 +311,7 @@ class MeshStrategy(GroupStrategy):
             self.between_steps = False
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
-        if output is None and self.data_size > 1:
+        if output is None and self.data_ranks.size > 1:
             raise TaskError(
                 f"training_step returned None, which leaves its batch out; under strategy {self.name!r} the other "
                 f"processes wait for this one in backward. Return the loss times 0.0 instead."
@@ -401,7 +389,7 @@ class MeshStrategy(GroupStrategy):
         finite = super().gradients_are_finite(parameters)
         if self.mesh is None:
             return finite
-        return not self.all_reduce(torch.tensor([float(not finite)]), "max").item()
+        return not self.collectives.all_reduce(torch.tensor([float(not finite)]), "max").item()
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
         """Clip the gradients of `optimizer`'s parameters by the norm of all their parts, or by value."""
@@ -414,7 +402,7 @@ class MeshStrategy(GroupStrategy):
 
     # --- checkpoints: each rank writes its parts ----------------------------------------------------------------------
     @property
-    def writers(self) -> SomeRanks | None:
+    def writers(self) -> Collectives | None:
         """All ranks, by a process group of their own: a save in the background must not meet training's collectives."""
         return self.saving
 

@@ -120,7 +120,7 @@ class PipelineMeshStrategy(MeshStrategy):
         stages = cut_task(task, self.sizes.pipeline * stages_each(self.schedule), self.split)
         if task.trainer.stage == "fit":
             refuse_idle(stages, self.sizes.pipeline)
-        weight_broadcast.share(task, self._broadcast)
+        weight_broadcast.share(task, self.collectives.broadcast_tensors)
         self.wrapping = Wrapping(task)
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])

@@ -1,0 +1,63 @@
+"""Strategies with one process for each device, in one process group."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from ..errors import ConfigError
+from ..optimization.precision import Precision
+from ..processes import own_group
+from ..processes.collectives import GroupCollectives
+from ..processes.environment import Place, connect
+from ..processes.sync import DEFAULT, Timeout, Timeouts
+from .strategy import Strategy
+
+Backend = Literal["nccl", "gloo", "mpi"]
+
+
+class GroupStrategy(Strategy):
+    """One process for each device, in one process group."""
+
+    def __init__(
+        self,
+        process_group_backend: Backend | None = None,
+        init_method: str | None = None,
+        timeout: Timeout = DEFAULT,
+    ) -> None:
+        """`timeout`: see `processes.sync.Timeouts`; without a backend, nccl on CUDA, else gloo."""
+        super().__init__()
+        self.process_group_backend, self.init_method = process_group_backend, init_method
+        self.timeouts = Timeouts(timeout)
+
+    def local_processes(self, devices: Sequence[torch.device]) -> int:
+        """One process a device."""
+        return len(devices)
+
+    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
+        """Open the process group and take the device of the local rank."""
+        self.place, self.devices = place, list(devices)
+        if place.local_world_size > len(devices) and devices[0].type != "cpu":
+            raise ConfigError(
+                f"{place.local_world_size} processes on this machine, but {len(devices)} {devices[0].type} devices; "
+                f"start as many processes as there are devices."
+            )
+        self.device = devices[place.local_rank % len(devices)]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.precision = Precision(precision, self.device.type)
+        rank, host_group = place.rank, None
+        if place.world_size > 1:
+            self.meeting = connect(place, self.backend(), self.timeouts["startup"], self.init_method)
+            if own_group.find_group() is not None:
+                own_group.require_backend(self.device, self.process_group_backend)
+            host_group = own_group.host_group()
+            self.timeouts.enter("startup")
+        else:
+            rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
+        self.collectives = self.data_ranks = GroupCollectives(rank, place.world_size, None, host_group)
+
+    def backend(self) -> str:
+        """Return the backend of the process group: small values on the host go by gloo in any case."""
+        chosen = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
