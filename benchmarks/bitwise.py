@@ -214,7 +214,7 @@ class counted:
 
     def __enter__(self) -> list[int]:
         sent: list[int] = []
-        self.before = dist.all_to_all_single, tree._all_gather
+        self.before = dist.all_to_all_single, tree.all_gather_single
         world, rank = dist.get_world_size(), dist.get_rank()
 
         def all_to_all(output: Tensor, input: Tensor, to_receive: Any, to_send: Any, **options: Any) -> Any:
@@ -225,11 +225,11 @@ class counted:
             sent.append(input.nbytes * (world - 1))
             return self.before[1](output, input, **options)
 
-        dist.all_to_all_single, tree._all_gather = all_to_all, all_gather  # type: ignore[assignment]
+        dist.all_to_all_single, tree.all_gather_single = all_to_all, all_gather  # type: ignore[assignment]
         return sent
 
     def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single, tree._all_gather = self.before  # type: ignore[assignment]
+        dist.all_to_all_single, tree.all_gather_single = self.before  # type: ignore[assignment]
 
 
 def lines_of(found: dict[str, dict[str, Times]]) -> Iterator[str]:

@@ -86,7 +86,7 @@ def remarks() -> list[str]:
     return [f"{one.names} {why}: {one.without}." for one in SHORTCUTS if not one.usable]
 
 
-def _takes(function: Any, *names: str) -> bool:
+def takes(function: Any, *names: str) -> bool:
     """Return whether a function has exactly these parameters, in this order."""
     return list(inspect.signature(function).parameters) == list(names)
 
@@ -104,7 +104,7 @@ def _has_group_map() -> bool:
 
 def _can_set_timeout() -> bool:
     c10d = _c10d()
-    return hasattr(torch.distributed, "set_timeout") or _takes(c10d._set_pg_timeout, "timeout", "group")
+    return hasattr(torch.distributed, "set_timeout") or takes(c10d._set_pg_timeout, "timeout", "group")
 
 
 GROUPS = Shortcut(
@@ -166,7 +166,7 @@ def reset_group_names() -> None:
 STORE = Shortcut(
     "torch.distributed's _get_default_store",
     "a rank that hangs tells where it is itself, but not where the others are",
-    lambda: _takes(_c10d()._get_default_store),
+    lambda: takes(_c10d()._get_default_store),
 )
 
 
@@ -191,7 +191,7 @@ def _has_sharded_gradients() -> bool:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
     return _reset_drops_gradients() or (
-        _takes(FSDPModule._get_fsdp_state, "self") and "unsharded_accumulated_grad" in FSDPParam.__annotations__
+        takes(FSDPModule._get_fsdp_state, "self") and "unsharded_accumulated_grad" in FSDPParam.__annotations__
     )
 
 
@@ -442,7 +442,7 @@ def take_parts(module: nn.Module, parts: Parts) -> None:
 COPIES = Shortcut(
     "nn.Module._replicate_for_data_parallel",
     "copies of a task for the devices of strategy data_parallel take longer",
-    lambda: _takes(nn.Module._replicate_for_data_parallel, "self"),
+    lambda: takes(nn.Module._replicate_for_data_parallel, "self"),
 )
 
 
@@ -546,7 +546,7 @@ def dropouts() -> tuple[type[nn.Module], ...]:
 INPUTS = Shortcut(
     "_BatchNorm._check_input_dim",
     "a synchronised batch norm runs on an empty batch first, to have the input's dimensions checked",
-    lambda: _takes(nn.BatchNorm2d._check_input_dim, "self", "input"),
+    lambda: takes(nn.BatchNorm2d._check_input_dim, "self", "input"),
 )
 
 
@@ -713,7 +713,7 @@ def schedulers_within(scheduler: Any) -> Sequence[Any]:
 REDUCED = Shortcut(
     "DistributedDataParallel._check_reducer_finalized",
     "ddp names parameters without a gradient at the step after",
-    lambda: _takes(nn.parallel.DistributedDataParallel._check_reducer_finalized, "self"),
+    lambda: takes(nn.parallel.DistributedDataParallel._check_reducer_finalized, "self"),
 )
 
 
@@ -729,7 +729,7 @@ def _has_reader() -> bool:
     batches: Any = iter(DataLoader(data, generator=torch.Generator()))
     return (
         type(batches).__next__ is _loaders()._BaseDataLoaderIter.__next__
-        and _takes(batches._next_data)
+        and takes(batches._next_data)
         and batches._num_yielded == 0
         and batches._IterableDataset_len_called is None
         and torch.autograd._profiler_enabled() in (True, False)  # type: ignore[attr-defined]
@@ -746,7 +746,7 @@ READS = Shortcut("a DataLoader iterator's _next_data", "reading a batch takes 20
 WORKERS = Shortcut(
     "a DataLoader iterator's _workers and _shutdown_workers",
     "a batch that breaks off with its DataLoader worker is reported as a broken connection",
-    lambda: _takes(_loaders()._MultiProcessingDataLoaderIter._shutdown_workers, "self"),
+    lambda: takes(_loaders()._MultiProcessingDataLoaderIter._shutdown_workers, "self"),
 )
 
 
@@ -808,7 +808,7 @@ def end_loader_workers(iterator: Any) -> None:
 def _can_replace_feeder_error() -> bool:
     from torch._utils import ExceptionWrapper
 
-    return _takes(Queue._on_queue_feeder_error, "e", "obj") and callable(ExceptionWrapper)  # type: ignore[attr-defined]
+    return takes(Queue._on_queue_feeder_error, "e", "obj") and callable(ExceptionWrapper)  # type: ignore[attr-defined]
 
 
 def _has_memory_server() -> bool:

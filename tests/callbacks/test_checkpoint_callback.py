@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import threading
 import time
 from datetime import timedelta
 
@@ -394,8 +395,9 @@ def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next_step(tmp_p
 
         def on_train_batch_start(self, trainer, task, batch, batch_idx):
             self.steps = trainer.global_step
-            if trainer.saver.writer._thread is not None:
-                trainer.saver.writer._thread.join()
+            for thread in threading.enumerate():
+                if thread.name == "legato-checkpoint":
+                    thread.join()
 
     def full(*arguments, **options):
         raise OSError("the disk came loose")

@@ -126,13 +126,13 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
         tied = weight.view(1000, 300)
         writer.save(tmp_path / store.directory_name(step), {"state_dict": {"a": tied, "b": tied}, "list": [step]})
         weight.fill_(-1)  # training goes on while the thread writes
-        memory = writer._memory
+        memory = writer.memory
         assert memory is not None
         assert memory.nbytes == weight.nbytes  # one copy, also of what has two names
         seen.append(memory.data_ptr())
     writer.close()
     assert len(set(seen)) == 1
-    assert writer._memory is None
+    assert writer.memory is None
     for step, path in enumerate(store.all_in(tmp_path)):
         back = store.read(path)
         assert back["list"] == [step]
@@ -188,8 +188,8 @@ def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Pat
 
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     program = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import checkpoint\n"
-        "checkpoint.Writer().save(Path(sys.argv[1]), {'a': torch.ones(9)}, extra_files={'b': lambda path:"
+        "import sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import store\n"
+        "store.Writer().save(Path(sys.argv[1]), {'a': torch.ones(9)}, extra_files={'b': lambda path:"
         " (time.sleep(0.5), path.touch())})\nraise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "one")], timeout=120).returncode == 3
@@ -200,14 +200,14 @@ MEMORY = """
     import re, sys
     from pathlib import Path
     import torch
-    from legato.trainer.checkpoints import checkpoint
+    from legato.trainer.checkpoints import store
     # not ru_maxrss: a new program inherits that of the process that started it
     most = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
     state = {"state_dict": {str(place): torch.ones(1_000_000) for place in range(40)}, "ids": torch.arange(5_000_000)}
-    writer, root = checkpoint.Writer(), Path(sys.argv[1])
-    checkpoint.write(root / "warm", {"a": torch.ones(3)})
+    writer, root = store.Writer(), Path(sys.argv[1])
+    store.write(root / "warm", {"a": torch.ones(3)})
     start = most()
-    checkpoint.write(root / "once", state)
+    store.write(root / "once", state)
     at_once = most() - start
     for step in range(3):
         writer.save(root / str(step), state)

@@ -125,14 +125,14 @@ FULL_DISK = """
     import sys
     from pathlib import Path
     import torch
-    from legato.trainer.checkpoints import checkpoint
+    from legato.trainer.checkpoints import store
     from legato.trainer.errors import CheckpointError
 
     root = Path(sys.argv[1])
     saved = 0
     while True:  # until the check says that no more fits
         try:
-            checkpoint.write(root / checkpoint.directory_name(saved), {"w": torch.full((100_000,), float(saved))})
+            store.write(root / store.directory_name(saved), {"w": torch.full((100_000,), float(saved))})
             saved += 1
         except CheckpointError as error:
             assert f"A checkpoint needs 0.4 MB in {root}" in str(error), error
@@ -144,18 +144,18 @@ FULL_DISK = """
             while True:
                 file.write(bytes(1 << 16))
 
-    checkpoint.remove(root / checkpoint.directory_name(0))
-    writer = checkpoint.Writer()
-    for save in (checkpoint.write, writer.save):
+    store.remove(root / store.directory_name(0))
+    writer = store.Writer()
+    for save in (store.write, writer.save):
         try:
-            save(root / checkpoint.directory_name(99), {"w": torch.ones(10)}, extra_files={"big": fill})
+            save(root / store.directory_name(99), {"w": torch.ones(10)}, extra_files={"big": fill})
             writer.wait()
             raise SystemExit("the disk was never full")
         except CheckpointError as error:
             assert "No space left on device" in str(error) and str(root) in str(error), error
-    assert sorted(path.name for path in root.iterdir()) == [checkpoint.directory_name(step) for step in range(1, saved)]
-    assert checkpoint.read(checkpoint.newest_whole(root))["w"][0] == saved - 1
-    checkpoint.write(root / checkpoint.directory_name(99), {"w": torch.ones(10)})
+    assert sorted(path.name for path in root.iterdir()) == [store.directory_name(step) for step in range(1, saved)]
+    assert store.read(store.newest_whole(root))["w"][0] == saved - 1
+    store.write(root / store.directory_name(99), {"w": torch.ones(10)})
     print("good")
 """
 

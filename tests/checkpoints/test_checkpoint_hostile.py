@@ -334,14 +334,14 @@ json_values = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=5)
-    | st.sampled_from(sorted(format._READERS)),
+    | st.sampled_from(sorted(format.READERS)),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
             st.sampled_from([format.MARK, "value", "file", "name", "size", "sha256", "files"]), inner, max_size=4
         )
         | st.builds(
-            lambda kind, value: {format.MARK: kind, "value": value}, st.sampled_from(sorted(format._READERS)), inner
+            lambda kind, value: {format.MARK: kind, "value": value}, st.sampled_from(sorted(format.READERS)), inner
         )
     ),
     max_leaves=8,

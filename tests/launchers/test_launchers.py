@@ -13,7 +13,7 @@ import yaml
 from legato.trainer.__main__ import main
 from legato.trainer.errors import ConfigError
 from legato.trainer.launchers import SlurmLauncher
-from legato.trainer.launchers.slurm import _seconds
+from legato.trainer.launchers.slurm import seconds_of
 
 SLURM = """#!{python}
 # Stands for SLURM on one machine: runs the script at once, and again as often as it asks to be queued again.
@@ -117,10 +117,10 @@ def test_mistakes_are_refused(folder, capsys, words, message):
 
 
 def test_time_limits_in_slurms_words():
-    found = {text: _seconds(text) for text in ("90", "90:30", "1:30:00", "2-0", "2-12", "1-12:30", "1-00:00:10")}
+    found = {text: seconds_of(text) for text in ("90", "90:30", "1:30:00", "2-0", "2-12", "1-12:30", "1-00:00:10")}
     assert list(found.values()) == [5400, 5430, 5400, 172800, 216000, 131400, 86410]
     with pytest.raises(ConfigError, match="expected minutes"):
-        _seconds("1:2:3:4")
+        seconds_of("1:2:3:4")
 
 
 # --- slurm ------------------------------------------------------------------------------------------------------------

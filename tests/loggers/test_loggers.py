@@ -24,7 +24,7 @@ def read_lines(path):
 
 def die(logger):
     """Leave the file as a killed process would."""
-    logger._file.close()
+    logger.file.close()
 
 
 def run_python(code, *arguments):

@@ -91,7 +91,7 @@ def test_variables_that_do_not_fit_are_named(variables: str, message: str, monke
     ],
 )
 def test_the_first_host_of_a_slurm_node_list(nodes: str, first: str) -> None:
-    assert environment._first_host(nodes) == first
+    assert environment.first_host(nodes) == first
 
 
 # --- joining what others have started -------------------------------------------------------------------------------
@@ -101,15 +101,15 @@ import json, os, sys
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 
 for variables, init_method in json.loads(sys.argv[1]):
     os.environ.update(variables)
-    place = launch.find_place()
-    launch.connect(place, "gloo", timedelta(seconds=30), init_method)
+    place = environment.find_place()
+    environment.connect(place, "gloo", timedelta(seconds=30), init_method)
     total = torch.ones(1) * (place.rank + 1)
     distributed.all_reduce(total)
-    launch.disconnect()
+    environment.disconnect()
     print(place.origin, place.rank, place.local_rank, place.world_size, place.nodes, total.item(), flush=True)
     for name in variables:
         del os.environ[name]
@@ -154,18 +154,18 @@ import os, pathlib, signal, sys
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 
-place = launch.find_place()
-launch.connect(place, "gloo", timedelta(seconds=30))
+place = environment.find_place()
+environment.connect(place, "gloo", timedelta(seconds=30))
 total = torch.ones(1)
 distributed.all_reduce(total)
-if launch.restart_count() == 0 and place.rank == 1:
+if environment.restart_count() == 0 and place.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 distributed.all_reduce(total)
-line = f"{place.origin} {place.local_rank} {place.world_size} {launch.restart_count()} {total.item()}"
+line = f"{place.origin} {place.local_rank} {place.world_size} {environment.restart_count()} {total.item()}"
 (pathlib.Path(sys.argv[1]) / f"rank-{place.rank}").write_text(line)
-launch.disconnect()
+environment.disconnect()
 """
 
 

@@ -108,19 +108,19 @@ import os, pathlib, sys, time
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 folder = pathlib.Path(sys.argv[1])
 
 def work():
-    place = launch.find_place()
-    launch.connect(place, "gloo", timedelta(seconds=60))
+    place = environment.find_place()
+    environment.connect(place, "gloo", timedelta(seconds=60))
     (folder / ("ready-%d" % os.getpid())).touch()
     if place.rank == 0:
         distributed.all_reduce(torch.ones(1))
     while True:
         pass
 
-launch.run_workers(work, 2)
+environment.run_workers(work, 2)
 """
 
 
@@ -144,16 +144,16 @@ import os
 from datetime import timedelta
 import torch
 from torch import distributed
-from legato.trainer.processes import launch
+from legato.trainer.processes import environment
 
 def work():
-    place = launch.find_place()
-    launch.connect(place, "gloo", timedelta(seconds=30))
+    place = environment.find_place()
+    environment.connect(place, "gloo", timedelta(seconds=30))
     total = torch.ones(1)
     distributed.all_reduce(total)
     return f"{place.rank} {place.local_rank} {place.node_rank} {place.world_size} {place.nodes} {total.item()}"
 
-print(launch.run_workers(work, 1, nodes=2))
+print(environment.run_workers(work, 1, nodes=2))
 """
 
 

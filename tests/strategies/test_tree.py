@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from legato.trainer.data.sampling import Layout
 from legato.trainer.errors import TaskError
 from legato.trainer.processes import environment
+from legato.trainer.strategies.bitwise import tree as bitwise_tree
 from legato.trainer.strategies.bitwise.tree import (
     CarryStack,
     GradientStack,
@@ -194,7 +195,7 @@ def count_bytes(process, processes):
     parameters = [nn.Parameter(torch.zeros(20_000)) for _ in range(3)]
     tree = GradientTree(parameters, Layout(processes, processes), process, bucket_elements=20_000)
     sent = []
-    all_to_all, all_gather = dist.all_to_all_single, tree._all_gather
+    all_to_all, all_gather = dist.all_to_all_single, bitwise_tree.all_gather_single
 
     def exchange(output, source, to_receive, to_send, **options):
         sent.append(sum(to_send[:process] + to_send[process + 1 :]) * source.element_size())
@@ -204,14 +205,14 @@ def count_bytes(process, processes):
         sent.append(source.nbytes * (processes - 1))
         return all_gather(output, source, **options)
 
-    dist.all_to_all_single, tree._all_gather = exchange, hand_out
+    dist.all_to_all_single, bitwise_tree.all_gather_single = exchange, hand_out
     try:
         tree.begin()
         sum(parameter.sum() for parameter in parameters).backward()
         tree.take(process)
         tree.finish()
     finally:
-        dist.all_to_all_single, tree._all_gather = all_to_all, all_gather
+        dist.all_to_all_single, bitwise_tree.all_gather_single = all_to_all, all_gather
     assert len(sent) == 6
     return sum(sent)
 

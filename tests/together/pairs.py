@@ -237,7 +237,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     logging.getLogger("legato").setLevel(logging.ERROR)
-    workers._PRELOAD += ["legato.trainer.build", "tensorboard.summary.writer", "torchmetrics"]
+    workers.PRELOAD += ["legato.trainer.build", "tensorboard.summary.writer", "torchmetrics"]
     environment.warm_up()
 
 

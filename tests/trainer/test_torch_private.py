@@ -45,7 +45,7 @@ def test_this_torch_has_every_name():
 def test_a_name_that_is_missing_or_has_another_signature_is_not_used():
     before = list(SHORTCUTS)
     try:
-        for probe in (lambda: torch._no_such_name, lambda: torch_private._takes(torch.nn.Module.train, "self")):
+        for probe in (lambda: torch._no_such_name, lambda: torch_private.takes(torch.nn.Module.train, "self")):
             assert not Shortcut("torch._no_such_name", "it is slower", probe).usable
         expected = f"torch._no_such_name is not in torch {torch.__version__} as expected: it is slower."
         assert torch_private.remarks() == [expected] * 2

@@ -28,7 +28,7 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self._memory: Tensor | None = None
+        self.memory: Tensor | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._directory = Path()
@@ -77,7 +77,7 @@ class Writer:
         try:
             self.wait()
         finally:
-            self._memory = None
+            self.memory = None
 
     def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Collectives, owner: Owner) -> None:
         try:
@@ -114,10 +114,10 @@ class Writer:
             }
 
     def _memory_of(self, size: int, pinned: bool) -> Tensor:
-        memory = self._memory
+        memory = self.memory
         if memory is None or memory.nbytes < size or (pinned and not memory.is_pinned()):
-            self._memory = memory = None  # let go first, so that there are never two
-            self._memory = memory = _allocate(max(size, 1), pinned)
+            self.memory = memory = None  # let go first, so that there are never two
+            self.memory = memory = _allocate(max(size, 1), pinned)
         return memory
 
 

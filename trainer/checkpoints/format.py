@@ -465,9 +465,9 @@ def _decode(node: Any, path: Place, left: _Left) -> Any:
             return _decode_tensor(kind, node, left)
         if kind == "parts":
             return _decode_parts(node, left)
-        if node.keys() != {MARK, "value"} or not isinstance(kind, str) or kind not in _READERS:
+        if node.keys() != {MARK, "value"} or not isinstance(kind, str) or kind not in READERS:
             raise ValueError(f"no such mark: {str(node)[:80]}")
-        return _READERS[kind](_decode(node["value"], path, left))
+        return READERS[kind](_decode(node["value"], path, left))
     except CheckpointError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
@@ -543,7 +543,7 @@ def _timedelta(parts: Any) -> timedelta:
     return timedelta(days, seconds, microseconds)
 
 
-_READERS: dict[str, Callable[[Any], Any]] = {
+READERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda value: int(_of(str, value), 16),
     "float": _float,
     "complex": _complex,

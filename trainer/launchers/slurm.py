@@ -65,7 +65,7 @@ class SlurmLauncher(Launcher):
             raise ConfigError(f"launcher.signal_seconds={self.signal_seconds}: expected at least 1.")
         if self.cpus_per_process is not None and self.cpus_per_process < 1:
             raise ConfigError(f"launcher.cpus_per_process={self.cpus_per_process}: expected at least 1.")
-        if self.time is not None and not 0 <= self.signal_seconds < _seconds(str(self.time)):
+        if self.time is not None and not 0 <= self.signal_seconds < seconds_of(str(self.time)):
             raise ConfigError(
                 f"launcher.signal_seconds={self.signal_seconds} is not before the time limit launcher.time={self.time}."
             )
@@ -172,7 +172,7 @@ def _module() -> str:
     return f"{__name__.partition('.')[0]}.trainer"
 
 
-def _seconds(text: str) -> int:
+def seconds_of(text: str) -> int:
     """Return the seconds of a time limit. Raises ConfigError where it is none."""
     found = _TIME.fullmatch(text)
     if found is None:

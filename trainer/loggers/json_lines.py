@@ -35,7 +35,7 @@ class JSONLinesLogger(Logger):
         self.path = None if path is None else Path(os.path.abspath(path))
         """The file; in the run directory unless one was given."""
         self._own_path = path is not None
-        self._file: BinaryIO | None = None
+        self.file: BinaryIO | None = None
         self._line: dict[str, Any] = {}
         self._line_start = 0
         self._recorded: set[str] = set()
@@ -52,12 +52,12 @@ class JSONLinesLogger(Logger):
         self._resume_step = resume_step
         self._line, self._line_start, size = keep_lines(self.path, resume_step)
         self._recorded = set(self._line) if self._line.get("step") == resume_step else set()
-        self._file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
-        self._file.seek(size)
+        self.file = self.path.open("r+b" if self.path.exists() else "w+b", buffering=0)
+        self.file.seek(size)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the line of this step, or what it lacks of `metrics`. Does nothing before `open`."""
-        if self._file is None:
+        if self.file is None:
             return
         self._follow_path()
         values = {
@@ -71,49 +71,49 @@ class JSONLinesLogger(Logger):
         if self._line.get("step") != step:
             if self._line:
                 opening = b"\n"
-                self._line_start = self._file.seek(0, os.SEEK_END) + 1
+                self._line_start = self.file.seek(0, os.SEEK_END) + 1
             self._line = {"step": int(step), "time": round(time.time(), 3)}
         self._line |= values
-        self._file.seek(self._line_start - len(opening))
+        self.file.seek(self._line_start - len(opening))
         # one system call, so that a kill leaves either the old line or the new one
-        self._file.write(opening + json.dumps(self._line, allow_nan=False).encode())
-        self._file.truncate()
+        self.file.write(opening + json.dumps(self._line, allow_nan=False).encode())
+        self.file.truncate()
 
     def _follow_path(self) -> None:
         """Begin the file anew, with a warning, where somebody has deleted or moved it; its folder must be there."""
         assert self.path is not None
-        assert self._file is not None
+        assert self.file is not None
         with suppress(FileNotFoundError):
-            if os.path.samestat(self.path.stat(), os.fstat(self._file.fileno())):
+            if os.path.samestat(self.path.stat(), os.fstat(self.file.fileno())):
                 return
         self._close()
         if not self.path.parent.is_dir():
             raise gone(self.path.parent)
-        self._file = self.path.open("w+b", buffering=0)
+        self.file = self.path.open("w+b", buffering=0)
         self._resume_step = None
         log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self.path)
 
     def save(self) -> None:
         """Sync the file to the disk."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def finalize(self, status: str) -> None:
         """End the last line and close the file."""
         self._close()
 
     def _close(self) -> None:
-        if self._file is not None:
+        if self.file is not None:
             if self._line:
-                self._file.seek(0, os.SEEK_END)
-                self._file.write(b"\n")
+                self.file.seek(0, os.SEEK_END)
+                self.file.write(b"\n")
             self.save()
-            self._file.close()
-        self._file, self._line, self._line_start = None, {}, 0
+            self.file.close()
+        self.file, self._line, self._line_start = None, {}, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the open file here when the logger travels to another process."""
-        return {**self.__dict__, "_file": None, "_line": {}, "_line_start": 0}
+        return {**self.__dict__, "file": None, "_line": {}, "_line_start": 0}
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int, int]:

@@ -199,7 +199,7 @@ def _expand_tasks(text: str) -> list[int]:
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
-def _first_host(nodes: str) -> str:
+def first_host(nodes: str) -> str:
     """Return the first of SLURM's node list: of "gpu[003-005,7],cpu1" it is "gpu003"."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else ""
@@ -298,7 +298,7 @@ def _meeting_point(place: Place) -> tuple[str, int]:
     if place.origin in ("slurm", "mpi") and place.nodes == 1:
         host = host or "127.0.0.1"
     if place.origin == "slurm":
-        host = host or _first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
+        host = host or first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
         port = port or 15000 + (_number("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 16000  # below the ephemeral ports
     if place.origin == "mpi":
         job = os.environ.get("PMIX_NAMESPACE")

@@ -34,8 +34,8 @@ from .transport import Failure, Settings, pack, place_classes, travelling_by_val
 logger = logging.getLogger("legato")
 
 # What every worker needs: torch._dynamo because the first optimizer imports it, which takes a second.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", __name__]
-_PRELOAD.insert(0, f"{__package__}.fork_server")  # before what takes time: it keeps signals from the server
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", __name__]
+PRELOAD.insert(0, f"{__package__}.fork_server")  # before what takes time: it keeps signals from the server
 _SETTLE = 2.0  # seconds in which the rank that broke a connection may still say why
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not see the first
 GRACE = 30.0
@@ -49,7 +49,7 @@ _FAREWELL = 15.0  # seconds that workers have once one has ended to be resumed: 
 def warm_up() -> None:
     """Start the server from which workers are forked, and return at once: it imports torch beside the caller's work."""
     if _start_method() == "forkserver":
-        forkserver.set_forkserver_preload(_PRELOAD)
+        forkserver.set_forkserver_preload(PRELOAD)
         with _main_hidden():
             forkserver.ensure_running()
 

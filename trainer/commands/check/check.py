@@ -243,7 +243,7 @@ def describe(error: Exception) -> str:
         return str(error)
     rank = getattr(error.__cause__, "rank", None)
     frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(__file__).parent), str(Path(torch.__file__).parent)
+    ours = str(Path(__file__).parents[2]), str(Path(torch.__file__).parent)
     places = traceback.format_list([frame for frame in frames if not frame.filename.startswith(ours)] or frames)
     where = f" (rank {rank})" if rank is not None else ""
     return f"{type(error).__name__}{where}: {error}\n{''.join(places).rstrip()}"

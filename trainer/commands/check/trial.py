@@ -15,6 +15,7 @@ from ....callbacks.checkpoint import Checkpoint
 from ....callbacks.early_stopping import EarlyStopping
 from ....callbacks.model_summary import ModelSummary
 from ....callbacks.progress_bar import ProgressBar
+from ... import loggers
 from ...arguments import ARGUMENT_NAMES
 from ...strategies.strategy import trainable
 from ...trainer import Trainer
@@ -204,7 +205,7 @@ def make_trial(
 
 def own_loggers(trainer: Trainer) -> list[Any]:
     """Return the loggers that write to the run directory only, as far as one can know: Legato's."""
-    return [logger for logger in trainer.loggers if type(logger).__module__.startswith(f"{__package__}.loggers.")]
+    return [logger for logger in trainer.loggers if type(logger).__module__.startswith(f"{loggers.__name__}.")]
 
 
 def needs_every_gradient(trainer: Trainer) -> bool:

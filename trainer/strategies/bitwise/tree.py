@@ -93,7 +93,7 @@ class _CountingStack(CarryStack[None]):
 
 
 # torch 2.13 has a new name for it, and warns of the old one
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Bucket:
@@ -187,7 +187,7 @@ class Bucket:
             stack.push(node, value)
         # what was sent has arrived, so its room is free
         whole = self.outgoing[: self.layout.processes * self.share]
-        self.work = _all_gather(whole, stack.total(), async_op=True)
+        self.work = all_gather_single(whole, stack.total(), async_op=True)
 
     def write(self) -> None:
         """Give every parameter its sum, in the memory of this process's own gradient."""

@@ -1,0 +1,61 @@
+"""Rules about the code as a whole: rooms of tests, and names that tests leave alone."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import legato as lg
+
+PACKAGE = Path(lg.__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
+MODULES = [path for top in ("trainer", "callbacks", "tasks") for path in sorted((PACKAGE / top).rglob("*.py"))]
+
+
+def nodes(path):
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def private_names():
+    """Return the names that begin with one underscore and that the package defines or assigns."""
+    found = set()
+    for path in MODULES:
+        for node in nodes(path):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def test_tests_and_benchmarks_use_no_private_name():
+    private = private_names()
+    used = []
+    for path in [*sorted(TESTS.rglob("*.py")), *sorted((PACKAGE / "benchmarks").glob("*.py"))]:
+        tree = list(nodes(path))
+        own = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        own |= {node.attr for node in tree if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+        own |= TORCHS
+        for node in tree:
+            names = [node.attr] if isinstance(node, ast.Attribute) else []
+            names += [one.name for one in node.names] if isinstance(node, ast.ImportFrom) else []
+            used += [f"{path.relative_to(PACKAGE)}:{node.lineno} {name}" for name in names if name in private - own]
+    assert used == []
+
+
+TORCHS = {"_opt_called", "_compiled_call_impl", "_update_count"}
+"""Names of torch and torchmetrics that tests look at, and that `torch_private.py` assigns."""
+
+
+def test_each_room_has_tests_of_its_own():
+    rooms = {path.parent.name for path in MODULES if path.parent.parent in (PACKAGE, PACKAGE / "trainer")}
+    tested = {path.parent.name for path in TESTS.glob("*/test_*.py")}
+    assert tested - rooms == {"together"}
+    assert rooms - tested == set()
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.glob("test_*.py")), ids=lambda path: path.name)
+def test_no_test_lies_outside_of_a_room(path):
+    pytest.fail(f"{path.name}: put it into the folder of the room that it tests")
