@@ -173,13 +173,13 @@ def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict
     """Let the contestants take turns, in every process."""
     place = environment.find_place()
     assert place is not None
-    environment.connect(place, "gloo", timedelta(minutes=5))
+    environment.join_process_group(place, "gloo", timedelta(minutes=5))
     found: dict[str, dict[str, Times]] = {name: {one: [] for one in CONTESTANTS} for name in workloads}
     for _ in range(rounds):
         for name in workloads:
             for contestant in CONTESTANTS:
                 found[name][contestant] += train(contestant, *WORKLOADS[name], steps)
-    environment.disconnect()
+    environment.leave_process_group()
     return found
 
 
@@ -190,7 +190,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
     """Return the bytes that the processes send one another for one step, on average, for each layout."""
     place = environment.find_place()
     assert place is not None
-    environment.connect(place, "gloo", timedelta(minutes=1))
+    environment.join_process_group(place, "gloo", timedelta(minutes=1))
     found = {}
     for replicas, width in LAYOUTS:
         if width == processes:
@@ -205,7 +205,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
             total = torch.tensor(float(sum(sent)))
             dist.all_reduce(total)
             found[replicas, processes] = total.item() / processes
-    environment.disconnect()
+    environment.leave_process_group()
     return found
 
 

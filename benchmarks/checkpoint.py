@@ -69,7 +69,7 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
         os.sync()
         timed("save at once", lambda: store.write(at_once, state))
         timed("verify", lambda: store.verify(at_once))
-        timed("verify and load", lambda: store.read(at_once))
+        timed("verify and load", lambda: store.read_checkpoint(at_once))
         store.remove(at_once)
         os.sync()
         timed("save in the background: stall", lambda: writer.save(behind, state))

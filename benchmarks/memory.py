@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import legato as lg
 from legato.tasks.characters import ALPHABET, CharacterGPT
 from legato.trainer.processes.environment import run_workers
-from legato.trainer.strategies.mesh.dtensors import count_bytes
+from legato.trainer.strategies.mesh.dtensors import local_bytes
 
 LAYOUTS = {
     "ddp": "ddp",
@@ -45,7 +45,7 @@ class Counts(lg.Callback):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         optimizer = getattr(trainer.optimizers[0], "optim", trainer.optimizers[0])  # what zero1 keeps for this process
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-        self.bytes = count_bytes(parameters), count_bytes(gradients), count_bytes(states)
+        self.bytes = local_bytes(parameters), local_bytes(gradients), local_bytes(states)
         self.moments.append(time.perf_counter())
 
 

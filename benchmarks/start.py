@@ -35,9 +35,9 @@ def by_legato() -> None:
 
     place = environment.find_place()
     assert place is not None
-    environment.connect(place, "gloo", timedelta(seconds=60))
+    environment.join_process_group(place, "gloo", timedelta(seconds=60))
     distributed.all_reduce(torch.ones(1))
-    environment.disconnect()
+    environment.leave_process_group()
 
 
 def by_fit(folder: Path) -> float:

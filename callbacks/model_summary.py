@@ -36,10 +36,10 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
     rows = [("name", "type", "parameters", "trainable")]
     for name, module in task.named_modules():
         if name and (max_depth == -1 or name.count(".") < max_depth):
-            total, trainable, lazy = _count(module)
+            total, trainable, lazy = _count_parameters(module)
             mark = " + uninitialised" if lazy else ""
             rows.append((name, type(module).__name__, f"{total:,}{mark}", f"{trainable:,}"))
-    total, trainable, lazy = _count(task)
+    total, trainable, lazy = _count_parameters(task)
     size = sum(tensor.numel() * tensor.element_size() for tensor in task.parameters() if not _is_lazy(tensor))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     line = "  ".join("-" * width for width in widths)
@@ -50,11 +50,14 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
     table = [lines[0], line, *lines[1:], line] if len(rows) > 1 else []
     more = f", and {lazy} parameter tensors that are not initialised yet" if lazy else ""
     return "\n".join(
-        [*table, f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), {_bytes(size)}{more}"]
+        [
+            *table,
+            f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), {_shown_bytes(size)}{more}",
+        ]
     )
 
 
-def _count(module: "nn.Module") -> tuple[int, int, int]:
+def _count_parameters(module: "nn.Module") -> tuple[int, int, int]:
     """Return how many numbers, how many trainable ones, and how many uninitialised tensors the parameters hold."""
     tensors = list(module.parameters())
     known = [tensor for tensor in tensors if not _is_lazy(tensor)]
@@ -68,7 +71,7 @@ def _is_lazy(tensor: "Tensor") -> bool:
     return bool(is_lazy(tensor))
 
 
-def _bytes(count: float) -> str:
+def _shown_bytes(count: float) -> str:
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

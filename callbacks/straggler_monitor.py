@@ -63,8 +63,8 @@ class StragglerMonitor(Callback):
         self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, -1
         agreement = trainer.current_run.agreement
         rank, ranks = trainer.global_rank, trainer.world_size
-        agreement.speak = lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)]
-        agreement.hear = lambda said: self._hear(said, rank)
+        agreement.contribute = lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)]
+        agreement.on_result = lambda said: self._hear(said, rank)
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
         """Leave it."""

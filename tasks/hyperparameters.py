@@ -52,7 +52,7 @@ class Hyperparameters:
             # rebuilt from a checkpoint, they are one argument again
             names = [name for name, value in found.items() if value is args[0]]
             self.__dict__["_hparams_name"] = names[0] if names else None
-            found = _items(args[0])
+            found = _mapping_items(args[0])
         elif args:
             unknown = [name for name in args if name not in found]
             if unknown:
@@ -119,7 +119,7 @@ def _require_json(value: Any, name: str) -> None:
         )
 
 
-def _items(value: Any) -> dict[str, Any]:
+def _mapping_items(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {str(name): item for name, item in value.items()}
     if isinstance(value, Namespace):

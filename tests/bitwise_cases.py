@@ -238,4 +238,4 @@ def run_all(root, names, processes, **options):
         options = {"strategy": "ddp", "devices": processes, **options}
         return {name: run(CASES[name], root / name, **options) for name in names}
     finally:
-        environment.disconnect()
+        environment.leave_process_group()

@@ -21,7 +21,7 @@ import torch
 from several_ranks import ThreadRank, on_ranks
 
 from legato.trainer.checkpoints import store
-from legato.trainer.checkpoints.shards import Part
+from legato.trainer.checkpoints.shards import ShardBlock
 from legato.trainer.errors import CheckpointError
 
 CALLS = ("write", "fsync", "rename", "unlink", "mkdir", "rmdir", "open")
@@ -55,7 +55,7 @@ def save_in_parts(path: Path, flavour: int = 0, background: bool = False) -> Non
     whole = contents["state_dict"]["a"]
 
     def work(rank: ThreadRank) -> None:
-        half = Part(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
+        half = ShardBlock(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
         mine = {**contents, "state_dict": {"a": half, "b": contents["state_dict"]["b"]}}
         if not background:
             store.write(path, mine, ranks=rank)
@@ -168,7 +168,7 @@ def rests(root: Path) -> list[str]:
 
 def contents_of(directory: Path) -> list[int]:
     """Return step and flavour of a checkpoint, after a look at its tensors."""
-    back = store.read(directory)
+    back = store.read_checkpoint(directory)
     number, flavour = back["at"]
     wanted = example(number, flavour)
     assert all(torch.equal(back["state_dict"][name], wanted["state_dict"][name]) for name in ("a", "b"))

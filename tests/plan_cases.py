@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import legato as lg
 from legato.trainer.processes.environment import find_place
 from legato.trainer.strategies.ddp_rpc import remote
-from legato.trainer.strategies.mesh.dtensors import count_bytes, local_of
+from legato.trainer.strategies.mesh.dtensors import local_bytes, local_of
 
 SAMPLES, BATCH = 22, 2
 QUIET = {
@@ -95,10 +95,10 @@ def held(module, optimizer) -> dict[str, int]:
     own = [one for one in module.parameters() if local_of(one).untyped_storage().nbytes() >= local_of(one).nbytes]
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     return {
-        "parameter_bytes": count_bytes(own),
-        "buffer_bytes": count_bytes(module.buffers()),
-        "gradient_bytes": count_bytes(one.grad for one in module.parameters() if one.grad is not None),
-        "optimizer_bytes": count_bytes(states),
+        "parameter_bytes": local_bytes(own),
+        "buffer_bytes": local_bytes(module.buffers()),
+        "gradient_bytes": local_bytes(one.grad for one in module.parameters() if one.grad is not None),
+        "optimizer_bytes": local_bytes(states),
     }
 
 

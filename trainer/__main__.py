@@ -12,7 +12,7 @@ from .errors import ConfigError, LegatoError, did_you_mean
 from .messages import STDERR, STDOUT
 
 if TYPE_CHECKING:
-    from .config.config import Config, Run
+    from .config.config import Config, ConfiguredRun
     from .trainer import Trainer
 
 EXIT_FAILED = 1
@@ -30,11 +30,11 @@ class Command:
 
 def fit(arguments: Sequence[str]) -> None:
     """Train, and say where the results are."""
-    from .processes.signals import attended, leave_at_once
+    from .processes.signals import exit_at_once, handling_end_signals
 
-    config = _load(arguments, "fit")
-    with attended(leave_at_once):  # but while fit itself attends to signals
-        run = _build(config)
+    config = _load_config(arguments, "fit")
+    with handling_end_signals(exit_at_once):  # but while fit itself attends to signals
+        run = _build_run(config)
         run.trainer.fit(run.task, datamodule=run.data, resume=_resume(run))
         if run.trainer.is_global_zero:
             print(summary(run.trainer), file=STDOUT, flush=True)
@@ -52,7 +52,7 @@ def test(arguments: Sequence[str]) -> None:
 
 def predict(arguments: Sequence[str]) -> None:
     """Write predictions to the run directory."""
-    run = _build(_load(arguments, "predict"))
+    run = _build_run(_load_config(arguments, "predict"))
     found = run.trainer.predict(run.task, datamodule=run.data, ckpt_path=_weights(run))
     if run.trainer.is_global_zero and found:
         from .commands.predictions import write_predictions
@@ -63,30 +63,30 @@ def predict(arguments: Sequence[str]) -> None:
 
 def show_config(arguments: Sequence[str]) -> None:
     """Print the resolved config with the origin of each value."""
-    from .config.config import load
+    from .config.config import load_config
 
-    print(load(arguments).text(origins=True), end="")
+    print(load_config(arguments).text(origins=True), end="")
 
 
-def check(arguments: Sequence[str]) -> None:
+def check_command(arguments: Sequence[str]) -> None:
     """Try everything that can fail later."""
-    from .commands.check.check import run
+    from .commands.check.check import run_check
 
-    run(arguments)
+    run_check(arguments)
 
 
 def plan(arguments: Sequence[str]) -> None:
     """Show what a run would do on any layout, without starting it."""
-    from .commands.plan.plan import run
+    from .commands.plan.plan import run_plan
 
-    run(arguments)
+    run_plan(arguments)
 
 
-def export(arguments: Sequence[str]) -> None:
+def export_command(arguments: Sequence[str]) -> None:
     """Write a checkpoint's weights to one file."""
-    from .checkpoints.foreign import run
+    from .checkpoints.foreign import run_export
 
-    run(arguments)
+    run_export(arguments)
 
 
 COMMANDS = {
@@ -95,9 +95,9 @@ COMMANDS = {
     "test": Command("Evaluate it on its test data.", test),
     "predict": Command("Write its predictions for its prediction data.", predict),
     "config": Command("Print the resolved config, with the origin of each value, and stop.", show_config),
-    "check": Command("Try a few steps of everything that can fail later, and leave nothing behind.", check),
+    "check": Command("Try a few steps of everything that can fail later, and leave nothing behind.", check_command),
     "plan": Command("Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].", plan),
-    "export": Command("Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", export),
+    "export": Command("Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", export_command),
 }
 """Every subcommand. Functions import what they need when they run, so that a mistake does not wait for torch."""
 
@@ -113,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except ConfigError as error:
-        return _report(error, EXIT_USAGE)
+        return _print_error(error, EXIT_USAGE)
     except LegatoError as error:
-        return _report(error, EXIT_FAILED)
+        return _print_error(error, EXIT_FAILED)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
@@ -191,11 +191,11 @@ def _dispatch(words: Sequence[str]) -> int:
     return 0
 
 
-def _load(arguments: Sequence[str], command: str) -> "Config":
+def _load_config(arguments: Sequence[str], command: str) -> "Config":
     """Read the config; where it names a launcher, let that start the command elsewhere, and end here."""
-    from .config.config import load
+    from .config.config import load_config
 
-    config = load(arguments)
+    config = load_config(arguments)
     if config.values.get("launcher") is not None:
         from .launchers.launcher import make_launcher
 
@@ -211,7 +211,7 @@ def _tie_to_run(config: "Config", command: str) -> None:
     """Let a run's own config mean that run also where a launcher takes the values elsewhere, and not the file."""
     from .checkpoints.store import newest_checkpoint
 
-    values, run = config.values, _build(config)
+    values, run = config.values, _build_run(config)
     if command == "fit" and values["resume"] == "auto":
         newest = newest_checkpoint(Path(run.trainer.default_root_dir), run.trainer.run_name)
         if newest is not None and not newest[0].samefile(config.directory or ""):
@@ -223,31 +223,31 @@ def _tie_to_run(config: "Config", command: str) -> None:
         values["checkpoint"] = os.path.abspath(_weights(run).weights(run.trainer.checkpoint_callbacks))
 
 
-def _build(config: "Config") -> "Run":
-    from .config.config import build
+def _build_run(config: "Config") -> "ConfiguredRun":
+    from .config.config import build_config
 
-    return build(config)
+    return build_config(config)
 
 
 def _evaluate(arguments: Sequence[str], stage: str) -> None:
-    run = _build(_load(arguments, stage))
+    run = _build_run(_load_config(arguments, stage))
     method: Any = getattr(run.trainer, stage)
     method(run.task, datamodule=run.data, ckpt_path=_weights(run))
 
 
-def _resume(run: "Run") -> Any:
+def _resume(run: "ConfiguredRun") -> Any:
     """Where fit goes on from: "auto" with a run's own config means that run, else the newest of the name."""
     return run.stored("auto") if run.resume == "auto" and run.directory is not None else run.resume
 
 
-def _weights(run: "Run") -> Any:
+def _weights(run: "ConfiguredRun") -> Any:
     """The checkpoint to evaluate: without one, the best of the run that is meant; of a fresh task only where asked."""
     if run.checkpoint == "none":
         return None
     return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint
 
 
-def _report(error: LegatoError, code: int) -> int:
+def _print_error(error: LegatoError, code: int) -> int:
     notes: list[str] = getattr(error, "__notes__", [])
     print("\n".join([f"legato: {error}", *notes]), file=STDERR, flush=True)
     return code

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .loggers.logger import Logger
     from .strategies.strategy import Strategy
 
-Precision = Literal[
+PrecisionName = Literal[
     "32", "32-true", 32, "64", "64-true", 64, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "bf16", "16", 16
 ]
 
@@ -53,7 +53,7 @@ class TrainerArguments:
     """How many machines take part."""
     replicas: int | None = None
     """Logical data-parallel workers, fixed for the whole run. None: as many as data-parallel processes at the start."""
-    precision: Precision = 32
+    precision: PrecisionName = 32
     """32, 64, "bf16-mixed", "16-mixed", "bf16-true", "16-true"."""
 
     # --- the same result --------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ INSTEAD = {
 """What to do for arguments that Lightning's Trainer has, or had."""
 
 
-def _checked(init: Callable[..., None]) -> Callable[..., None]:
+def _with_named_arguments(init: Callable[..., None]) -> Callable[..., None]:
     """Let `init` name an argument that is unknown, and what may have been meant."""
 
     @wraps(init)
@@ -252,4 +252,4 @@ def _checked(init: Callable[..., None]) -> Callable[..., None]:
 
 
 # On the finished class, since its source is also read as that of a plain dataclass.
-TrainerArguments.__init__ = _checked(TrainerArguments.__init__)  # type: ignore[method-assign]
+TrainerArguments.__init__ = _with_named_arguments(TrainerArguments.__init__)  # type: ignore[method-assign]

@@ -25,11 +25,11 @@ from .data.loaders import length_of, require_iterable
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
-from .data.transfer import aligned, to_device
+from .data.transfer import to_device, with_allocated_memory
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
     CALLBACK_HOOKS,
-    STEPS,
+    STEP_NAMES,
     TASK_HOOKS,
     TASK_METHODS,
     Hooks,
@@ -48,10 +48,10 @@ from .optimization.optimization import Optimization
 from .optimization.optimizers import read_optimizers
 from .optimization.precision import Precision
 from .processes.environment import Place, find_place, restart_count, wants_public_torch
-from .processes.layout_report import call_the_roll, check_place
+from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .processes.sync import Agreement
-from .run import WORDS, Request, Run
+from .run import DOING_OF_STAGE, Request, Run
 from .strategies import STRATEGIES
 from .strategies import __getattr__ as strategy_class
 from .strategies.strategy import Strategy
@@ -90,14 +90,14 @@ def join(run: Run, request: Request) -> None:
     place = run.membership.connect(run.watchdog.place)
     check_place(trainer, place)
     strategy.join(place, trainer.device_list, trainer.precision)
-    call_the_roll(strategy)
+    report_layout(strategy)
     threads = trainer.threads or (1 if run.bitwise else None)
     run.undo.enter_context(kernels.settings(trainer.deterministic or run.bitwise, trainer.detect_anomaly, threads))
     run.undo.callback(strategy.teardown)
     seed_generators(mix(trainer.seed))
     run.undo.callback(trainer.saver.release)
     find_directory(run, request)
-    run.membership.introduce()
+    run.membership.adopt_settings()
     restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
     run.undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
@@ -124,7 +124,7 @@ def check_task(task: Any, request: Request) -> None:
     for owner in (task, request.datamodule):
         if owner is not None:
             owner.require_hyperparameters()
-    step = f"{WORDS[stage] if stage != 'fit' else 'training'}_step"
+    step = f"{DOING_OF_STAGE[stage] if stage != 'fit' else 'training'}_step"
     for name in (step, "configure_optimizers" if stage == "fit" else None):
         ready = name == "predict_step" and task.predict_step is not None
         if name is not None and not ready and not overrides(task, Task, name):
@@ -133,8 +133,8 @@ def check_task(task: Any, request: Request) -> None:
         raise TaskError(
             f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
         )
-    check_nones(task, Task, (*STEPS, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
-    for name in STEPS:
+    check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
+    for name in STEP_NAMES:
         if overrides(task, Task, name):
             count_arguments(task, name)
 
@@ -269,7 +269,7 @@ def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path 
     return str(path)
 
 
-def build(run: Run) -> None:
+def set_up(run: Run) -> None:
     """Call the set-up hooks, place the task, make loaders and optimizers, and take over the checkpoint."""
     trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
     trainer.saver.attend(trainer.run_dir)
@@ -299,7 +299,7 @@ def build(run: Run) -> None:
     if run.checkpoint is not None:
         run.hooks.call("on_load_checkpoint", run.checkpoint)
         run.other_dtypes = fingerprint.other_dtypes(task, run.checkpoint)
-        restore.load_weights(task, run.checkpoint, task.strict_loading, strategy.load_model_state)
+        restore.load_task_weights(task, run.checkpoint, task.strict_loading, strategy.load_model_state)
         del run.checkpoint["state_dict"]  # before there are optimizers
     make_loaders(run)
     if stage == "fit":
@@ -307,7 +307,7 @@ def build(run: Run) -> None:
     choose_transfer(run)
     one_order = run.bitwise or strategy.elastic is not None
     run.by_replica = stage == "fit" and task.automatic_optimization and (run.local_replicas > 1 or one_order)
-    strategy.take_replicas(run.layout, bitwise=one_order and run.by_replica)
+    strategy.set_layout(run.layout, bitwise=one_order and run.by_replica)
     strategy.setup(task, run.optimization.optimizers, run.local_replicas)
     run.gradient_scale = strategy.gradient_scale
     if stage == "fit":
@@ -511,7 +511,7 @@ def choose_transfer(run: Run) -> None:
             batch = to_device(batch, device)
         batch = precision.convert_batch(batch)
         if bitwise:
-            batch = aligned(batch)
+            batch = with_allocated_memory(batch)
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
 
     run.transfer = transfer

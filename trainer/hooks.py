@@ -143,16 +143,21 @@ def check_nones(instance: object, base: type, switched_off: Iterable[str]) -> No
             raise TaskError(f"{type(instance).__qualname__}.{name} is None, but it is called: leave it as it was.")
 
 
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-LOADERS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
+STEP_NAMES = ("training_step", "validation_step", "test_step", "predict_step")
+LOADER_HOOKS = ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader")
 CONFIGURERS = (
     *("configure_optimizers", "configure_model", "configure_blocks", "configure_callbacks"),
     "configure_gradient_clipping",
 )
-TASK_METHODS = (*STEPS, *LOADERS, *CONFIGURERS, *(name for name in vars(DataHooks) if not name.startswith("_")))
+TASK_METHODS = (
+    *STEP_NAMES,
+    *LOADER_HOOKS,
+    *CONFIGURERS,
+    *(name for name in vars(DataHooks) if not name.startswith("_")),
+)
 
 MOST = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
-NAMES = ("batch", "batch_idx", "dataloader_idx")
+HOOK_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 
 
 def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
@@ -174,7 +179,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     wrong = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     wrong += [p.name for p in positional[MOST[step] :] if p.default is p.empty]
     if wrong or not positional:
-        accepted = ", ".join(NAMES[: MOST[step]])
+        accepted = ", ".join(HOOK_ARGUMENTS[: MOST[step]])
         named = ", ".join(parameter.name for parameter in parameters)
         raise TaskError(
             f"{type(task).__name__}.{step}({named}) cannot be called: it is given ({accepted}), or the first of them; "

@@ -34,7 +34,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     errors = Errors()
     try:
         build.join(run, request)
-        build.build(run)
+        build.set_up(run)
         yield run
     except BaseException as caught:
         errors.first = error = named(run, caught)

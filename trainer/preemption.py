@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .checkpoints.store import CHECKPOINTS, directory_name
-from .data.steps import Turn
+from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
 from .processes.environment import slurm_job
-from .processes.signals import RESUME_ME, SignalWatch, attended, leave
+from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,16 +55,16 @@ class Preemption:
             with self.watch:
                 yield
             return
-        with signals_attended(), attended(self._note, self.watch):
+        with signals_attended(), handling_end_signals(self._note, self.watch):
             yield
         if self.signal and not self.leaving:  # it came when all was done
-            leave(self.signal)
+            raise_for_signal(self.signal)
 
     def _note(self, number: int) -> None:
         self.signal = max(self.signal, number)
         if not self.started and not self.leaving:
             self.leaving = True
-            leave(number)
+            raise_for_signal(number)
         self.run.agreement.hurry()
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class Preemption:
         if self.run.agreement.signal:
             raise Preempted
 
-    def until_told(self, turns: Iterable[Turn]) -> Iterator[Turn]:
+    def until_told(self, turns: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
         """Yield the turns of a validation; raise Preempted, on every rank, where one of them is told to end."""
         if not self.started:
             yield from turns
@@ -97,11 +97,11 @@ class Preemption:
             if (turn.dataloader_idx, turn.batch_idx) != place:
                 place = turn.dataloader_idx, turn.batch_idx
                 if rounds >= agreement.next_round:
-                    agreement.meet_in_evaluation(rounds, False, self.signal)
+                    agreement.agree_in_evaluation(rounds, False, self.signal)
                     self.stop_if_agreed()
                 rounds += 1
             yield turn
-        while not agreement.meet_in_evaluation(rounds, True, self.signal):
+        while not agreement.agree_in_evaluation(rounds, True, self.signal):
             self.stop_if_agreed()
 
     # --- the end ----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
 from .data.sampling import Layout
-from .data.steps import StepInput, Turn
+from .data.steps import ReplicaBatch, StepInput
 from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError
 from .hooks import Calls, Hooks, count_arguments, fitted
@@ -32,7 +32,7 @@ from .undo import Undo
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-WORDS = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
+DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """How the hooks and steps of a stage are named."""
 
 
@@ -60,7 +60,7 @@ class Request:
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
         """Make a request; a data module may stand in the place of a loader, as in Lightning."""
         request = cls(stage, task, datamodule, **where)
-        request.take_loaders(**{WORDS[stage]: loader})
+        request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
         return request
 
     @classmethod
@@ -91,7 +91,7 @@ class Request:
         if self.stage == "fit":
             train, validation = self.loaders.get("train"), self.loaders.get("validation")
             return trainer.fit(self.task, train, validation, self.datamodule, resume=self.resume)
-        loader, where = self.loaders.get(WORDS[self.stage]), self.weights
+        loader, where = self.loaders.get(DOING_OF_STAGE[self.stage]), self.weights
         if self.stage == "predict":
             return trainer.predict(self.task, loader, self.datamodule, where, self.keep_outputs)
         return getattr(trainer, self.stage)(self.task, loader, where, self.verbose, self.datamodule)
@@ -113,7 +113,7 @@ class Run:
     def __init__(self, trainer: "Trainer", request: Request) -> None:
         self.stage, self.task, self.datamodule = request.stage, request.task, request.datamodule
         self.trainer, self.state, self.strategy = trainer, trainer.state, trainer.strategy
-        self.open, self.doing = True, WORDS[request.stage]
+        self.open, self.doing = True, DOING_OF_STAGE[request.stage]
         self.given = request.loaders
         self.undo = Undo()
         self.checkpoint: dict[str, Any] | None = None
@@ -203,7 +203,7 @@ class Run:
         if self.optimization.schedulers:
             self.optimization.step_schedulers("step", state.global_step)
 
-    def end_step(self, turn: Turn | None, outputs: Any, batch: Any) -> None:
+    def end_step(self, turn: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
         """Call on_train_batch_end for the step's last batch; where this process had none, of those that act together.
 
         What these callbacks log then counts for nothing.
@@ -236,13 +236,15 @@ class Run:
         self.strategy.timeouts.end_startup()
         checks, agreement, step = self.trainer.nan == "raise", self.agreement, self.state.global_step
         together = self.strategy.data_ranks is self.strategy.collectives
-        words = agreement.words(step, self.trainer.should_stop, self.preemption.signal) if together else []
+        contribution = (
+            agreement.contribution(step, self.trainer.should_stop, self.preemption.signal) if together else []
+        )
         try:
-            reduced, highest = self.metrics.log_point(checks, words)
+            reduced, highest = self.metrics.log_point(checks, contribution)
         except NonFiniteError as error:
             raise explained(self, error) from None
         if together:
-            agreement.settle(step, highest)
+            agreement.apply(step, highest)
         else:
             self.trainer.agree()
         if self.optimization.guard is not None:
@@ -273,7 +275,7 @@ class Run:
         self.strategy.timeouts.end_startup()
         self.agreement.meet(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
         self.preemption.stop_if_agreed()
-        self.membership.heed(self.agreement.roster)
+        self.membership.check_members(self.agreement.generation)
 
     def start_training(self) -> None:
         """Begin with training, or go on with it."""

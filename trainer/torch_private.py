@@ -313,7 +313,7 @@ def _has_local_tensor() -> bool:
     return "_local_tensor" in DTensor.__slots__ or "_local_tensor" in DTensor.__annotations__
 
 
-LOCAL = Shortcut(
+LOCAL_TENSOR = Shortcut(
     "DTensor._local_tensor",
     "a process of a pipeline with cut layers keeps the memory of the other processes' stages",
     _has_local_tensor,
@@ -325,7 +325,7 @@ def local_part(tensor: Any) -> Tensor:
     if not hasattr(tensor, "to_local"):
         whole: Tensor = tensor
         return whole
-    if LOCAL.usable:
+    if LOCAL_TENSOR.usable:
         part: Tensor = tensor._local_tensor
     else:
         with torch.no_grad():
@@ -337,7 +337,7 @@ def set_local_data(tensor: Any, data: Tensor) -> None:
     """Let this rank's part of a tensor have other memory; by the public way that of a DTensor keeps its own."""
     if not hasattr(tensor, "to_local"):
         tensor.data = data
-    elif LOCAL.usable:
+    elif LOCAL_TENSOR.usable:
         tensor._local_tensor.data = data
 
 
@@ -384,12 +384,12 @@ class _Attributes(MutableMapping[str, Any]):
         delattr(self.module, name)
 
 
-def parameters_of(module: nn.Module) -> Tensors:
+def own_parameters(module: nn.Module) -> Tensors:
     """Return a module's own parameters by name."""
     return module._parameters if DICTS.usable else _Attributes(module, "parameters")
 
 
-def buffers_of(module: nn.Module) -> Tensors:
+def own_buffers(module: nn.Module) -> Tensors:
     """Return a module's own buffers by name, those that are None too."""
     return module._buffers if DICTS.usable else _Attributes(module, "buffers")
 
@@ -408,32 +408,32 @@ def put_child(module: nn.Module, name: str, value: Any) -> None:
         setattr(module, name, value)
 
 
-Parts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
+ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """The parameters, buffers and children of a module by name."""
 
 
-def parts_of(module: nn.Module) -> Parts:
+def module_parts(module: nn.Module) -> ModuleParts:
     """Return the parameters, buffers and children of a module."""
     if DICTS.usable:
         return module._parameters, module._buffers, module._modules
     named = module.named_modules(remove_duplicate=False)  # named_children leaves out a child's second name
     children: dict[str, Any] = {name: child for name, child in named if name and "." not in name}
-    return dict(parameters_of(module)), dict(buffers_of(module)), children
+    return dict(own_parameters(module)), dict(own_buffers(module)), children
 
 
-def take_parts(module: nn.Module, parts: Parts) -> None:
+def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
     """Let a module have these parameters, buffers and children instead of its own."""
     if DICTS.usable:
         module._parameters, module._buffers, module._modules = parts
         return
     kept = {name for one in parts for name in one}
-    for name in [name for one in parts_of(module) for name in one if name not in kept]:
+    for name in [name for one in module_parts(module) for name in one if name not in kept]:
         delattr(module, name)
     parameters, buffers, children = parts
     for name, value in {**parameters, **children}.items():
         setattr(module, name, value)
     for name, value in buffers.items():
-        if name in buffers_of(module):
+        if name in own_buffers(module):
             setattr(module, name, value)
         else:
             module.register_buffer(name, value)
@@ -645,7 +645,7 @@ def _has_optimizer_marks() -> bool:
     )
 
 
-STEPS = Shortcut(
+OPTIMIZER_STEP_HOOKS = Shortcut(
     "torch.optim.Optimizer's hooks of a step", "an optimizer's step takes 25 us longer", _has_optimizer_marks
 )
 STEPPED = Shortcut(
@@ -661,7 +661,7 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     Torch spends 25 us a step on marks for its profiler; they are left out while none runs, where nothing is hooked to
     the step and nobody but a learning rate scheduler has replaced it.
     """
-    if not STEPS.usable:
+    if not OPTIMIZER_STEP_HOOKS.usable:
         return optimizer.step  # type: ignore[no-any-return]
     own = optimizer.__dict__.get("step")
     function = type(optimizer).step if own is None else _behind_scheduler(own)

@@ -69,7 +69,7 @@ class Trainer(TrainerView):
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
         if run_in_workers.is_needed(self, request):
-            run_in_workers.run(self, request)
+            run_in_workers.run_in_workers(self, request)
             return
         self.state, self.run_dir, self.should_stop = State(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
@@ -268,7 +268,7 @@ class Trainer(TrainerView):
         """Run validate, test or predict; without a task that of the run before, with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
         if run_in_workers.is_needed(self, request):
-            found: list[Any] = run_in_workers.run(self, request)
+            found: list[Any] = run_in_workers.run_in_workers(self, request)
             return found
         with lifecycle.begin(self, request) as run:
             outputs = self.evaluate(run.doing, keep_outputs=request.keep_outputs)

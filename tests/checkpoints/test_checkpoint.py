@@ -59,7 +59,7 @@ def test_resolve_tells_what_it_looked_for(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is a file; a Legato checkpoint is a directory"):
         store.resolve(tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        store.read(tmp_path / "gone")
+        store.read_checkpoint(tmp_path / "gone")
     assert store.newest_whole(tmp_path / "gone") is None
     assert store.all_in(tmp_path / "gone") == []
     store.sweep(tmp_path / "gone")
@@ -109,7 +109,7 @@ def test_extra_files_are_part_of_it(tmp_path: Path) -> None:
     store.verify(tmp_path / "one")
     (tmp_path / "one" / "config.yaml").write_text("a: 2")
     with pytest.raises(CheckpointError, match=r"config\.yaml is damaged"):
-        store.read(tmp_path / "one")
+        store.read_checkpoint(tmp_path / "one")
     for name in ("../evil", "/evil", "manifest.json", "state.json", "", ".."):
         with pytest.raises(CheckpointError, match="cannot be a file of a checkpoint"):
             store.write(tmp_path / "two", example(), extra_files={name: Path.touch})
@@ -134,7 +134,7 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
     assert len(set(seen)) == 1
     assert writer.memory is None
     for step, path in enumerate(store.all_in(tmp_path)):
-        back = store.read(path)
+        back = store.read_checkpoint(path)
         assert back["list"] == [step]
         assert torch.equal(back["state_dict"]["a"], torch.full((1000, 300), float(step)))
         assert torch.equal(back["state_dict"]["b"], back["state_dict"]["a"])
@@ -149,7 +149,7 @@ def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> No
         contents["numbers"] = {"c": torch.rand(size, dtype=torch.complex64), "array": np.arange(size)}
         writer.save(tmp_path / str(step), contents)
         writer.wait()
-        back = store.read(tmp_path / str(step))
+        back = store.read_checkpoint(tmp_path / str(step))
         for file in contents:
             assert all(
                 torch.equal(torch.as_tensor(back[file][name]), torch.as_tensor(value))
@@ -176,7 +176,7 @@ def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path) -> None
     writer.check()
     writer.save(tmp_path / "two", example(7))
     writer.close()
-    assert store.read(tmp_path / "two")["global_step"] == 7
+    assert store.read_checkpoint(tmp_path / "two")["global_step"] == 7
 
 
 def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
         " (time.sleep(0.5), path.touch())})\nraise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "one")], timeout=120).returncode == 3
-    assert torch.equal(store.read(tmp_path / "one")["a"], torch.ones(9))
+    assert torch.equal(store.read_checkpoint(tmp_path / "one")["a"], torch.ones(9))
 
 
 MEMORY = """

@@ -35,7 +35,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
 def reseal(directory: Path) -> None:
     """Make the manifest fit what the files hold now, as someone with intent would."""
     files = {name: file_sum(directory / name) for name in FILES[:3]}
-    (directory / "manifest.json").write_bytes(manifest.dump(files))
+    (directory / "manifest.json").write_bytes(manifest.dump_manifest(files))
 
 
 # ---------------------------------------------------------------------------------------------- damage
@@ -60,7 +60,7 @@ def test_every_flipped_bit_and_every_cut_is_found(
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
             store.verify(newer)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        store.read(newer)
+        store.read_checkpoint(newer)
     with caplog.at_level(logging.WARNING, logger="legato"):
         assert store.newest_whole(newer.parent) == older
     assert "step-00000002 is passed over" in caplog.text
@@ -73,18 +73,18 @@ def test_what_is_no_file_of_its_own_is_refused(two: tuple[Path, Path], tmp_path:
         kept = tmp_path / name
         shutil.move(newer / name, kept)
         with pytest.raises(CheckpointError, match=rf"{name} is missing"):
-            store.read(newer)
+            store.read_checkpoint(newer)
         (newer / name).symlink_to(kept)
         with pytest.raises(CheckpointError, match=rf"{name} is a link"):
-            store.read(newer)
+            store.read_checkpoint(newer)
         (newer / name).unlink()
         os.mkfifo(newer / name)  # opening it would wait for ever
         with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
-            store.read(newer)
+            store.read_checkpoint(newer)
         (newer / name).unlink()
         (newer / name).mkdir()
         with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
-            store.read(newer)
+            store.read_checkpoint(newer)
         (newer / name).rmdir()
         shutil.move(kept, newer / name)
     store.verify(newer)
@@ -95,7 +95,7 @@ def test_what_is_no_file_of_its_own_is_refused(two: tuple[Path, Path], tmp_path:
 
 def good_manifest() -> dict[str, object]:
     entry = Sum(3, "ab" * 32)
-    loaded = json.loads(manifest.dump(dict.fromkeys(FILES[:3], entry)))
+    loaded = json.loads(manifest.dump_manifest(dict.fromkeys(FILES[:3], entry)))
     assert isinstance(loaded, dict)
     return loaded
 
@@ -132,10 +132,10 @@ def good_manifest() -> dict[str, object]:
 )
 def test_manifest_says_which_field_is_wrong(change: Callable[[dict[str, object]], object], words: str) -> None:
     body = good_manifest()
-    manifest.parse(json.dumps(body).encode())
+    manifest.parse_manifest(json.dumps(body).encode())
     change(body)
     with pytest.raises(CheckpointError, match=words):
-        manifest.parse(json.dumps(body).encode())
+        manifest.parse_manifest(json.dumps(body).encode())
 
 
 HOSTILE_JSON = [
@@ -147,12 +147,12 @@ HOSTILE_JSON = [
 @pytest.mark.parametrize("data", HOSTILE_JSON)
 def test_hostile_json_is_refused(data: bytes, two: tuple[Path, Path]) -> None:
     with pytest.raises(CheckpointError, match=r"manifest\.json"):
-        manifest.parse(data)
+        manifest.parse_manifest(data)
     _, newer = two
     (newer / "state.json").write_bytes(data)
     reseal(newer)
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        store.read(newer)
+        store.read_checkpoint(newer)
 
 
 def test_deep_but_valid_json_is_refused() -> None:
@@ -230,7 +230,7 @@ def test_a_tensor_header_that_lies_is_refused(data: bytes, two: tuple[Path, Path
     (newer / "model.safetensors").write_bytes(data)
     reseal(newer)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        store.read(newer)
+        store.read_checkpoint(newer)
 
 
 # ---------------------------------------------------------------------------------------------- fuzz
@@ -295,7 +295,7 @@ def outcome(read: Callable[[], object]) -> str:
 
 def test_fuzz_manifest() -> None:
     generator, seed = random.Random(0), json.dumps(good_manifest()).encode()
-    outcomes = [outcome(lambda: manifest.parse(mutated(seed, generator))) for _ in range(6000)]
+    outcomes = [outcome(lambda: manifest.parse_manifest(mutated(seed, generator))) for _ in range(6000)]
     assert outcomes.count("refused") > 5500
 
 
@@ -352,7 +352,7 @@ json_values = st.recursive(
 @given(value=json_values)
 def test_any_json_value_is_read_or_refused(value: object) -> None:
     outcome(lambda: format.unflatten({"a": value}, {}))
-    outcome(lambda: manifest.parse(json.dumps(value).encode()))
+    outcome(lambda: manifest.parse_manifest(json.dumps(value).encode()))
 
 
 def test_fuzz_foreign_files(tmp_path: Path) -> None:

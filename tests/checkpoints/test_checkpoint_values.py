@@ -130,7 +130,7 @@ def test_whatever_is_taken_apart_is_put_together(contents: dict[str, object]) ->
 def test_whatever_goes_in_comes_out(contents: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("value")
     store.write(folder / "one", contents)
-    assert same(store.read(folder / "one"), native_order(contents))
+    assert same(store.read_checkpoint(folder / "one"), native_order(contents))
     shutil.rmtree(folder)
 
 
@@ -163,7 +163,7 @@ def test_real_training_state_survives(tmp_path: Path) -> None:
         "rng": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
     }
     store.write(tmp_path / "one", contents)
-    back = store.read(tmp_path / "one")
+    back = store.read_checkpoint(tmp_path / "one")
     assert all(torch.equal(back["state_dict"][name], value) for name, value in model.state_dict().items())
     optimizer.load_state_dict(back["optimizer"])
     for scheduler, state in zip(schedulers, back["schedulers"], strict=True):

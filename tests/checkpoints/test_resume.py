@@ -225,7 +225,7 @@ def test_an_optimizer_of_another_class_is_refused_before_training(trainer, tmp_p
     first = trainer()
     first.fit(Optimized(was), make_loader())
     first.save_checkpoint(tmp_path / "first")
-    saved = store.read(tmp_path / "first")
+    saved = store.read_checkpoint(tmp_path / "first")
     if not told:
         del saved["numerics"]["optimizers"]
     store.write(tmp_path / "second", saved)

@@ -173,7 +173,7 @@ def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything takes a hundredth of its time."""
     monkeypatch.setattr(run_lock, "is_local", lambda folder: False)
-    for name in ("BEAT", "SILENCE", "ENDING", "CONTEST", "MOMENT"):
+    for name in ("BEAT", "SILENCE", "RELEASE_WAIT", "CONTEST", "MOMENT"):
         monkeypatch.setattr(run_lock, name, getattr(run_lock, name) / 25)
 
 

@@ -18,7 +18,7 @@ from legato.callbacks import Checkpoint, EarlyStopping
 from legato.trainer.__main__ import main
 from legato.trainer.arguments import TrainerArguments
 from legato.trainer.commands.check import trial
-from legato.trainer.commands.check.check import check
+from legato.trainer.commands.check.check import try_run
 from legato.trainer.commands.check.report import Report, count_kept
 from legato.trainer.commands.check.trial import Notes
 
@@ -100,7 +100,7 @@ def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
     arguments = TrainerArguments(
         strategy="ddp", devices=2, accelerator="cpu", max_epochs=10**12, callbacks=callbacks, logger=False
     )
-    report = check(arguments, task, data)
+    report = try_run(arguments, task, data)
     gradients, checkpoint, stopping, space = report.problems
     assert gradients.startswith("No gradient reaches head.bias (rank 1), head.weight (rank 1). Freeze what no loss")
     assert "find_unused_parameters=true" in gradients
@@ -123,7 +123,7 @@ def test_faults_of_stages_and_places(folder: Path) -> None:
     (folder / "runs").write_text("in the way")
     before = files(folder)
     task, data = parts(fault="test plateau")
-    report = check(TrainerArguments(**ALONE, replicas=2), task, data)
+    report = try_run(TrainerArguments(**ALONE, replicas=2), task, data)
     root, stage, schedule = report.problems
     assert root.startswith(f"The run root {folder / 'runs'} cannot be written to: ")
     assert stage.startswith("test: ValueError (rank 0): a bug in the test\n")
@@ -139,7 +139,7 @@ def test_faults_of_stages_and_places(folder: Path) -> None:
 
 def test_a_state_that_no_checkpoint_holds(folder: Path) -> None:
     task, data = parts(fault="state")
-    report = check(TrainerArguments(**ALONE), task, data)
+    report = try_run(TrainerArguments(**ALONE), task, data)
     assert report.tried == ["test"]
     (problem,) = report.problems
     assert problem.startswith("fit: odd is an object; a checkpoint holds JSON values and tensors.")
@@ -149,7 +149,7 @@ def test_what_cannot_be_sent_is_checked_in_this_process(folder: Path) -> None:
     task, data = parts(fault="unused")
     task.lock = threading.Lock()
     before = files(folder)
-    report = check(lg.Trainer(**ALONE, enable_checkpointing=False, logger=False), task, data)
+    report = try_run(lg.Trainer(**ALONE, enable_checkpointing=False, logger=False), task, data)
     (problem,) = report.problems
     assert problem.startswith("No gradient reaches head.bias, head.weight. Freeze what no loss uses")
     assert "find_unused" not in problem
@@ -232,11 +232,11 @@ def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.Mo
     assert "2; 3.3 min for 100 steps, or less: only the first steps were tried" in report.text()
     monkeypatch.setattr(trial, "SECONDS", 60.0)
     for accumulate, steps in ((4, 2), (1, 11)):  # not to the end of the epoch
-        report = check(TrainerArguments(**ALONE, accumulate_grad_batches=accumulate), *parts())
+        report = try_run(TrainerArguments(**ALONE, accumulate_grad_batches=accumulate), *parts())
         assert len(report.notes[0].seconds) == steps
     monkeypatch.setattr(trial, "MOST_STEPS", 5)
-    report = check(TrainerArguments(**ALONE), *parts())
+    report = try_run(TrainerArguments(**ALONE), *parts())
     assert len(report.notes[0].seconds) == 5
     monkeypatch.setattr(trial, "SECONDS", 0.0)
-    report = check(TrainerArguments(**ALONE), *parts())
+    report = try_run(TrainerArguments(**ALONE), *parts())
     assert len(report.notes[0].seconds) == 2

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 import legato as lg
 from legato.trainer.__main__ import main
 from legato.trainer.commands.plan.plan import Plan, render, render_seen, replicas_by_rank
-from legato.trainer.commands.plan.sources import Words, make
-from legato.trainer.commands.plan.state_size import KEPT, by_hand, measure, shown
+from legato.trainer.commands.plan.sources import PlanArguments, make
+from legato.trainer.commands.plan.state_size import VALUES_PER_PARAMETER, by_hand, measure, shown
 from legato.trainer.data.dealing import Dealing, DealtData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.errors import ConfigError
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(*arguments: str) -> Plan:
-    words, rest = Words.read(["line.yaml", *arguments])
+    words, rest = PlanArguments.read(["line.yaml", *arguments])
     return make(words, rest)
 
 
@@ -179,7 +179,7 @@ def test_optimizer_state_is_what_a_real_step_leaves(word: str, kind: str, option
 
 def test_every_word_for_an_optimizer_was_tried() -> None:
     (marks,) = (mark for mark in test_optimizer_state_is_what_a_real_step_leaves.pytestmark)  # type: ignore[attr-defined]
-    assert {case[0] for case in marks.args[1]} == set(KEPT)
+    assert {case[0] for case in marks.args[1]} == set(VALUES_PER_PARAMETER)
 
 
 def test_state_by_hand() -> None:

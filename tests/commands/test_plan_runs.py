@@ -8,7 +8,7 @@ import pytest
 from plan_cases import Cuttable, Rated, look
 
 from legato.trainer.commands.plan.plan import Plan
-from legato.trainer.commands.plan.sources import Words, make
+from legato.trainer.commands.plan.sources import PlanArguments, make
 from legato.trainer.processes.environment import run_workers
 
 FIELDS = ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes")
@@ -51,7 +51,7 @@ def plan_of(folder: Path, kind, arguments, options) -> Plan:
         "trainer": {"accelerator": "cpu", "max_epochs": 1, **options},
     }
     (folder / "plan.yaml").write_text(json.dumps(config))
-    words, rest = Words.read([str(folder / "plan.yaml")])
+    words, rest = PlanArguments.read([str(folder / "plan.yaml")])
     return make(words, rest)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from legato.trainer.config import config, read
-from legato.trainer.config.read import Entry, dump, parse
+from legato.trainer.config.read import Entry, dump_yaml, parse_yaml
 from legato.trainer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("config_folder")
@@ -78,10 +78,10 @@ def attempt(action: Callable[[], config.Config]) -> config.Config | None:
 @bounded
 @given(nearly | st.dictionaries(keys, plain, max_size=5))
 def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> None:
-    found = attempt(lambda: config.check(entry(values)))
+    found = attempt(lambda: config.check_entry(entry(values)))
     if found is not None:
         Path("again.yaml").write_text(found.text(), newline="")
-        assert repr(config.load(["again.yaml"]).values) == repr(found.values)
+        assert repr(config.load_config(["again.yaml"]).values) == repr(found.values)
 
 
 @bounded
@@ -92,23 +92,23 @@ def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> N
 def test_any_file_and_override_make_a_config_or_a_config_error(content: str | bytes, overrides: list[str]) -> None:
     data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
     Path("any.yaml").write_bytes(data)
-    attempt(lambda: config.load(["base.yaml", "any.yaml", *overrides]))
-    attempt(lambda: config.load(["any.yaml"]))
+    attempt(lambda: config.load_config(["base.yaml", "any.yaml", *overrides]))
+    attempt(lambda: config.load_config(["any.yaml"]))
 
 
 @bounded
 @given(st.dictionaries(text | words, plain, max_size=5))
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
-    Path("data.yaml").write_text(dump(values), newline="")
-    assert repr(parse(Path("data.yaml").read_bytes().decode(), "data.yaml").plain() or {}) == repr(values)
+    Path("data.yaml").write_text(dump_yaml(values), newline="")
+    assert repr(parse_yaml(Path("data.yaml").read_bytes().decode(), "data.yaml").plain() or {}) == repr(values)
 
 
 @bounded
 @given(st.dictionaries(text, plain, max_size=5))
 def test_what_is_escaped_is_no_interpolation(values: dict[str, Any]) -> None:
     values.pop("extends", None)
-    Path("data.yaml").write_text(dump(read.escape(values)), newline="")
-    assert repr(read.read(["data.yaml"]).plain()) == repr(values)
+    Path("data.yaml").write_text(dump_yaml(read.escape(values)), newline="")
+    assert repr(read.read_config(["data.yaml"]).plain()) == repr(values)
 
 
 @pytest.mark.parametrize("bomb", ["aliases", "interpolations", "brackets"])
@@ -120,13 +120,13 @@ def test_small_files_cannot_stand_for_large_data(bomb: str) -> None:
         lines.append(f"  {name}: {f'&{name} ' if bomb == 'aliases' else ''}[{', '.join([item] * 10)}]")
     write("bomb.yaml", "\n".join(lines) if bomb != "brackets" else "a: " + "[" * 5000)
     with pytest.raises(ConfigError, match=r"more than 100000 values|nested too deeply"):
-        config.load(["bomb.yaml"])
+        config.load_config(["bomb.yaml"])
 
 
 @given(st.floats(allow_nan=False))
 @settings(deadline=None, max_examples=100)
 def test_numbers_keep_their_value(number: float) -> None:
-    found = parse(dump({"a": number}), "x").plain()["a"]
+    found = parse_yaml(dump_yaml({"a": number}), "x").plain()["a"]
     assert isinstance(found, float)
     assert found == number
     assert math.copysign(1, found) == math.copysign(1, number)

@@ -16,7 +16,7 @@ from tiny import Tiny
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from legato.trainer.data.loaders import read
+from legato.trainer.data.loaders import iterate_loader
 from legato.trainer.data.workers import Shield
 from legato.trainer.errors import DataError
 
@@ -120,7 +120,7 @@ def test_a_batch_that_breaks_off_is_told_by_the_worker_that_ended(end, kind, wor
     batches = Broken(0.2, end)
     try:
         with pytest.raises(kind, match=words):
-            next(read(batches))
+            next(iterate_loader(batches))
     finally:
         for worker in batches._workers:
             worker.kill()

@@ -116,7 +116,7 @@ def test_lost_weights_are_not_saved(trainer, tmp_path):
         fit(made, Hurt(batches=[1], only_gradient=True))
     kept = store.all_in(made.run_dir / "checkpoints")
     assert [path.name for path in kept] == ["step-00000001"]
-    assert all(value.isfinite().all() for value in store.read(kept[0])["state_dict"].values())
+    assert all(value.isfinite().all() for value in store.read_checkpoint(kept[0])["state_dict"].values())
 
 
 def test_ignore_trains_on_but_keeps_the_last_good_checkpoint(trainer, caplog):
@@ -128,7 +128,7 @@ def test_ignore_trains_on_but_keeps_the_last_good_checkpoint(trainer, caplog):
     assert [path.name for path in store.all_in(made.run_dir / "checkpoints")] == ["step-00000002"]
     assert "Step 3 is not saved" in caplog.text
     assert "weights after step 5 are not finite" in caplog.text
-    assert store.read(made.run_dir / "asked")["global_step"] == 5
+    assert store.read_checkpoint(made.run_dir / "asked")["global_step"] == 5
 
 
 def test_frozen_parameters_and_buffers_may_be_infinite(trainer):

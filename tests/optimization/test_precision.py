@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from legato.trainer.errors import CheckpointError, ConfigError
-from legato.trainer.optimization.precision import NAMES, Precision
+from legato.trainer.optimization.precision import PRECISIONS, Precision
 
 Pair = namedtuple("Pair", "image label")
 
@@ -76,7 +76,7 @@ def train_by_hand(name, model, batches, accumulate=1):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_every_precision_trains_bit_for_bit_like_the_loop_written_by_hand(name, accumulate):
     batches = make_batches()
     ours, theirs = make_model(), make_model()
@@ -254,7 +254,7 @@ def test_a_state_that_is_none_is_refused(state):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRECISIONS)
 def test_every_precision_trains_on_a_gpu(name):
     precision, model = Precision(name, "cuda"), make_model().cuda()
     batches = [(image.cuda(), label.cuda()) for image, label in make_batches(20)]

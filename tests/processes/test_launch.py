@@ -106,10 +106,10 @@ from legato.trainer.processes import environment
 for variables, init_method in json.loads(sys.argv[1]):
     os.environ.update(variables)
     place = environment.find_place()
-    environment.connect(place, "gloo", timedelta(seconds=30), init_method)
+    environment.join_process_group(place, "gloo", timedelta(seconds=30), init_method)
     total = torch.ones(1) * (place.rank + 1)
     distributed.all_reduce(total)
-    environment.disconnect()
+    environment.leave_process_group()
     print(place.origin, place.rank, place.local_rank, place.world_size, place.nodes, total.item(), flush=True)
     for name in variables:
         del os.environ[name]
@@ -157,7 +157,7 @@ from torch import distributed
 from legato.trainer.processes import environment
 
 place = environment.find_place()
-environment.connect(place, "gloo", timedelta(seconds=30))
+environment.join_process_group(place, "gloo", timedelta(seconds=30))
 total = torch.ones(1)
 distributed.all_reduce(total)
 if environment.restart_count() == 0 and place.rank == 1:
@@ -165,7 +165,7 @@ if environment.restart_count() == 0 and place.rank == 1:
 distributed.all_reduce(total)
 line = f"{place.origin} {place.local_rank} {place.world_size} {environment.restart_count()} {total.item()}"
 (pathlib.Path(sys.argv[1]) / f"rank-{place.rank}").write_text(line)
-environment.disconnect()
+environment.leave_process_group()
 """
 
 
@@ -192,22 +192,22 @@ def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"Port {port} of 127.0.0.1.*in use.*init_method"):
-            environment.connect(PAIR, "gloo", TIMEOUT, f"tcp://127.0.0.1:{port}")
+            environment.join_process_group(PAIR, "gloo", TIMEOUT, f"tcp://127.0.0.1:{port}")
         monkeypatch.setenv("MASTER_ADDR", "localhost")
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(ConfigError, match=rf"Port {port} of localhost.*in use.*MASTER_PORT"):
-            environment.connect(PAIR, "gloo", TIMEOUT)
+            environment.join_process_group(PAIR, "gloo", TIMEOUT)
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     short, port = timedelta(seconds=0.5), free_port()
     alone = Place(1, 1, 0, 2, 2, 1, "environment")
     with pytest.raises(ConfigError, match=rf"Rank 1 of 2 found no one at 127.0.0.1:{port} within 0.5 s"):
-        environment.connect(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
+        environment.join_process_group(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=rf"waited 0.5 s at 127.0.0.1:{port} for 2 ranks; missing: 1\."):
-        environment.connect(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")
+        environment.join_process_group(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=r"waited 0.5 s at .*met for 2 ranks; missing: 1\."):
-        environment.connect(PAIR, "gloo", short, (tmp_path / "met").as_uri())
+        environment.join_process_group(PAIR, "gloo", short, (tmp_path / "met").as_uri())
     socket.create_server(("127.0.0.1", port)).close()  # the port is free again
 
 
@@ -217,7 +217,7 @@ def test_a_file_that_an_earlier_run_left_is_named(tmp_path: Path) -> None:
     earlier = FileStore(str(tmp_path / "met"), 2)
     earlier.set("legato/0/0/rank 0", "1")
     with pytest.raises(ConfigError, match=r"Rank 0 of 2 is at .*met already.*delete it"):
-        environment.connect(PAIR, "gloo", TIMEOUT, (tmp_path / "met").as_uri())
+        environment.join_process_group(PAIR, "gloo", TIMEOUT, (tmp_path / "met").as_uri())
 
 
 @pytest.mark.parametrize(
@@ -234,9 +234,9 @@ def test_a_file_that_an_earlier_run_left_is_named(tmp_path: Path) -> None:
 )
 def test_meeting_places_that_are_none(init_method: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        environment.connect(PAIR, "gloo", TIMEOUT, init_method)
+        environment.join_process_group(PAIR, "gloo", TIMEOUT, init_method)
 
 
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="no process group backend 'nccc'"):
-        environment.connect(PAIR, "nccc", TIMEOUT)
+        environment.join_process_group(PAIR, "nccc", TIMEOUT)

@@ -113,7 +113,7 @@ folder = pathlib.Path(sys.argv[1])
 
 def work():
     place = environment.find_place()
-    environment.connect(place, "gloo", timedelta(seconds=60))
+    environment.join_process_group(place, "gloo", timedelta(seconds=60))
     (folder / ("ready-%d" % os.getpid())).touch()
     if place.rank == 0:
         distributed.all_reduce(torch.ones(1))
@@ -148,7 +148,7 @@ from legato.trainer.processes import environment
 
 def work():
     place = environment.find_place()
-    environment.connect(place, "gloo", timedelta(seconds=30))
+    environment.join_process_group(place, "gloo", timedelta(seconds=30))
     total = torch.ones(1)
     distributed.all_reduce(total)
     return f"{place.rank} {place.local_rank} {place.node_rank} {place.world_size} {place.nodes} {total.item()}"

@@ -64,7 +64,7 @@ def children() -> set[int]:
 def join() -> Place:
     place = find_place()
     assert place is not None
-    environment.connect(place, "gloo", TIMEOUT)
+    environment.join_process_group(place, "gloo", TIMEOUT)
     return place
 
 
@@ -143,7 +143,7 @@ def test_the_spawn_method_works_too(tmp_path: Path) -> None:
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         return print
 
-    assert workers.run(lambda: Answer(7), range(1), 1, enter, start_method="spawn") == Answer(7)
+    assert workers.launch_workers(lambda: Answer(7), range(1), 1, enter, start_method="spawn") == Answer(7)
 
 
 def test_a_task_that_cannot_travel_is_refused() -> None:

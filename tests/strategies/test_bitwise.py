@@ -158,7 +158,7 @@ def unlike_ranks(root, processes):
             run(case, root, **{"strategy": "ddp", "devices": processes, **options})
         except ConfigError as error:
             messages.append(str(error))
-    environment.disconnect()
+    environment.leave_process_group()
     return messages
 
 

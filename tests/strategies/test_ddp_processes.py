@@ -276,11 +276,11 @@ def test_the_caller_may_save_what_the_workers_left(tmp_path):
         made = fit(task, **TWO, max_epochs=1, default_root_dir=tmp_path / str(keeps), enable_checkpointing=keeps)
         made.save_checkpoint(tmp_path / f"weights-{keeps}", weights_only=True)
         again = Net()
-        again.load_state_dict(store.read(tmp_path / f"weights-{keeps}")["state_dict"])
+        again.load_state_dict(store.read_checkpoint(tmp_path / f"weights-{keeps}")["state_dict"])
         assert all(map(torch.equal, again.parameters(), task.parameters()))
         if keeps:
             made.save_checkpoint(tmp_path / "whole")
-            assert store.read(tmp_path / "whole")["global_step"] == made.global_step
+            assert store.read_checkpoint(tmp_path / "whole")["global_step"] == made.global_step
         else:
             with pytest.raises(TaskError, match="no whole checkpoint of its last step"):
                 made.save_checkpoint(tmp_path / "whole-2")

@@ -15,7 +15,7 @@ import legato as lg
 from legato.trainer.errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from legato.trainer.optimization.kernels import modules_named
 from legato.trainer.strategies.mesh.mesh import MeshStrategy
-from legato.trainer.strategies.mesh.sharding import find_blocks
+from legato.trainer.strategies.mesh.sharding import find_sharded_blocks
 from legato.trainer.strategies.mesh.sizes import fit_sizes, read_sizes
 from legato.trainer.strategies.mesh.tensor_plan import read_plan
 
@@ -389,7 +389,7 @@ def test_blocks_are_found_by_class_and_by_size():
     task = GPT()
 
     def found(blocks, task=task):
-        return [type(block).__name__ for block in find_blocks(task, blocks)]
+        return [type(block).__name__ for block in find_sharded_blocks(task, blocks)]
 
     assert found(["Block"]) == ["Block"]
     assert found(["Block", "LayerNorm"])[-2:] == ["LayerNorm", "Block"]  # inner ones first

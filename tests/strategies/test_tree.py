@@ -19,8 +19,8 @@ from legato.trainer.strategies.bitwise.tree import (
     CarryStack,
     GradientStack,
     GradientTree,
-    Node,
     ShareStack,
+    TreeNode,
     partial_nodes,
 )
 
@@ -52,7 +52,7 @@ def test_any_process_count_gives_the_sum_that_the_tree_defines(layout):
     for process in range(layout.processes):
         own = Formula()
         for replica in layout.owned(process):
-            own.push(Node(replica, 0), str(replica))
+            own.push(TreeNode(replica, 0), str(replica))
         assert [node for node, _ in own.waiting] == partial_nodes(layout.owned(process))
         for node, value in own.waiting:
             whole.push(node, value)
@@ -85,13 +85,13 @@ def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_tr
         leaf[:3] = torch.tensor([0.0, -0.0, -0.0])
     alone = GradientStack()
     for replica, (leaf, here) in enumerate(zip(leaves, present, strict=True)):
-        alone.push(Node(replica, 0), [leaf.clone() if here else None])
+        alone.push(TreeNode(replica, 0), [leaf.clone() if here else None])
     (expected,) = alone.total()
     shares = ShareStack()
     for process in range(layout.processes):
         own = GradientStack()
         for replica in layout.owned(process):
-            own.push(Node(replica, 0), [leaves[replica].clone() if present[replica] else None])
+            own.push(TreeNode(replica, 0), [leaves[replica].clone() if present[replica] else None])
         for node, (value,) in own.waiting:
             shares.push(node, torch.full((33,), -0.0) if value is None else value)
     total = shares.total()
@@ -173,7 +173,7 @@ CASES = [
 
 def reduce_all(processes):
     place = environment.find_place()
-    environment.connect(place, "gloo", timedelta(seconds=60))
+    environment.join_process_group(place, "gloo", timedelta(seconds=60))
     try:
         found = {}
         for replicas, last, elements, early in CASES:
@@ -187,7 +187,7 @@ def reduce_all(processes):
         messages = late_gradients(place.rank) if processes == 2 else []
         return found, messages, count_bytes(place.rank, processes)
     finally:
-        environment.disconnect()
+        environment.leave_process_group()
 
 
 def count_bytes(process, processes):

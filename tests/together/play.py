@@ -286,7 +286,7 @@ def result_of(trainer: lg.Trainer, task: Net, problems: list[str]) -> Result:
     present = {path.name for path in store.all_in(run_dir / "checkpoints")}
     if present != set(keeper.scores):
         problems.append(f"on the disk are {sorted(present)}, the callback knows of {sorted(keeper.scores)}")
-    saved = {name: store.read(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
+    saved = {name: store.read_checkpoint(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
     state = {name: value for name, value in trainer.state.to_dict().items() if name != "elapsed"}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not TIMES.search(name)}
     weights = {name: value.detach().clone() for name, value in task.state_dict().items()}

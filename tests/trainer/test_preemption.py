@@ -22,7 +22,7 @@ from forked import Forked
 from waiting import members, wait_until
 
 from legato.trainer.checkpoints import store
-from legato.trainer.processes.signals import RESUME_ME, attended
+from legato.trainer.processes.signals import RESUME_ME, handling_end_signals
 
 SCRIPT = Path(preempted_run.__file__)
 SLOW = {"pace": 0.1}
@@ -212,7 +212,7 @@ def test_an_ignored_signal_stays_ignored():
     heard = []
     before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
-        with attended(heard.append):
+        with handling_end_signals(heard.append):
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM]

@@ -8,7 +8,7 @@ from tiny import Tiny, make_loader
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
-from legato.trainer.data.loaders import read
+from legato.trainer.data.loaders import iterate_loader
 from legato.trainer.torch_private import step_of
 
 MARKS = {"Optimizer.step#SGD.step", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"}
@@ -165,14 +165,14 @@ def test_batches_without_them_are_the_same():
     for dataset in (MoreThanItSays(), torch.arange(3)):
         for workers in (0, 1):
             loader = DataLoader(dataset, batch_size=None, num_workers=workers)
-            assert [int(batch) for batch in read(iter(loader))] == [0, 1, 2]
+            assert [int(batch) for batch in iterate_loader(iter(loader))] == [0, 1, 2]
 
 
 def test_a_stream_longer_than_it_said_is_warned_of():
     loader = DataLoader(MoreThanItSays(), batch_size=None)
     assert len(loader) == 2
     with pytest.warns(UserWarning, match="was reported to be 2.* but 3 samples have been fetched"):
-        assert [int(batch) for batch in read(iter(loader))] == [0, 1, 2]
+        assert [int(batch) for batch in iterate_loader(iter(loader))] == [0, 1, 2]
 
 
 class OnlyNext:
@@ -191,10 +191,10 @@ def test_an_iterator_stays_open_for_another_epoch():
     endless = iter(range(10**9))
     generator = (number for number in endless)
     for start in (0, 2):
-        reader = read(generator)
+        reader = iterate_loader(generator)
         assert [next(reader), next(reader)] == [start, start + 1]
         del reader
-    assert list(read(OnlyNext())) == [2, 1, 0]
+    assert list(iterate_loader(OnlyNext())) == [2, 1, 0]
 
 
 def test_an_iterator_of_its_own_is_read_as_it_is(trainer):
@@ -202,4 +202,4 @@ def test_an_iterator_of_its_own_is_read_as_it_is(trainer):
         def __iter__(self):
             return map(torch.mul, super().__iter__(), iter(lambda: 2, 0))
 
-    assert [int(batch) for batch in read(iter(Doubled(torch.arange(3), None)))] == [0, 2, 4]
+    assert [int(batch) for batch in iterate_loader(iter(Doubled(torch.arange(3), None)))] == [0, 2, 4]

@@ -22,7 +22,7 @@ from torch.utils.tensorboard import SummaryWriter
 import legato as lg
 from legato.trainer import torch_private
 from legato.trainer.arguments import TrainerArguments
-from legato.trainer.commands.check.check import check
+from legato.trainer.commands.check.check import try_run
 from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.loggers.logger import NoExperiment
 from legato.trainer.torch_private import SHORTCUTS, Shortcut, public_only
@@ -80,7 +80,7 @@ def test_the_environment_sets_the_switch_and_check_says_so(monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LEGATO_PUBLIC_TORCH", "1")
     try:
-        report = check(TrainerArguments(accelerator="cpu", max_epochs=1), Tiny(), TinyData())
+        report = try_run(TrainerArguments(accelerator="cpu", max_epochs=1), Tiny(), TinyData())
         assert report.ok
         assert torch_private.remarks() == report.remarks
         assert len(report.remarks) == len(SHORTCUTS)
@@ -215,15 +215,15 @@ class Parted(nn.Module):
 
 def test_the_parts_of_a_module(way):
     module, other = Parted(), Parted()
-    assert set(torch_private.parameters_of(module)) == {"weight"}
-    buffers = torch_private.buffers_of(module)
+    assert set(torch_private.own_parameters(module)) == {"weight"}
+    buffers = torch_private.own_buffers(module)
     assert set(buffers) == {"mean", "late"}
     buffers["late"] = torch.ones(3)
     assert torch.equal(module.late, torch.ones(3))
     assert "late" in module.state_dict()
     other.extra = nn.Linear(2, 2)
     del module.again
-    torch_private.take_parts(module, torch_private.parts_of(other))
+    torch_private.set_module_parts(module, torch_private.module_parts(other))
     assert module.extra is other.extra
     assert module.weight is other.weight
     assert module.late is None
@@ -315,10 +315,10 @@ def test_a_step_of_an_optimizer_and_its_scheduler(way):
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_of_a_loader(way, workers):
-    from legato.trainer.data.loaders import read
+    from legato.trainer.data.loaders import iterate_loader
 
     loader = make_loader(10, num_workers=workers)
-    assert len(list(read(iter(loader)))) == len(loader)
+    assert len(list(iterate_loader(iter(loader)))) == len(loader)
     batches = iter(loader)
     assert len(torch_private.loader_workers(batches)) == (workers if way == "private" else 0)
     torch_private.end_loader_workers(batches)

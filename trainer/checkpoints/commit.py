@@ -79,7 +79,7 @@ def commit(
     def finish(sums: list[dict[str, Sum]]) -> None:
         if first:
             files = {name: found for written in sums for name, found in written.items()}
-            write_bytes(stage / manifest.MANIFEST, manifest.dump(files, owner.run))
+            write_bytes(stage / manifest.MANIFEST, manifest.dump_manifest(files, owner.run))
             sync_folder(stage)
             _swap_in(stage, directory)
 
@@ -225,7 +225,7 @@ def _check_removable(directory: Path, run: str | None) -> None:
         kind = "a link" if directory.is_symlink() else "not there" if not directory.exists() else "no directory"
         raise CheckpointError(f"{directory} is not removed: it is {kind}.")
     try:
-        files, wrote = manifest.load(directory), manifest.run_of(directory)
+        files, wrote = manifest.load_manifest(directory), manifest.run_of(directory)
         foreign = sorted({entry.name for entry in os.scandir(directory)} - {*files, manifest.MANIFEST})
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{directory} is not removed: it does not look like a checkpoint. {error}") from error

@@ -56,7 +56,7 @@ def left_by_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     if weights_only:
         return contents(trainer, weights_only)
     newest = store.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
-    saved = store.read(newest) if newest is not None else {}
+    saved = store.read_checkpoint(newest) if newest is not None else {}
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
             "The run's optimizers ended with its processes, and it kept no whole checkpoint of its last step "
@@ -81,16 +81,20 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
 
     It also says under which argument they were handed over together, if they were.
     """
-    found = {"hyper_parameters": _plain(owner.hparams), "hparams_name": owner.__dict__.get("_hparams_name")}
+    found = {"hyper_parameters": _plain_containers(owner.hparams), "hparams_name": owner.__dict__.get("_hparams_name")}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
 
 
-def _plain(value: Any) -> Any:
+def _plain_containers(value: Any) -> Any:
     """Return mappings and sequences of other kinds, such as OmegaConf's, as dicts and lists."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain_containers(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return tuple(map(_plain, value)) if isinstance(value, tuple) else [_plain(item) for item in value]
+        return (
+            tuple(map(_plain_containers, value))
+            if isinstance(value, tuple)
+            else [_plain_containers(item) for item in value]
+        )
     return value
 
 

@@ -32,7 +32,7 @@ LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimiz
 MISSING = object()
 
 
-class Change(NamedTuple):
+class SettingChange(NamedTuple):
     """A setting that differs from the checkpoint's."""
 
     name: str
@@ -47,11 +47,11 @@ class Change(NamedTuple):
 class Changes:
     """What differs between a checkpoint and the run that goes on from it."""
 
-    samples: list[Change] = field(default_factory=list)
+    samples: list[SettingChange] = field(default_factory=list)
     """What decides which samples make up a step."""
-    taken: list[Change] = field(default_factory=list)
+    taken: list[SettingChange] = field(default_factory=list)
     """What else changes the training, as it is set now."""
-    kept: list[Change] = field(default_factory=list)
+    kept: list[SettingChange] = field(default_factory=list)
     """What is set otherwise now, and restored from the checkpoint."""
     end_epoch: bool = False
     """Whether steps of the epoch are left out since they cannot be dealt out as before."""
@@ -107,10 +107,10 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
         order = None if own_batches else is_plain_shuffle(sampler, samples)
         order = type(chosen).__name__ if order is None else order
     return {
-        "batch_size": _plain(getattr(loader, "batch_size", None)),
+        "batch_size": _plain_or_missing(getattr(loader, "batch_size", None)),
         "dataset length" if dataset is not None else "batches": samples if dealt_out else None,
         "shuffle": order,
-        "drop_last": _plain(getattr(loader, "drop_last", None)),
+        "drop_last": _plain_or_missing(getattr(loader, "drop_last", None)),
     }
 
 
@@ -125,13 +125,13 @@ def _describe_optimizer(run: "Run", optimizer: Optimizer) -> dict[str, Any]:
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain settings of an optimizer's parameter group, without those that choose a kernel."""
-    values = {name: _plain(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
+    values = {name: _plain_or_missing(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
     return {name: value for name, value in values.items() if value is not MISSING}
 
 
 def _describe_scheduler(config: "SchedulerConfig") -> dict[str, Any]:
     scheduler = config.scheduler
-    state = _plain(scheduler.state_dict())
+    state = _plain_or_missing(scheduler.state_dict())
     return {
         "class": type(scheduler).__name__,
         "interval": config.interval,
@@ -154,17 +154,17 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain_or_missing(value: Any) -> Any:
     """Return numbers, text and containers of those; MISSING for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be one
         return value.item()
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
-        inner = {str(key): _plain(item) for key, item in value.items()}
+        inner = {str(key): _plain_or_missing(item) for key, item in value.items()}
         return {key: item for key, item in inner.items() if item is not MISSING}
     if isinstance(value, (list, tuple)):
-        items = [_plain(item) for item in value]
+        items = [_plain_or_missing(item) for item in value]
         return MISSING if MISSING in items else items
     return MISSING
 
@@ -179,7 +179,7 @@ def compare(
     """
     was, found = saved.get("fingerprint") or {}, Changes()
     found.samples = _changed_samples(was.get("samples", {}), samples)
-    found.taken = _changed(was.get("training", {}), own["training"])
+    found.taken = _changed_values(was.get("training", {}), own["training"])
     for index, now in enumerate(own["optimizers"]):
         number = f"[{index}]" if len(own["optimizers"]) > 1 else ""
         before = _at(was.get("optimizers", ()), index)
@@ -187,22 +187,22 @@ def compare(
         if before is None:
             found.kept += _changed_settings_of_old(states, now, number, bool(own["schedulers"]))
             continue
-        for group, (one, other) in enumerate(zip(aligned(before, now), now["groups"], strict=False)):
+        for group, (one, other) in enumerate(zip(in_group_order(before, now), now["groups"], strict=False)):
             place = f"{now['class']}{number}" + (f".param_groups[{group}]" if len(now["groups"]) > 1 else "")
             same_rate = one.get("lr") == other.get("lr")
-            for change in _changed(
+            for change in _changed_values(
                 one, {name: other[name] for name in other if same_rate or name != "initial_lr"}, f"{place}."
             ):
                 new = index in rescheduled and change.name.rpartition(".")[2] in SCHEDULED
                 (found.taken if new else found.kept).append(change)
         if None not in (before["parameters"], now["parameters"]) and before["parameters"] != now["parameters"]:
-            found.taken.append(Change(f"{now['class']}{number}.params", "another order", "matched by name"))
+            found.taken.append(SettingChange(f"{now['class']}{number}.params", "another order", "matched by name"))
     for index, now in enumerate(own["schedulers"]):
         found.taken += changed_schedule(_at(was.get("schedulers", ()), index), saved["lr_schedulers"][index], now)
     return found
 
 
-def aligned(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
+def in_group_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the saved settings of an optimizer's groups in the order that the groups have now."""
     groups, was, names = before["groups"], before["parameters"], now["parameters"]
     if was is None or names is None:
@@ -213,20 +213,20 @@ def aligned(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str,
 
 def changed_schedule(
     before: Mapping[str, Any] | None, state: Mapping[str, Any], now: Mapping[str, Any]
-) -> list[Change]:
+) -> list[SettingChange]:
     """Return which settings of a learning rate scheduler differ from those of the one whose `state` was saved."""
     name = now["class"]
     if before is None:  # of an older checkpoint: constructor arguments are told from progress by their names
         known = set(inspect.signature(getattr(torch.optim.lr_scheduler, name, object)).parameters)
-        was = {key: value for key, value in _flat(_plain(state)).items() if key in known - {"last_epoch"}}
-        return _changed(was, now["state"], f"{name}.")
+        was = {key: value for key, value in _flat(_plain_or_missing(state)).items() if key in known - {"last_epoch"}}
+        return _changed_values(was, now["state"], f"{name}.")
     if before["class"] != name:
-        return [Change(SCHEDULER, before["class"], name)]
-    how = _changed(before, {key: now[key] for key in ("interval", "frequency")}, f"{name} ")
-    return how + _changed(before["state"], now["state"], f"{name}.")
+        return [SettingChange(SCHEDULER, before["class"], name)]
+    how = _changed_values(before, {key: now[key] for key in ("interval", "frequency")}, f"{name} ")
+    return how + _changed_values(before["state"], now["state"], f"{name}.")
 
 
-def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[Change]:
+def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[SettingChange]:
     """Return how the types of a task's weights differ from those in a checkpoint: one change for each pair of types."""
     weights = saved.get("state_dict") or {}
     found: dict[tuple[Any, Any], list[str]] = {}
@@ -235,24 +235,24 @@ def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[Change]:
         if was != parameter.dtype:
             found.setdefault((was, parameter.dtype), []).append(name)
     return [
-        Change(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *map(str, pair))
+        SettingChange(names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else ""), *map(str, pair))
         for pair, names in found.items()
     ]
 
 
-def numerics_changed(saved: Mapping[str, Any], own: Mapping[str, Any], every_bit: bool) -> list[Change]:
+def numerics_changed(saved: Mapping[str, Any], own: Mapping[str, Any], every_bit: bool) -> list[SettingChange]:
     """Return what differs in `kernels.numerics`; where not every bit counts, without what depends on the machine."""
-    return _changed(saved, {name: value for name, value in own.items() if every_bit or name not in LAYOUT})
+    return _changed_values(saved, {name: value for name, value in own.items() if every_bit or name not in LAYOUT})
 
 
-def _changed(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[Change]:
+def _changed_values(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[SettingChange]:
     """Return what differs under the keys that both have."""
-    return [Change(prefix + key, was[key], now[key]) for key in now if key in was and was[key] != now[key]]
+    return [SettingChange(prefix + key, was[key], now[key]) for key in now if key in was and was[key] != now[key]]
 
 
-def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
     """Leave out a limit that leaves as many batches as before, and a number of batches that something else explains."""
-    found, rounds = _changed(was, now), "batches of an epoch"
+    found, rounds = _changed_values(was, now), "batches of an epoch"
     names = {change.name for change in found}
     limits = {"limit_train_batches"} if now[rounds] is not None and rounds not in names else set()
     left_out = limits | ({rounds} if names - {rounds} else set())
@@ -261,7 +261,7 @@ def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Cha
 
 def _changed_settings_of_old(
     state: Mapping[str, Any], now: Mapping[str, Any], number: str, scheduled: bool
-) -> list[Change]:
+) -> list[SettingChange]:
     """Compare with the settings in an optimizer's state, where a checkpoint is older than fingerprints.
 
     Where there are schedulers, what they may have changed is left out, but for the learning rate they began with.
@@ -269,9 +269,10 @@ def _changed_settings_of_old(
     found = []
     for was, own in zip(state.get("param_groups", ()), now["groups"], strict=False):
         names = {"initial_lr", "weight_decay"} if scheduled else own.keys() - {"initial_lr"}
-        changes = _changed(settings_of(was), {name: own[name] for name in own if name in names})
+        changes = _changed_values(settings_of(was), {name: own[name] for name in own if name in names})
         found += [
-            Change(f"{now['class']}{number}.{name.removeprefix('initial_')}", *values) for name, *values in changes
+            SettingChange(f"{now['class']}{number}.{name.removeprefix('initial_')}", *values)
+            for name, *values in changes
         ]
     return found
 

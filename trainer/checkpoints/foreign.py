@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
-from . import commit, store
+from . import commit
 from .format import KNOWN_EVERYWHERE, read_tensors, write_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
@@ -38,12 +38,12 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":
         return {"state_dict": _plain_names(path, read_tensors(path), names)}
-    loaded = _load(path)
+    loaded = _load_pickle(path)
     others = loaded if isinstance(loaded, Mapping) and LIGHTNING in loaded else {}
     return {**others, "state_dict": _plain_names(path, _state_dict(path, loaded), names)}
 
 
-def _load(path: Path) -> Any:
+def _load_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about TorchScript and old formats: what matters here is raised
@@ -104,18 +104,20 @@ def _uncompiled(name: str) -> str:
     return ".".join(part for part in name.split(".") if part != COMPILE_PART[:-1])
 
 
-def export(source: Path, target: Path) -> int:
+def export_weights(source: Path, target: Path) -> int:
     """Write a checkpoint's weights to a new file, whole, under the task's own names; return how many tensors.
 
     source: a checkpoint, or a run directory or folder of some, of which the newest whole one is taken; however many
     processes wrote it. Raises CheckpointError where it is none, weights are no plain tensors, or `target` is there or
     has another ending than its content.
     """
+    from . import store  # which imports this module
+
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{target}: the file is one of safetensors, and its name must end in .safetensors.")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
-    weights = store.read(store.resolve(source)).get("state_dict")
+    weights = store.read_checkpoint(store.resolve(source)).get("state_dict")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
     odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
@@ -134,9 +136,9 @@ def export(source: Path, target: Path) -> int:
     return len(weights)
 
 
-def run(arguments: Sequence[str]) -> None:
+def run_export(arguments: Sequence[str]) -> None:
     """Run the command."""
     if len(arguments) != 2:
         raise ConfigError("legato export takes a checkpoint (or a run directory) and the file to write: x.safetensors.")
     source, target = map(Path, arguments)
-    print(f"{export(source, target)} tensors  {target}")
+    print(f"{export_weights(source, target)} tensors  {target}")

@@ -25,9 +25,9 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..processes.collectives import Collectives
 from .progress import SAVES
-from .shards import Part, PartFiles, Stored, file_name, part_of
+from .shards import PartFiles, ShardBlock, Stored, file_name, shard_block
 
-NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -41,7 +41,7 @@ NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-TYPES = {name: dtype for dtype, name in NAMES.items()}
+TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CHUNK = 1 << 20
 _BLOCK = 1 << 26
 
@@ -101,7 +101,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Sum:
     for name in order:
         start, end = end, end + tensors[name].nbytes
         header[name] = {
-            "dtype": NAMES[tensors[name].dtype],
+            "dtype": DTYPE_NAMES[tensors[name].dtype],
             "shape": list(tensors[name].shape),
             "data_offsets": [start, end],
         }
@@ -156,7 +156,7 @@ def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
     length = int.from_bytes(file.take(8), "little")
     if length > size - 8:
         raise ValueError(f"its header would have {length} bytes")
-    header = json.loads(file.take(length).decode("utf-8"), object_pairs_hook=_unique)
+    header = json.loads(file.take(length).decode("utf-8"), object_pairs_hook=_refuse_twice)
     header.pop("__metadata__", None)
     places = {name: entry["data_offsets"] for name, entry in header.items()}
     tensors, end = {}, 0
@@ -175,7 +175,7 @@ def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
     return {name: tensors[name] for name in header}
 
 
-def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(dict(pairs)) != len(pairs):
         raise ValueError("a name stands twice in its header")
     return dict(pairs)
@@ -246,7 +246,7 @@ KNOWN_EVERYWHERE = frozenset(
 """The dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
-Place = tuple[str, ...]
+ValuePath = tuple[str, ...]
 
 
 @dataclass
@@ -258,7 +258,7 @@ class Flat:
     tensors: dict[str, dict[str, Tensor]]
     """Tensor file (`model`, `tensors`) -> name in it -> tensor, still where it was and maybe sharing memory."""
 
-    parts: dict[str, dict[str, Part]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
+    parts: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
     """The same for the parts that this process has of tensors that lie on several."""
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     """The marks of those tensors in the tree."""
@@ -338,7 +338,7 @@ def unflatten(
     return contents
 
 
-def _encode(value: Any, path: Place, flat: Flat) -> Any:
+def _encode(value: Any, path: ValuePath, flat: Flat) -> Any:
     if len(path) > DEPTH:
         raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} deep; does it contain itself?")
     if value is None or isinstance(value, bool):
@@ -347,7 +347,7 @@ def _encode(value: Any, path: Place, flat: Flat) -> Any:
         return str.__str__(value)
     if isinstance(value, Stored):  # of another checkpoint, in whose files it stays
         return dict(value.mark)
-    part = value if isinstance(value, Part) else part_of(value) if isinstance(value, Tensor) else None
+    part = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if part is not None:
         return _encode_part(part, path, flat)
     if isinstance(value, Tensor):
@@ -366,7 +366,7 @@ def _encode(value: Any, path: Place, flat: Flat) -> Any:
     return _encode_plain(value, path)
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: Place, flat: Flat) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: Flat) -> Any:
     inner = {key: _encode(item, (*path, str(key)), flat) for key, item in value.items()}
     if all(isinstance(key, str) for key in inner) and MARK not in inner and not isinstance(value, Counter):
         return {str.__str__(key): item for key, item in inner.items()}
@@ -377,7 +377,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: Place, flat: Flat) -> Any:
     return _mark("counter" if isinstance(value, Counter) else "items", items)
 
 
-def _encode_collection(value: Any, path: Place, flat: Flat) -> Any:
+def _encode_collection(value: Any, path: ValuePath, flat: Flat) -> Any:
     inner = [_encode(item, (*path, str(place)), flat) for place, item in enumerate(value)]
     if isinstance(value, list):
         return inner
@@ -388,7 +388,7 @@ def _encode_collection(value: Any, path: Place, flat: Flat) -> Any:
     raise _refusal(value, path)
 
 
-def _encode_plain(value: Any, path: Place) -> Any:
+def _encode_plain(value: Any, path: ValuePath) -> Any:
     if isinstance(value, complex):
         return _mark("complex", [repr(value.real), repr(value.imag)])
     if isinstance(value, bytes):
@@ -404,7 +404,7 @@ def _encode_plain(value: Any, path: Place) -> Any:
     raise _refusal(value, path)
 
 
-def _encode_numpy(value: Any, path: Place, flat: Flat) -> Any:
+def _encode_numpy(value: Any, path: ValuePath, flat: Flat) -> Any:
     native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")  # a copy: contiguous and writable
     try:
         tensor = torch.from_numpy(native)
@@ -415,7 +415,7 @@ def _encode_numpy(value: Any, path: Place, flat: Flat) -> Any:
     return _encode_tensor("array" if isinstance(value, np.ndarray) else "scalar", tensor, path, flat)
 
 
-def _encode_tensor(kind: str, value: Tensor, path: Place, flat: Flat) -> Any:
+def _encode_tensor(kind: str, value: Tensor, path: ValuePath, flat: Flat) -> Any:
     wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if wrapped or value.layout != torch.strided or value.is_quantized or value.is_meta:
         what = type(value).__name__ if wrapped else "meta tensor" if value.is_meta else f"{value.layout} tensor"
@@ -432,7 +432,7 @@ def _encode_tensor(kind: str, value: Tensor, path: Place, flat: Flat) -> Any:
     return mark
 
 
-def _encode_part(part: Part, path: Place, flat: Flat) -> Any:
+def _encode_part(part: ShardBlock, path: ValuePath, flat: Flat) -> Any:
     kind = str(part.block.dtype).removeprefix("torch.")
     if part.block.dtype not in KNOWN_EVERYWHERE:
         raise CheckpointError(
@@ -444,7 +444,7 @@ def _encode_part(part: Part, path: Place, flat: Flat) -> Any:
     return mark
 
 
-def _name_in_file(path: Place, flat: Flat) -> tuple[str, str]:
+def _name_in_file(path: ValuePath, flat: Flat) -> tuple[str, str]:
     file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
     unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # the format has no lone surrogates
     while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
@@ -452,7 +452,7 @@ def _name_in_file(path: Place, flat: Flat) -> tuple[str, str]:
     return file, unique
 
 
-def _decode(node: Any, path: Place, left: _Left) -> Any:
+def _decode(node: Any, path: ValuePath, left: _Left) -> Any:
     if isinstance(node, list):
         return [_decode(item, (*path, str(place)), left) for place, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -519,7 +519,7 @@ def _all_of(kind: type, values: Any) -> list[Any]:
     return [_of(kind, value) for value in _of(list, values)]
 
 
-def _items(value: Any) -> dict[Any, Any]:
+def _decode_items(value: Any) -> dict[Any, Any]:
     found: dict[Any, Any] = {}
     for pair in _all_of(list, value):
         key, item = pair
@@ -552,8 +552,8 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "set": lambda value: set(_of(list, value)),
     "frozenset": lambda value: frozenset(_of(list, value)),
     "size": lambda value: torch.Size(_all_of(int, value)),
-    "items": _items,
-    "counter": lambda value: Counter(_items(value)),
+    "items": _decode_items,
+    "counter": lambda value: Counter(_decode_items(value)),
     "dtype": lambda value: DTYPES[_of(str, value)],
     "device": lambda value: torch.device(_of(str, value)),
     "timedelta": _timedelta,
@@ -570,11 +570,11 @@ def _a(value: Any) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _dotted(path: Place) -> str:
+def _dotted(path: ValuePath) -> str:
     return ".".join(path) or "the checkpoint"
 
 
-def _refusal(value: Any, path: Place) -> CheckpointError:
+def _refusal(value: Any, path: ValuePath) -> CheckpointError:
     return CheckpointError(
         f"{_dotted(path)} is {_a(value)}; a checkpoint holds JSON values and tensors. "
         f"Leave it out of the state, or turn it into numbers, text, lists, dicts or tensors."

@@ -28,7 +28,7 @@ def is_plain_name(name: str) -> bool:
     return _PLAIN_NAME.fullmatch(name) is not None and name != MANIFEST
 
 
-def dump(files: Mapping[str, Sum], run: str = "") -> bytes:
+def dump_manifest(files: Mapping[str, Sum], run: str = "") -> bytes:
     """Return the text of a manifest for these files, which `run` has written; "" for no run."""
     body: dict[str, Any] = {
         "format": FORMAT,
@@ -40,12 +40,12 @@ def dump(files: Mapping[str, Sum], run: str = "") -> bytes:
     return json.dumps({**body, "sha256": _own_sum(body)}, indent=1).encode("ascii")
 
 
-def parse(data: bytes) -> dict[str, Sum]:
+def parse_manifest(data: bytes) -> dict[str, Sum]:
     """Return the files that a manifest names; raises CheckpointError that says which field is wrong."""
-    return _parse(data)[0]
+    return _parse_manifest(data)[0]
 
 
-def _parse(data: bytes) -> tuple[dict[str, Sum], str]:
+def _parse_manifest(data: bytes) -> tuple[dict[str, Sum], str]:
     """Return the files and the run of a manifest."""
     body = parse_json(data, MANIFEST)
     if not isinstance(body, dict):
@@ -102,12 +102,12 @@ def _own_sum(body: Mapping[str, Any]) -> str:
 def parse_json(data: bytes, name: str) -> Any:
     """Read strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError that names the file."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{name} is no JSON that can be read: {str(error)[:200]}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key stands twice in one object")
@@ -118,20 +118,20 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def load(directory: Path) -> dict[str, Sum]:
+def load_manifest(directory: Path) -> dict[str, Sum]:
     """Return the files of a checkpoint; raises CheckpointError that names the directory and what is wrong."""
-    return _load(directory)[0]
+    return _load_manifest(directory)[0]
 
 
 def run_of(directory: Path) -> str:
-    """Return the identity of the run that wrote a checkpoint, "" where none is known; raises what `load` raises."""
-    return _load(directory)[1]
+    """Return the identity of the run that wrote a checkpoint, "" where none is known; errors: see `load_manifest`."""
+    return _load_manifest(directory)[1]
 
 
-def _load(directory: Path) -> tuple[dict[str, Sum], str]:
+def _load_manifest(directory: Path) -> tuple[dict[str, Sum], str]:
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
-        return _parse((directory / MANIFEST).read_bytes())
+        return _parse_manifest((directory / MANIFEST).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{directory}: {MANIFEST} cannot be read: {error.strerror}.") from error
     except CheckpointError as error:

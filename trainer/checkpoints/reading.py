@@ -37,13 +37,13 @@ def read_for_all(
     """
     if source.is_file():
         return read_contents(source, names)
-    contents, held = _read(ranks, source, in_parts)
+    contents, held = _read_share(ranks, source, in_parts)
     if ranks.size == 1:
         return contents
     return broadcast_contents(contents, 0, ranks.rank, PartFiles(source, held))
 
 
-def _read(
+def _read_share(
     ranks: Collectives, source: Path, in_parts: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
     """Read this rank's share; return the contents, on rank 0, and its files with parts.
@@ -52,7 +52,7 @@ def _read(
     """
     rank, size = ranks.rank, ranks.size
     if size == 1:
-        return store.read(source, in_parts), {}
+        return store.read_checkpoint(source, in_parts), {}
     error, files = None, {}
     if rank == 0:
         try:
@@ -67,7 +67,7 @@ def _read(
     try:
         readers = {name: _reader(name, size, in_parts) for name in files if PART_FILE.fullmatch(name)}
         own = {name: files[name] for name, reader in readers.items() if reader == rank}
-        keep = [name for name in own if not _is_shared(name, in_parts) or _number(name) == rank]
+        keep = [name for name in own if not _is_shared(name, in_parts) or _file_rank(name) == rank]
         held = store.read_parts(source, own, keep)
         if rank == 0:
             contents = store.read_rest(source, files, held, in_parts)
@@ -79,7 +79,7 @@ def _read(
     return contents, held
 
 
-def _number(name: str) -> int:
+def _file_rank(name: str) -> int:
     return int(name.partition(".")[0].rpartition("-")[2])
 
 
@@ -89,7 +89,7 @@ def _is_shared(name: str, in_parts: Collection[str]) -> bool:
 
 
 def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
-    return _number(name) % size if _is_shared(name, in_parts) else 0
+    return _file_rank(name) % size if _is_shared(name, in_parts) else 0
 
 
 def broadcast_contents(

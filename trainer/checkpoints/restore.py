@@ -18,7 +18,7 @@ from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import fingerprint, store
 from .contents import numerics_of
-from .fingerprint import Change, Changes
+from .fingerprint import Changes, SettingChange
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -63,7 +63,7 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any]) -> dict[int, 
     return found
 
 
-def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list[Change]:
+def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list[SettingChange]:
     """Return which settings of a scheduler differ from the checkpoint's."""
     before = (saved.get("fingerprint") or {}).get("schedulers", ())
     own = trainer.current_run.fingerprint["schedulers"][index]
@@ -72,7 +72,7 @@ def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list
     )
 
 
-def _position(trainer: "Trainer", saved: Mapping[str, Any], index: int, changed: list[Change]) -> int | None:
+def _position(trainer: "Trainer", saved: Mapping[str, Any], index: int, changed: list[SettingChange]) -> int | None:
     """Return how many steps a scheduler has to have made; None where the saved state does not say."""
     config, state = trainer.current_run.optimization.schedulers[index], trainer.state
     if any(change.name.endswith((" interval", " frequency")) for change in changed):
@@ -111,7 +111,7 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> list[Change]:
+def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> list[SettingChange]:
     """Take over the schedulers' states, with settings of now where they differ; return how learning rates change."""
     rates = []
     for index, config in enumerate(trainer.current_run.optimization.schedulers):
@@ -127,7 +127,7 @@ def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mappi
         for group, settings in zip(scheduler.optimizer.param_groups, replays[index].settings, strict=True):
             group.update(settings)
         now = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
-        rates.append(Change("learning rate", *((was[0], now[0]) if len({*was, *now}) <= 2 else (was, now))))
+        rates.append(SettingChange("learning rate", *((was[0], now[0]) if len({*was, *now}) <= 2 else (was, now))))
     return rates
 
 
@@ -166,7 +166,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         raise ConfigError(f"trainer.replicas={asked}: expected at least 1.")
 
 
-def load_weights(
+def load_task_weights(
     task: nn.Module,
     saved: Mapping[str, Any],
     strict: bool,
@@ -247,16 +247,16 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
     if within and not done and found.samples and trainer.resume_at == "step" and run.goes_on:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), whose samples "
-            f"cannot be gone on with where other ones make up a step: {_listed(found.samples)}. Set that as it was; or "
-            f"set trainer.resume_at=epoch, which ends this epoch here and begins the next; or begin a new run by "
-            f"resume=PATH."
+            f"cannot be gone on with where other ones make up a step: {_list_changes(found.samples)}. Set that as it "
+            f"was; or set trainer.resume_at=epoch, which ends this epoch here and begins the next; or begin a new run "
+            f"by resume=PATH."
         )
     differing = [change for change in found.taken + found.kept if change.name != "reproducible"]
     begun = (saved.get("fingerprint") or {}).get("training", {}).get("reproducible", "bitwise")
     if run.bitwise and begun == "bitwise" and differing:
         raise ConfigError(
-            f"reproducible: bitwise cannot go on with the same bits here: {_listed(differing)}. Go on as it was, or "
-            f"with reproducible: order, which keeps samples and random numbers but not the last bits."
+            f"reproducible: bitwise cannot go on with the same bits here: {_list_changes(differing)}. Go on as it was, "
+            f"or with reproducible: order, which keeps samples and random numbers but not the last bits."
         )
     if within and (found.samples or (before is None and trainer.resume_at == "epoch")):
         found.end_epoch = not done
@@ -264,20 +264,20 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
     return found
 
 
-def _listed(changes: Sequence[Change]) -> str:
+def _list_changes(changes: Sequence[SettingChange]) -> str:
     return ", ".join(map(str, changes))
 
 
-def tell_changes(trainer: "Trainer", changes: Changes, rates: Sequence[Change]) -> None:
+def tell_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
     """Say in one message, on rank 0, what differs from the run that was saved, and which of the two counts."""
     if not trainer.is_global_zero or not (changes.samples or changes.taken or changes.kept):
         return
     state, lines = trainer.state, ["The run goes on with other settings than those it was saved with."]
     if changes.samples:
         at = f"; epoch {state.epoch} ends here, after {state.epoch_steps} steps" if changes.end_epoch else ""
-        lines.append(f"In the samples of a step, as set now: {_listed(changes.samples)}{at}.")
+        lines.append(f"In the samples of a step, as set now: {_list_changes(changes.samples)}{at}.")
     if changes.taken:
-        lines.append(f"As set now: {_listed([*changes.taken, *rates])}.")
+        lines.append(f"As set now: {_list_changes([*changes.taken, *rates])}.")
     if changes.kept:
         kept = ", ".join(f"{name}={was} and not {now}" for name, was, now in changes.kept)
         lines.append(
@@ -347,7 +347,7 @@ def keep_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping
     rescheduled = {replay.optimizer for replay in replays.values()}
     for index, (was, now) in enumerate(zip(before, own, strict=False)):
         new = fingerprint.SCHEDULED if index in rescheduled else set()
-        for one, other in zip(fingerprint.aligned(was, now), now["groups"], strict=False):
+        for one, other in zip(fingerprint.in_group_order(was, now), now["groups"], strict=False):
             other |= {name: one[name] for name in (one.keys() & other.keys()) - new}
 
 
@@ -402,12 +402,12 @@ def rebuild_task(
 ) -> TaskType:
     """Build a task from a checkpoint's hyperparameters and load its weights; see `Task.load_from_checkpoint`."""
     saved = store.read_any(path)
-    task = _build(kind, saved, "", hparams_file, replaced)
+    task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()
     if path.is_file():
         saved["state_dict"] = store.read_foreign(path, task.state_dict().keys())
     task.on_load_checkpoint(saved)
-    load_weights(task, saved, task.strict_loading if strict is None else strict)
+    load_task_weights(task, saved, task.strict_loading if strict is None else strict)
     return task.to(map_location) if isinstance(map_location, (torch.device, str, int)) else task
 
 
@@ -415,10 +415,10 @@ def rebuild_data_module(
     kind: type[DataModuleType], path: Path, hparams_file: str | Path | None, replaced: Mapping[str, Any]
 ) -> DataModuleType:
     """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
-    return _build(kind, store.read_any(path), "datamodule_", hparams_file, replaced)
+    return _build_from_checkpoint(kind, store.read_any(path), "datamodule_", hparams_file, replaced)
 
 
-def _build(
+def _build_from_checkpoint(
     kind: type[Built],
     saved: Mapping[str, Any],
     prefix: str,
@@ -431,7 +431,7 @@ def _build(
     """
     known = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
-    values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_file(hparams_file)
+    values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
     together: str | None = saved.get(f"{prefix}hparams_name")
     if together is not None and together in known:
         values |= {name: value for name, value in replaced.items() if name not in known}
@@ -448,7 +448,7 @@ def _build(
         ) from error
 
 
-def _read_file(path: str | Path | None) -> dict[str, Any]:
+def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     from omegaconf import OmegaConf

@@ -36,12 +36,26 @@ SILENCE = 30.0
 """Seconds without one after which a run on another machine counts as dead."""
 MOMENT = 1.0
 """Seconds in which a holder that is about to end may do so."""
-ENDING = 5.0
+RELEASE_WAIT = 5.0
 """Seconds in which the system drops what a killed process had, and in which its workers end."""
 CONTEST = 1.0
 """Seconds after which the last of several that have written their name without flock is the holder."""
 GLANCE = 0.05
-LOCAL = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "tmpfs", "overlay", "ramfs", "bcachefs", "jfs", "apfs"}
+LOCAL_FILE_SYSTEMS = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "btrfs",
+    "zfs",
+    "f2fs",
+    "tmpfs",
+    "overlay",
+    "ramfs",
+    "bcachefs",
+    "jfs",
+    "apfs",
+}
 """File systems that one machine has for itself."""
 
 
@@ -94,13 +108,13 @@ class RunLock:
     def _try(self, file: int, patient: bool, waited: float) -> bool:
         """Return whether the lock is this one's now; False: look again, the holder is on its way out."""
         locked = _flock(file, "exclusive")
-        holder = _read(file)
+        holder = _read_holder(file)
         if locked is False:
             exists = _exists(holder) if holder else False
             if exists is None and self.shared and not self._beats(file, holder):
                 if _is_at(file, self.path):  # its machine has died, and the server does not know yet
                     self.path.unlink(missing_ok=True)
-            elif waited > (MOMENT if exists is not False and not patient else ENDING):
+            elif waited > (MOMENT if exists is not False and not patient else RELEASE_WAIT):
                 raise ConfigError(self._refusal(holder))
             return False
         if not _is_at(file, self.path):
@@ -176,7 +190,7 @@ class RunLock:
             self._beating.join()
             self._beating = None
         if self._file is not None:
-            if self.record and _is_at(self._file, self.path) and _read(self._file) == self.record:
+            if self.record and _is_at(self._file, self.path) and _read_holder(self._file) == self.record:
                 with suppress(OSError):  # what stays there is nobody's, since the flock goes
                     self.path.unlink(missing_ok=True)
                     (self.folder / RANKS).unlink(missing_ok=True)
@@ -215,7 +229,7 @@ class RunLock:
 
     def _wait_for_ranks(self) -> None:
         """Wait until no process of a run before this one is left; they end with it, but some a moment later."""
-        path, deadline = self.folder / RANKS, time.monotonic() + ENDING
+        path, deadline = self.folder / RANKS, time.monotonic() + RELEASE_WAIT
         if not path.exists():
             return
         file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -268,7 +282,7 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _read(file: int) -> dict[str, Any]:
+def _read_holder(file: int) -> dict[str, Any]:
     """Return the holder that a file names; {} where it names none."""
     try:
         found = json.loads(os.pread(file, 4096, 0))
@@ -349,4 +363,4 @@ def is_local(folder: Path) -> bool:
         point = fields[4].encode().decode("unicode_escape")
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
             best, kind = point, fields[fields.index("-") + 1]
-    return not kind or kind in LOCAL
+    return not kind or kind in LOCAL_FILE_SYSTEMS

@@ -14,7 +14,7 @@ LONGEST = 255
 """Bytes of a file's name, on all usual file systems."""
 
 
-def gone(folder: Path) -> ConfigError:
+def run_directory_gone(folder: Path) -> ConfigError:
     """Return the error for a run directory that is not there any more."""
     return ConfigError(
         f"The run directory {folder} is gone: somebody has deleted or moved it. The run ends here; resume from a "

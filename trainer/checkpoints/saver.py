@@ -18,7 +18,7 @@ from .commit import Owner, make_folder, remove
 from .contents import contents, left_by_workers
 from .progress import SAVES
 from .run_lock import RunLock
-from .run_names import gone, unwritable
+from .run_names import run_directory_gone, unwritable
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -108,7 +108,7 @@ class Saver:
         with suppress(OSError):
             if os.path.samestat(folder.stat(), self._run_dir):
                 return
-        raise gone(folder)
+        raise run_directory_gone(folder)
 
     # --- saving -----------------------------------------------------------------------------------------------------
     def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:

@@ -19,7 +19,7 @@ Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardBlock:
     """The block of a tensor that this process has."""
 
     block: Tensor
@@ -29,7 +29,7 @@ class Part:
     """Where the block begins in it."""
 
 
-def part_of(tensor: Tensor) -> Part | None:
+def shard_block(tensor: Tensor) -> ShardBlock | None:
     """Return this process's part of a DTensor; None for a tensor that it has whole."""
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
@@ -39,7 +39,7 @@ def part_of(tensor: Tensor) -> Part | None:
     local = tensor.detach().to_local()
     if not math.prod(shape):  # more processes than rows: this one has none
         offset = (0,) * len(tensor.shape)
-    return Part(local.view(shape), tuple(tensor.shape), tuple(offset))
+    return ShardBlock(local.view(shape), tuple(tensor.shape), tuple(offset))
 
 
 def file_name(file: str, rank: int) -> str:
@@ -184,6 +184,6 @@ def in_parts(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
             kept = own.get(name)
             if kept is None:
                 kept = torch.empty((0,) * len(value.shape), dtype=value.dtype)
-            value = part_of(kept) or Part(kept.detach(), value.shape, (0,) * len(value.shape))
+            value = shard_block(kept) or ShardBlock(kept.detach(), value.shape, (0,) * len(value.shape))
         found[name] = value
     return found

@@ -48,9 +48,9 @@ __all__ = [
     "directory_name",
     "free_space_check",
     "newest_whole",
-    "read",
     "read_any",
     "read_callback",
+    "read_checkpoint",
     "read_foreign",
     "read_parts",
     "read_rest",
@@ -97,7 +97,7 @@ def write(
     commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks, owner)
 
 
-def read(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
+def read_checkpoint(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
     """Verify a checkpoint and return what was written, tensors on the host.
 
     Under the keys `in_parts` a tensor that was written in parts is a `Stored`, which reads what it is asked for. Raises
@@ -125,7 +125,7 @@ def read_rest(
     held: dict[str, dict[str, Tensor]],
     in_parts: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Verify and read what one process reads for all; see `read`. Files that hold parts were verified before.
+    """Verify and read what one process reads for all; see `read_checkpoint`.
 
     `held`: the tensors of those that are in memory.
     """
@@ -161,7 +161,7 @@ def read_callback(directory: Path, state_key: str) -> Any:
 
 def read_any(path: Path, names: Collection[str] = (), in_parts: Collection[str] = ()) -> dict[str, Any]:
     """Read what `resolve` finds at a path, or the file there that others have made; see `foreign.read_contents`."""
-    return read_contents(path, names) if path.is_file() else read(resolve(path), in_parts)
+    return read_contents(path, names) if path.is_file() else read_checkpoint(resolve(path), in_parts)
 
 
 def verify(directory: Path) -> None:
@@ -174,7 +174,7 @@ def check_sizes(directory: Path) -> dict[str, Sum]:
     """Return what the manifest says of each file, all of which have their sizes; raises what `verify` raises."""
     if not directory.is_dir():
         raise CheckpointError(f"There is no checkpoint at {directory}: it is no directory.")
-    files = manifest.load(directory)
+    files = manifest.load_manifest(directory)
     for name, expected in files.items():
         size = manifest.regular_size(directory, name)
         if size != expected.size:

@@ -51,7 +51,7 @@ _KNOWN: dict[str, _Kind] = {
 _WRAPPERS = {"Annotated", "Final", "ClassVar", "Required", "NotRequired"}
 _TYPING = ("typing.", "typing_extensions.", "collections.abc.", "collections.")
 _NOT_BUILT = {"typing.TypedDict", "typing.Protocol", "typing.NamedTuple", "enum.Enum", "enum.IntEnum", "enum.StrEnum"}
-_TIME = re.compile(r"[0-9]{1,6}:[0-9]{2}:[0-9]{2}:[0-9]{2}")
+_DAYS_AND_TIME = re.compile(r"[0-9]{1,6}:[0-9]{2}:[0-9]{2}:[0-9]{2}")
 _CONVERTED = ("path", "timedelta", "tuple", "record", "set")
 
 
@@ -127,7 +127,7 @@ def mismatches(expected: Type, value: Any, key: Key, check_target: CheckTarget) 
         of_key, of_value = expected.parts or (ANY, ANY)
         for name, item in value.items():
             if mismatches(of_key, name, key, check_target):
-                found.append(Problem((*key, name), f"the key must be {of_key}, not {describe(name)}."))
+                found.append(Problem((*key, name), f"the key must be {of_key}, not {describe_value(name)}."))
             found += mismatches(of_value, item, (*key, name), check_target)
     return found
 
@@ -169,7 +169,7 @@ def is_target(value: Any) -> bool:
     return isinstance(value, dict) and TARGET in value
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Say what came, in a few words."""
     if value is None:
         return "null"
@@ -182,7 +182,7 @@ def describe(value: Any) -> str:
 
 
 def _quoted(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else describe(value).removeprefix("the number ")
+    return repr(value) if isinstance(value, str) else describe_value(value).removeprefix("the number ")
 
 
 def _item_types(expected: Type, value: list[Any]) -> Sequence[Type]:
@@ -200,7 +200,7 @@ def _fits(expected: Type, value: Any) -> bool:
     if kind == "literal":
         return any(type(value) is type(one) and value == one for one in expected.values)
     if kind == "timedelta":
-        return isinstance(value, str) and _TIME.fullmatch(value) is not None
+        return isinstance(value, str) and _DAYS_AND_TIME.fullmatch(value) is not None
     if kind == "record":
         return isinstance(value, list) and len(value) == len(expected.parts)
     if kind == "set":
@@ -217,7 +217,7 @@ def _fits(expected: Type, value: Any) -> bool:
 
 def _wrong(expected: Type, value: Any) -> str:
     """Say what was expected, what came, and what would be right."""
-    message = f"must be {expected}, not {describe(value)}."
+    message = f"must be {expected}, not {describe_value(value)}."
     options = expected.parts if expected.kind == "union" else (expected,)
     kinds = {part.kind for part in options}
     words = [one for part in options for one in part.values]
@@ -330,13 +330,13 @@ def _may_be_built(dotted: str) -> bool:
     return bool(dot) and top.isidentifier() and top not in sys.stdlib_module_names
 
 
-_PACKAGE = __name__.partition(".")[0]
-_ARGUMENTS = f"{_PACKAGE}.trainer.arguments.TrainerArguments"
+_PACKAGE_NAME = __name__.partition(".")[0]
+_ARGUMENTS = f"{_PACKAGE_NAME}.trainer.arguments.TrainerArguments"
 EXPECTED = {
-    "task": f"{_PACKAGE}.tasks.task.Task",
-    "data": f"{_PACKAGE}.tasks.data_module.DataModule",
-    "callbacks": f"{_PACKAGE}.callbacks.callback.Callback",
-    "loggers": f"{_PACKAGE}.trainer.loggers.logger.Logger",
+    "task": f"{_PACKAGE_NAME}.tasks.task.Task",
+    "data": f"{_PACKAGE_NAME}.tasks.data_module.DataModule",
+    "callbacks": f"{_PACKAGE_NAME}.callbacks.callback.Callback",
+    "loggers": f"{_PACKAGE_NAME}.trainer.loggers.logger.Logger",
 }
 """The class that every `_target_` of a section must descend from."""
 SECTIONS = {
@@ -397,7 +397,9 @@ class Checker:
         for name in ("callbacks", "loggers"):
             section = self.values.get(name, {})
             if not isinstance(section, dict):
-                yield Problem((name,), f"must be a mapping of names to `{TARGET}` mappings, not {describe(section)}.")
+                yield Problem(
+                    (name,), f"must be a mapping of names to `{TARGET}` mappings, not {describe_value(section)}."
+                )
                 continue
             for one, value in section.items():
                 yield from self._entry(value, (name, one), EXPECTED[name])
@@ -421,7 +423,7 @@ class Checker:
         """Every mistake in a mapping with `_target_`."""
         path = value[TARGET]
         if not isinstance(path, str):
-            yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(path)}.")
+            yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe_value(path)}.")
             return
         try:
             found = self.sources.locate(path)
@@ -451,7 +453,9 @@ class Checker:
             elif signature.open and isinstance(name, str):
                 yield from mismatches(Type("any"), item, (*key, name), self.target)
             else:
-                hint = _instead(key, name) or did_you_mean(str(name), known) or f" It takes {_listed(known)}."
+                hint = (
+                    _argument_instead(key, name) or did_you_mean(str(name), known) or f" It takes {_list_names(known)}."
+                )
                 yield Problem((*key, name), f"is no argument of {owner}.{hint}")
         for name, parameter in known.items():
             if parameter.required and name not in value:
@@ -465,7 +469,7 @@ class Checker:
         if is_target(value):
             yield from self.target(value, key, expected)
         elif not isinstance(value, dict):
-            yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
+            yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe_value(value)}.")
         else:
             near = [one for one in self.values.get(str(key[0])) or () if one != key[-1]] if len(key) > 1 else []
             hint = did_you_mean(str(key[-1]), near) or f" Name a subclass of {_short(expected)}."
@@ -474,7 +478,7 @@ class Checker:
     def _trainer(self) -> Iterator[Problem]:
         section = self.values.get("trainer", {})
         if not isinstance(section, dict):
-            yield Problem(("trainer",), f"must be a mapping of Trainer's arguments, not {describe(section)}.")
+            yield Problem(("trainer",), f"must be a mapping of Trainer's arguments, not {describe_value(section)}.")
             return
         checked = {}
         for name, item in section.items():
@@ -495,7 +499,9 @@ class Checker:
         if not isinstance(name, str) or name not in known:
             what = "must be one of" if isinstance(value, str) else "must be, or have as its `name`, one of"
             hint = did_you_mean(name, known) if isinstance(name, str) else ""
-            yield Problem(key, f"{what} {', '.join(known)}, not {describe(name if name is not None else value)}.{hint}")
+            yield Problem(
+                key, f"{what} {', '.join(known)}, not {describe_value(name if name is not None else value)}.{hint}"
+            )
         elif isinstance(value, dict):
             options = {option: item for option, item in value.items() if option != "name"}
             signature = self.signature_of_named(f"{KIND_ROOMS[kind]}{known[name]}") if known[name] else Signature()
@@ -505,17 +511,17 @@ class Checker:
     def signature_of_named(self, home: str) -> Signature | None:
         """The arguments of the class at "room.module:Class" of the trainer."""
         try:
-            return self.signature(f"{_PACKAGE}.trainer.{home.replace(':', '.')}")
+            return self.signature(f"{_PACKAGE_NAME}.trainer.{home.replace(':', '.')}")
         except LookupError:
             return None
 
     def _top(self) -> Iterator[Problem]:
         seed = self.values.get("seed", 0)
         if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
-            yield Problem(("seed",), f"must be int from 0 to {_SEED_LIMIT - 1}, not {describe(seed)}.")
+            yield Problem(("seed",), f"must be int from 0 to {_SEED_LIMIT - 1}, not {describe_value(seed)}.")
         run = self.values.get("run", {})
         if not isinstance(run, dict):
-            yield Problem(("run",), f"must be a mapping with name and root, not {describe(run)}.")
+            yield Problem(("run",), f"must be a mapping with name and root, not {describe_value(run)}.")
         else:
             for name, item in run.items():
                 if name not in ("name", "root"):
@@ -524,17 +530,19 @@ class Checker:
                         f"is no key of run.{did_you_mean(str(name), ('name', 'root'))} It has name, root.",
                     )
                 elif not isinstance(item, str):
-                    yield Problem(("run", name), f"must be str, not {describe(item)}. Put it in quotes.")
+                    yield Problem(("run", name), f"must be str, not {describe_value(item)}. Put it in quotes.")
                 elif (fault := (fault_of_name if name == "name" else fault_of_path)(item)) is not None:
                     yield Problem(("run", name), fault)
         for name, words in _WORDS.items():
             value = self.values.get(name)
             if value is not None and not isinstance(value, str):
-                yield Problem((name,), f"must be {', '.join(map(repr, words))}, a path or null, not {describe(value)}.")
+                yield Problem(
+                    (name,), f"must be {', '.join(map(repr, words))}, a path or null, not {describe_value(value)}."
+                )
 
     def _descends(self, found: Definition, expected: str) -> bool | None:
         related = self.sources.is_subclass(found, expected)
-        ours = expected.startswith(f"{_PACKAGE}.")
+        ours = expected.startswith(f"{_PACKAGE_NAME}.")
         if related is None and ours and found.dotted.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy"):
             return False
         return related
@@ -543,13 +551,13 @@ class Checker:
         """Return the path to the class of this name that Legato has, as a question."""
         for room in ("callbacks", "tasks", "trainer.loggers"):
             with suppress(LookupError):
-                self.sources.locate(f"{_PACKAGE}.{room}.{name}")
-                return f" Did you mean '{_PACKAGE}.{room}.{name}'?"
+                self.sources.locate(f"{_PACKAGE_NAME}.{room}.{name}")
+                return f" Did you mean '{_PACKAGE_NAME}.{room}.{name}'?"
         return ""
 
     def _section_meant(self, name: Any) -> str:
         if name == "<<":
-            return _instead((), name)
+            return _argument_instead((), name)
         if isinstance(name, str) and name in self.trainer_signature().parameters:
             return f" Did you mean 'trainer.{name}'?"
         for section in ("task", "data"):
@@ -572,10 +580,10 @@ def _out_of_range(key: Key, name: Any, value: Any) -> Iterator[Problem]:
             yield Problem((*key, name), fault)
         elif expected is not None:
             hint = did_you_mean(value, ACCELERATORS) if name == "accelerator" else ""
-            yield Problem((*key, name), f"must be {expected}, not {describe(value)}.{hint}")
+            yield Problem((*key, name), f"must be {expected}, not {describe_value(value)}.{hint}")
 
 
-def _instead(key: Key, name: Any) -> str:
+def _argument_instead(key: Key, name: Any) -> str:
     """Return what to write for an argument of the trainer that stands elsewhere, or that Lightning's has."""
     if name == "<<":
         return " YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}."
@@ -621,7 +629,7 @@ def default_of(parameter: Parameter) -> Any:
         value = ast.literal_eval(parameter.default)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return NO_DEFAULT
-    return _plain(value)
+    return _as_plain(value)
 
 
 def same(left: Any, right: Any) -> bool:
@@ -629,12 +637,12 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and repr(left) == repr(right)
 
 
-def _plain(value: Any) -> Any:
+def _as_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        items = [_plain(item) for item in value]
+        items = [_as_plain(item) for item in value]
         return NO_DEFAULT if NO_DEFAULT in items else items
     if isinstance(value, dict):
-        pairs = {name: _plain(item) for name, item in value.items()}
+        pairs = {name: _as_plain(item) for name, item in value.items()}
         fits = all(isinstance(name, str) for name in pairs) and NO_DEFAULT not in pairs.values()
         return pairs if fits else NO_DEFAULT
     return value if value is None or isinstance(value, bool | int | float | str) else NO_DEFAULT
@@ -660,11 +668,11 @@ def _given(values: Mapping[str, Any], key: Key) -> bool:
     return True
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     shown = list(names)
     return "no arguments" if not shown else ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")
 
 
 def _short(path: str) -> str:
     """`Task` for Legato's own, the whole path for others."""
-    return path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
+    return path.rpartition(".")[2] if path.startswith(f"{_PACKAGE_NAME}.") else path

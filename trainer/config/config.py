@@ -31,7 +31,7 @@ from .check import (
     load_class,
     type_of,
 )
-from .read import Entry, dump
+from .read import Entry, dump_yaml
 from .signatures import Signature, Sources
 
 if TYPE_CHECKING:
@@ -58,11 +58,11 @@ class Config:
 
     def text(self, origins: bool = False) -> str:
         """The config as YAML that can be run again; `origins` adds to each line where its value is from."""
-        return dump(read.escape(self.values), self.origin if origins else None)
+        return dump_yaml(read.escape(self.values), self.origin if origins else None)
 
 
 @dataclass
-class Run:
+class ConfiguredRun:
     """What a config describes, ready to start."""
 
     trainer: "Trainer"
@@ -90,17 +90,17 @@ class Argument:
     doc: str
 
 
-def load(arguments: Sequence[str]) -> Config:
+def load_config(arguments: Sequence[str]) -> Config:
     """Read files and overrides, in the order of a command line, and check them.
 
     Raises:
         ConfigError: something is wrong; the message names every mistake, up to five.
     """
-    entry = read.read(arguments)
-    return replace(check(entry), directory=read.own_directory(arguments, entry))
+    entry = read.read_config(arguments)
+    return replace(check_entry(entry), directory=read.own_directory(arguments, entry))
 
 
-def check(entry: Entry) -> Config:
+def check_entry(entry: Entry) -> Config:
     """Check what was read from files, and add the defaults.
 
     Raises:
@@ -122,7 +122,7 @@ def check(entry: Entry) -> Config:
     return _complete(values, origins, checker)
 
 
-def build(config: Config) -> Run:
+def build_config(config: Config) -> ConfiguredRun:
     """Build the task, its data, the callbacks, the loggers and the trainer, each under the config's seed.
 
     Raises:
@@ -131,7 +131,7 @@ def build(config: Config) -> Run:
     from ..data.randomness import seed_everything
     from ..trainer import Trainer
 
-    builder = _Builder(config)
+    builder = _InstanceBuilder(config)
     values = config.values
 
     def seeded(section: str) -> Any:
@@ -162,7 +162,7 @@ def build(config: Config) -> Run:
         place = config.origin(("trainer", *filter(None, named.groups()))) if named else ""
         raise ConfigError(f"{place}: {error}" if named else str(error)) from error
     trainer.config_text = config.text()
-    return Run(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
+    return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
 
 
 def trainer_arguments() -> list[Argument]:
@@ -182,7 +182,7 @@ def origin_of(origins: Mapping[Key, str], key: Key) -> str:
     return next((origins[key[:size]] for size in range(len(key), -1, -1) if key[:size] in origins), "default")
 
 
-class _Builder:
+class _InstanceBuilder:
     """Makes instances of what a config names; checks once more, on the real classes, that they may be made."""
 
     def __init__(self, config: Config) -> None:

@@ -93,7 +93,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def parse(text: str, name: str, origin: str | None = None) -> Entry:
+def parse_yaml(text: str, name: str, origin: str | None = None) -> Entry:
     """Read one YAML document; `name` is the file for messages, `origin` takes the place of "file:line" where given.
 
     Raises:
@@ -114,10 +114,10 @@ def parse(text: str, name: str, origin: str | None = None) -> Entry:
         raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
         raise ConfigError(f"{name} is nested too deeply.") from error
-    return Entry(None, origin or f"{name}:1") if node is None else _Builder(name, origin).entry(node)
+    return Entry(None, origin or f"{name}:1") if node is None else _EntryBuilder(name, origin).entry(node)
 
 
-class _Builder:
+class _EntryBuilder:
     """Makes entries of PyYAML's nodes, and counts them."""
 
     def __init__(self, name: str, origin: str | None) -> None:
@@ -170,12 +170,12 @@ class _Builder:
         return self.origin or f"{self.name}:{node.start_mark.line + 1}"
 
 
-def dump(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
-    """Write plain data as YAML that `parse` reads back; with `origin`, each line says where its value is from."""
+def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
+    """Write plain data as YAML that `parse_yaml` reads back; with `origin`, each line says where its value is from."""
     lines: list[str] = []
 
     def write(value: Any, indent: str, head: str, key: Key) -> None:
-        nested = isinstance(value, dict | list) and any(isinstance(item, dict | list) for item in _items(value))
+        nested = isinstance(value, dict | list) and any(isinstance(item, dict | list) for item in _entry_items(value))
         if value and (nested or isinstance(value, dict)):
             lines.append(f"{indent}{head}".rstrip())
             pairs = value.items() if isinstance(value, dict) else enumerate(value)
@@ -190,7 +190,7 @@ def dump(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) 
     return "\n".join(lines) + "\n"
 
 
-def _items(value: Any) -> Any:
+def _entry_items(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value
 
 
@@ -211,7 +211,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _PURE_RESOLVERS = {"oc.select"}
 
 
-def read(arguments: Sequence[str]) -> Entry:
+def read_config(arguments: Sequence[str]) -> Entry:
     """Lay the files among the arguments over each other, left to right, then the overrides, and resolve `${...}`.
 
     Raises:
@@ -223,10 +223,10 @@ def read(arguments: Sequence[str]) -> Entry:
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
     for one in files:
         if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
-            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_instead(one, arguments)}")
-    merged = _read_file(Path(files[0]), ())
+            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_word_instead(one, arguments)}")
+    merged = _read_config_file(Path(files[0]), ())
     for one in files[1:]:
-        merged = merge(merged, _read_file(Path(one), ()))
+        merged = merge(merged, _read_config_file(Path(one), ()))
     if overrides:
         merged = merge(merged, _overrides(merged, overrides))
     return _resolve(merged)
@@ -243,7 +243,7 @@ def own_directory(arguments: Sequence[str], merged: Entry) -> Path | None:
         return None
     overrides = _overrides_among(arguments)
     for one in arguments:
-        if one in overrides or not name.origin.startswith(f"{_shown(_find(Path(one), ()))}:"):
+        if one in overrides or not name.origin.startswith(f"{_shown(_find_config_file(Path(one), ()))}:"):
             continue
         for path in (Path(os.path.abspath(one)), Path(one).resolve()):
             if path.name == CONFIG and is_run_directory(path.parent, name.value):
@@ -278,8 +278,8 @@ def escape(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _read_file(path: Path, above: tuple[Path, ...]) -> Entry:
-    found = _find(path, above)
+def _read_config_file(path: Path, above: tuple[Path, ...]) -> Entry:
+    found = _find_config_file(path, above)
     if found in above:
         circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
         raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
@@ -289,7 +289,7 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> Entry:
         raise ConfigError(f"{_shown(found)} is not a text file in UTF-8 (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"{_shown(found)} cannot be read: {error.strerror}.") from error
-    entry = parse(text, _shown(found))
+    entry = parse_yaml(text, _shown(found))
     if entry.value is None:
         entry = Entry({}, entry.origin)
     if not isinstance(entry.value, dict):
@@ -301,11 +301,11 @@ def _read_file(path: Path, above: tuple[Path, ...]) -> Entry:
         raise ConfigError(f"{extends.origin}: extends must be a list of files, such as [base.yaml].")
     merged = Entry({}, entry.origin)
     for name in names:
-        merged = merge(merged, _read_file(found.parent / name, (*above, found)))
+        merged = merge(merged, _read_config_file(found.parent / name, (*above, found)))
     return merge(merged, entry)
 
 
-def _find(path: Path, above: tuple[Path, ...]) -> Path:
+def _find_config_file(path: Path, above: tuple[Path, ...]) -> Path:
     try:
         for candidate in (path, READY / (path.name if above else path)):
             if candidate.is_file():
@@ -338,7 +338,7 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
-def _instead(argument: str, arguments: Sequence[str]) -> str:
+def _word_instead(argument: str, arguments: Sequence[str]) -> str:
     """Return what was probably meant by an argument that is neither a file nor an override, as a sentence."""
     if argument.startswith("="):
         return f" Name a key before the {argument!r}."
@@ -399,7 +399,7 @@ def _overrides(base: Entry, overrides: Sequence[str]) -> Entry:
         if keys[0] == "extends":
             raise ConfigError(f"override {override!r}: only a file can extend others. Name the file before this one.")
         try:
-            value = parse(text, f"override {override!r}", "override")
+            value = parse_yaml(text, f"override {override!r}", "override")
         except ConfigError as error:
             hint = f" Quote a value that has YAML's own characters: {path}='\"...\"'."
             raise ConfigError(f"{error}{hint if 'not YAML' in str(error) else ''}") from error

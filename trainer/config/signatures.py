@@ -158,7 +158,7 @@ _ROOTS = {
     "torch.nn.modules.module.Module",
 }
 _HARMLESS_DECORATORS = {"typing.final", "typing.runtime_checkable", "functools.total_ordering"}
-_MAX_DEPTH = 30  # of imports of imports; more is a circle
+_MAX_BASES = 30  # of imports of imports; more is a circle
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,13 +254,13 @@ class Sources:
             return self.resolve(module, expression.value, depth)
         if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
             quoted = parse_expression(expression.value)
-            if quoted is not None and depth < _MAX_DEPTH:
+            if quoted is not None and depth < _MAX_BASES:
                 return self.resolve(module, quoted, depth + 1)
         return Definition("foreign", "?")
 
     def lineage(self, found: Definition, depth: int = 0) -> list[Definition]:
         """The class and all its bases in the order in which Python asks them (diamonds: as C3 in the usual cases)."""
-        if found.kind != "class" or depth > _MAX_DEPTH:
+        if found.kind != "class" or depth > _MAX_BASES:
             return [found]
         line = [found]
         for base in cast(ast.ClassDef, found.node).bases:
@@ -359,7 +359,7 @@ class Sources:
 
     def _bound(self, module: Module, name: str, depth: int = 0) -> Definition:
         binding, dotted = module.names.get(name), f"{module.name}.{name}"
-        if depth > _MAX_DEPTH:
+        if depth > _MAX_BASES:
             return Definition("foreign", dotted)
         if isinstance(binding, Imported):
             if not binding.name:
@@ -392,7 +392,7 @@ class Sources:
 
     def _follow(self, found: Definition) -> Definition:
         """Go through aliases such as `Base = other.Base`; another value may be anything."""
-        for _ in range(_MAX_DEPTH):
+        for _ in range(_MAX_BASES):
             if found.kind != "value" or found.node is None:
                 return found
             if isinstance(found.node, ast.Constant):

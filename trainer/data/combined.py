@@ -9,7 +9,7 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, DataError, did_you_mean
-from .loaders import EpochOrder, MapLoader, is_dealable, length_of, like, read, require_iterable
+from .loaders import EpochOrder, MapLoader, is_dealable, iterate_loader, length_of, like, require_iterable
 from .randomness import KeyedDataset
 from .sampling import CHUNK, Deal, KeyedIndices, Layout, mix
 from .steps import Dealing
@@ -158,7 +158,7 @@ def _has_loader(loaders: Any) -> bool:
 
 def _opened(loader: Any) -> Iterator[Any]:
     with shielded(loader):
-        return read(iter(loader))
+        return iterate_loader(iter(loader))
 
 
 def _leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -203,7 +203,7 @@ class CombinedOrder(EpochOrder):
     """The order of one epoch: at each of `length` positions a combined batch."""
 
     epoch: int = 0
-    parts: "tuple[Part, ...]" = ()
+    parts: "tuple[CombinedPart, ...]" = ()
 
     def samples(self, start: int, stop: int) -> int:
         """Return the samples at positions [start, stop), of all loaders."""
@@ -215,7 +215,7 @@ class CombinedOrder(EpochOrder):
         return self.samples(deal.span(rounds.start, 0).start, deal.span(rounds.stop - 1, deal.replicas - 1).stop)
 
 
-class Part:
+class CombinedPart:
     """One of the loaders: where its batches stand, and what is in them."""
 
     def __init__(self, name: str, source: MapLoader) -> None:
@@ -298,7 +298,7 @@ class Part:
 class _PartBatches:
     """The batches of one loader for some replicas, as a batch sampler for a DataLoader."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: CombinedPart) -> None:
         self.part = part
         self.deal, self.dealing = Deal(0, 1, 1, 1), Dealing(Layout(1, 1), 0)
         self.start_step = self.epoch = 0
@@ -345,7 +345,7 @@ class CombinedSource:
         parts = []
         for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True)):
             own_seed = mix(PART_STREAM, seed, number) if number else seed
-            parts.append(Part(name, MapLoader(own, own_seed, in_order, keyed)))
+            parts.append(CombinedPart(name, MapLoader(own, own_seed, in_order, keyed)))
         self.parts = tuple(parts)
         self.length = loader.combine_lengths([part.batches for part in parts])
         self.drop_last = all(part.source.drop_last for part in parts)

@@ -8,7 +8,7 @@ from ..processes.collectives import Collectives
 from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
-from .steps import Dealing, StepInput, Turn, limited
+from .steps import Dealing, ReplicaBatch, StepInput, limited
 from .streams import OwnShares, StreamData
 
 log = logging.getLogger("legato")
@@ -48,11 +48,11 @@ class DealtData:
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         for step in range(start_step, deal.steps):
-            turns: list[Turn] = []
-            masked: list[Turn] = []
+            turns: list[ReplicaBatch] = []
+            masked: list[ReplicaBatch] = []
             for replica, round, start, stop in deal.turns(step, replicas, leaders):
                 samples = order.samples(start, stop)
-                turn = Turn(replica, round, next(batches), samples, masked=replica not in replicas)
+                turn = ReplicaBatch(replica, round, next(batches), samples, masked=replica not in replicas)
                 (masked if turn.masked else turns).append(turn)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             whole = step < deal.steps - 1 or _is_whole(deal)
@@ -129,7 +129,7 @@ class EvaluationData:
             if isinstance(source, DealtData):
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
 
-    def batches(self, epoch: int, limit: int | None = None) -> Iterator[Turn]:
+    def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
         """Yield this process's batches of every loader; `limit` batches of each loader at most, over all replicas."""
         for index, source in enumerate(self.sources):
             most = min((count for count in (limit, self.count(index)) if count is not None), default=None)

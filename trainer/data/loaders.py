@@ -27,7 +27,7 @@ from ..processes.environment import Place, find_place
 from ..processes.transport import Failure
 from ..torch_private import batches_of, came_from_samples, end_loader_workers, loader_workers, read_so_far
 from .randomness import KeyedDataset, seed_generators
-from .sampling import Deal, DealtBatches, KeyedIndices, Order, SampledOrder, epoch_key, mix, permutation
+from .sampling import Deal, DealtBatches, EpochIndices, KeyedIndices, SampledOrder, epoch_key, mix, permutation
 from .steps import Dealing
 from .workers import Shield, guarded
 
@@ -37,7 +37,7 @@ SECONDS_TO_END = 1.0
 """Within which a process that has lost its connections is seen to have ended."""
 
 
-def read(batches: Iterator[Any]) -> Iterator[Any]:
+def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
     """Return an iterator over the batches of a loader's iterator.
 
     When the iterator raises, its workers end, but those that persist: torch ends them with the last reference to the
@@ -120,7 +120,7 @@ class EpochOrder:
 
     length: int
     batch_size: int
-    order: Order
+    order: EpochIndices
     sizes: npt.NDArray[np.int64] | None = None
     """Where a position is a whole batch of the user's batch sampler: the samples of each; else None."""
 
@@ -205,7 +205,7 @@ class MapLoader:
             self.sibling = like(self.loader, dataset, self.batches)
         self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
         self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
-        return read(iter(self.sibling))
+        return iterate_loader(iter(self.sibling))
 
 
 class _WholeBatches:

@@ -14,7 +14,7 @@ import torch
 from ..optimization.outputs import losses_of
 from .randomness import seed_generators
 from .sampling import mix
-from .steps import Turn
+from .steps import ReplicaBatch
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -23,7 +23,7 @@ MASKED = 0x6D61736B
 """Keeps their random numbers apart from those of the turns that count."""
 
 
-def train(run: "Run", turns: Sequence[Turn], last: bool) -> None:
+def train(run: "Run", turns: Sequence[ReplicaBatch], last: bool) -> None:
     """Run training_step on some turns; with `last` the gradients of all processes meet in the backward of the last."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
@@ -36,14 +36,14 @@ def train(run: "Run", turns: Sequence[Turn], last: bool) -> None:
                 strategy.backward(loss * 0.0, meet, inputs[index], index + 1 < len(losses))
 
 
-def evaluate(run: "Run", turn: Turn, step: str, arity: int) -> None:
+def evaluate(run: "Run", turn: ReplicaBatch, step: str, arity: int) -> None:
     """Run an evaluation's step on a turn."""
     with _unseen(run, turn):
         batch = turn.batch if run.transfer is None else run.transfer(turn.batch, turn.dataloader_idx)
         run.strategy.evaluation_step(step, (batch, turn.batch_idx, turn.dataloader_idx)[:arity])
 
 
-def counted(run: "Run", turns: Iterable[Turn], step: str, arity: int) -> Iterator[Turn]:
+def counted(run: "Run", turns: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
     """Yield the turns of an evaluation that count, until the run is told to stop; run those that do not."""
     for turn in run.preemption.until_told(turns):
         if turn.masked:
@@ -53,7 +53,7 @@ def counted(run: "Run", turns: Iterable[Turn], step: str, arity: int) -> Iterato
 
 
 @contextmanager
-def _unseen(run: "Run", turn: Turn) -> Iterator[None]:
+def _unseen(run: "Run", turn: ReplicaBatch) -> Iterator[None]:
     """Leave nothing behind of what is logged and changed meanwhile."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())

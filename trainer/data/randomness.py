@@ -39,7 +39,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Raises ConfigError for anything else.
     """
-    chosen = secrets.randbelow(SEED_LIMIT) if seed is None else _checked(seed)
+    chosen = secrets.randbelow(SEED_LIMIT) if seed is None else _check_seed(seed)
     random.seed(chosen)
     np.random.seed(chosen)
     torch.manual_seed(chosen)
@@ -48,7 +48,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return chosen
 
 
-def _checked(seed: int) -> int:
+def _check_seed(seed: int) -> int:
     try:
         number = operator.index(seed)
     except TypeError:

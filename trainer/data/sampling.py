@@ -22,8 +22,8 @@ import numpy.typing as npt
 from ..errors import ConfigError, DataError
 
 Integers = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint64]
-Order = Callable[[Integers], "Sequence[Any] | npt.NDArray[Any]"]
+UInt64Array = npt.NDArray[np.uint64]
+EpochIndices = Callable[[Integers], "Sequence[Any] | npt.NDArray[Any]"]
 
 MASK = (1 << 64) - 1
 # The increment and the two multipliers of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
@@ -71,11 +71,11 @@ def permutation(positions: Integers, length: int, key: int) -> Integers:
     if length <= TABLE_LENGTH:
         return _table(length, key)[values]
     network = _network(length, key)
-    values = _walk(values, network)
+    values = _encrypt(values, network)
     limit = np.uint64(length)
     outside = np.flatnonzero(values >= limit)
     while outside.size:
-        walked = _walk(values[outside], network)
+        walked = _encrypt(values[outside], network)
         values[outside] = walked
         outside = outside[walked >= limit]
     return values.view(np.int64)
@@ -102,7 +102,7 @@ def _table(length: int, key: int) -> Integers:
     return np.argsort(hashes, kind="stable").astype(np.int64)
 
 
-def _walk(values: Words, network: _Network) -> Words:
+def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
     """Send each value of [0, rows x columns) through the network once."""
     row, column = np.divmod(values, network.columns)
     for turn, key in enumerate(network.keys):
@@ -114,7 +114,7 @@ def _walk(values: Words, network: _Network) -> Words:
     return row
 
 
-def _scramble(words: Words, key: np.uint64) -> Words:
+def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
     """Hash words below 2^32 under a key; the multiplications wrap around at 2^64."""
     mixed = words ^ key
     mixed *= np.uint64(FIRST)
@@ -156,7 +156,7 @@ class Layout:
         return replica // (share + 1) if replica < in_longer else longer + (replica - in_longer) // share
 
 
-class Turn(NamedTuple):
+class BatchSpan(NamedTuple):
     """One batch of one replica: positions [start, stop) of the epoch's order, at least one."""
 
     replica: int
@@ -222,7 +222,7 @@ class Deal:
         in_step = self.accumulate * self.replicas * self.batch_size
         return min((step + 1) * in_step, self.samples) - min(step * in_step, self.samples)
 
-    def turns(self, step: int, replicas: range, leaders: range | None = None) -> list[Turn]:
+    def turns(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
         """Return a step's batches for some replicas: all of the first replica, then all of the next; none empty.
 
         After them come some of `leaders`', until they are as many as theirs.
@@ -233,7 +233,7 @@ class Deal:
             for round in rounds:
                 start = (round * self.replicas + replica) * size
                 if start < samples:
-                    found.append(Turn(replica, round, start, min(start + size, samples)))
+                    found.append(BatchSpan(replica, round, start, min(start + size, samples)))
         if leaders is not None:
             theirs = self.turns(step, leaders)
             found += theirs[: len(theirs) - len(found)]
@@ -273,7 +273,7 @@ class DealtBatches:
     order: the dataset indices at some positions (int64): a permutation, the positions themselves, a SampledOrder.
     """
 
-    def __init__(self, deal: Deal, replicas: range, order: Order, start_step: int = 0, epoch: int = 0) -> None:
+    def __init__(self, deal: Deal, replicas: range, order: EpochIndices, start_step: int = 0, epoch: int = 0) -> None:
         self.deal = deal
         self.replicas = replicas
         self.order = order
@@ -295,8 +295,8 @@ class DealtBatches:
                 yield KeyedIndices(indices[offset:end], turn.start, self.epoch)
                 offset = end
 
-    def _chunks(self) -> Iterator[list[Turn]]:
-        chunk: list[Turn] = []
+    def _chunks(self) -> Iterator[list[BatchSpan]]:
+        chunk: list[BatchSpan] = []
         waiting = 0
         for step in range(self.start_step, self.deal.steps):
             for turn in self.deal.turns(step, self.replicas, self.leaders):

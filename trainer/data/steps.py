@@ -9,7 +9,7 @@ from .sampling import Layout
 
 
 @dataclass(slots=True)
-class Turn:
+class ReplicaBatch:
     """One batch of one local replica."""
 
     replica: int
@@ -26,14 +26,14 @@ class Turn:
 class StepInput:
     """What this process does in one optimizer step: its turns, replica by replica."""
 
-    turns: list[Turn]
+    turns: list[ReplicaBatch]
     samples: int
     """Samples of the step over all replicas of the run."""
     rounds: int
     """Batches that each replica has in the step."""
     whole: bool = True
     """Whether every replica has a batch in each of its rounds."""
-    masked: Sequence[Turn] = ()
+    masked: Sequence[ReplicaBatch] = ()
     """Turns that do not count, up to as many as the process with most has: see `Dealing.lockstep`."""
 
 

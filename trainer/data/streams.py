@@ -11,10 +11,10 @@ import torch
 from ..errors import ConfigError, DataError
 from ..processes.collectives import Collectives
 from .combined import CombinedLoader, loaders_in, sample_counter
-from .loaders import length_of, read, seed_samplers, set_epoch
+from .loaders import iterate_loader, length_of, seed_samplers, set_epoch
 from .randomness import seed_generators
 from .sampling import Layout, mix
-from .steps import Dealing, StepInput, Turn, limited
+from .steps import Dealing, ReplicaBatch, StepInput, limited
 from .workers import shielded
 
 log = logging.getLogger("legato")
@@ -83,9 +83,9 @@ class StreamData:
             size = self.count_samples(batch)
             samples += size
             if replica in own:
-                turns.append(Turn(replica, round, batch, size))
+                turns.append(ReplicaBatch(replica, round, batch, size))
             elif replica in leaders:
-                theirs.append(Turn(replica, round, batch, size, masked=True))
+                theirs.append(ReplicaBatch(replica, round, batch, size, masked=True))
             position += 1
             if position % batches_of_step == 0:
                 masked = theirs[: max(0, len(theirs) - len(turns))]
@@ -121,7 +121,7 @@ class StreamData:
             skipped = 0
         with shielded(self.loader):
             combined = isinstance(self.loader, CombinedLoader)
-            batches = self.loader.batches() if combined else read(iter(self.loader))
+            batches = self.loader.batches() if combined else iterate_loader(iter(self.loader))
         if skipped:
             log.warning(
                 "%s has no state_dict: reading %d batches again to get back to step %d of epoch %d.",
@@ -183,7 +183,7 @@ class OwnShares(StreamData):
         batches, key = self.own.open(epoch, start_step), self.own.key(epoch)
         limit = self.share if isinstance(self.limit, int) or self.limit != 1.0 else None
         for step in count(start_step):
-            turns: list[Turn] = []
+            turns: list[ReplicaBatch] = []
             for round in range(step * dealing.accumulate, (step + 1) * dealing.accumulate):
                 if dealing.keyed:
                     seed_generators(key + round)
@@ -191,7 +191,7 @@ class OwnShares(StreamData):
                 if batch is _END:
                     self.own.ended = True
                 elif limit is None or round < limit:
-                    turns.append(Turn(process, round, batch, self.count_samples(batch)))
+                    turns.append(ReplicaBatch(process, round, batch, self.count_samples(batch)))
             own = torch.tensor(
                 [sum(turn.samples for turn in turns), bool(turns), len(turns) == dealing.accumulate, len(turns)]
             )
@@ -219,6 +219,6 @@ class OwnShares(StreamData):
             self.own.load_state_dict(state["shares"][self.dealing.process])
 
 
-def by_replica(turns: list[Turn]) -> list[Turn]:
+def by_replica(turns: list[ReplicaBatch]) -> list[ReplicaBatch]:
     """Return the turns of a step replica by replica; those of one replica stay in the order of the data."""
     return sorted(turns, key=attrgetter("replica"))

@@ -22,7 +22,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     )
 
 
-def aligned(batch: Any) -> Any:
+def with_allocated_memory(batch: Any) -> Any:
     """Return `batch` with every tensor in memory as torch allocates it: else some kernels add up in another order."""
     return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
 

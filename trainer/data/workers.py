@@ -15,7 +15,7 @@ from typing import IO, Any
 from torch.utils.data import default_collate, default_convert
 
 from ..errors import DataError
-from ..processes.signals import DUMP, ENDING
+from ..processes.signals import DUMP, END_SIGNALS
 from ..torch_private import replace_feeder_error, serves_memory, wrapped_error
 
 WorkerInit = Callable[[int], None] | None
@@ -45,7 +45,7 @@ class Shield:
     def __call__(self, worker_id: int) -> None:
         """Prepare the worker."""
         self.trainer = os.getppid()
-        for number in ENDING:
+        for number in END_SIGNALS:
             if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
                 signal.signal(number, self._hear)
         if _dump is not None:  # a forked worker has the file, and this module, from the trainer
@@ -85,7 +85,7 @@ def _send_error(keeps_state: bool, queue: "Queue[Any]", drop: Callable[[], None]
     queue.put((number, (batch, *state) if keeps_state else batch))
 
 
-class Guard:
+class GuardedCollate:
     """A collate_fn that raises DataError where the user's own raises StopIteration, which ends a loader in silence."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -105,7 +105,7 @@ class Guard:
 
 def guarded(collate: Any) -> Any:
     """Return a collate_fn that cannot end its loader; torch's own ones cannot anyway."""
-    return collate if collate in (default_collate, default_convert, None) else Guard(collate)
+    return collate if collate in (default_collate, default_convert, None) else GuardedCollate(collate)
 
 
 def dump_stacks_to(file: IO[str] | None) -> None:

@@ -1,6 +1,6 @@
 """Membership in an elastic run: how a process notices that the others have changed, and goes on with those there are.
 
-It notices that connections broke or that another roster is out, leaves the loop, forms the next group, and the loop
+It notices that connections broke or that another generation is out, leaves the loop, forms the next group, and the loop
 goes on as after a resume in the middle of an epoch.
 """
 
@@ -21,53 +21,53 @@ from ..errors import ConfigError, WorkerError
 from ..optimization.kernels import require_same_numerics
 from ..processes import environment
 from ..processes.environment import Place
-from ..processes.signals import RESUME_ME, leave
+from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
 from ..run import Run
 from ..strategies.strategy import Strategy
 from ..torch_private import reset_group_names, set_group_timeout
 from . import recovery
-from .membership import Dismissed, Membership
-from .recovery import Keeper
-from .store import Board, Roster, Seat, connect
+from .membership import Membership, RunFinished
+from .recovery import MetricSnapshot
+from .store import ElasticWorker, Generation, MembershipStore, connect_to_store
 
 log = logging.getLogger("legato")
 
-SURPRISE = 1.0
+GENERATION_WAIT = 1.0
 """Seconds after a broken connection in which the host mostly knows who has died."""
-PATIENCE = 10.0
-"""Seconds to wait for another roster after that; a guest's launcher counts as dead earlier."""
-FORMING = 2.0
+RECOVERY_TIMEOUT = 10.0
+"""Seconds to wait for another generation after that; a guest's launcher counts as dead earlier."""
+FORM_TIMEOUT = 2.0
 """Seconds that a group may take to form once all its members have come: milliseconds, unless one dies just then.
 
 Twice as many each time that it did not come about although nobody died: on a busy machine it takes longer.
 """
-RENEWALS = 3
+MAX_RENEWALS = 3
 """How often a group may break at one step although nobody died, before that counts as an error."""
-_GLANCE = 0.003  # seconds between two looks at the board
+_STORE_POLL = 0.003  # seconds between two looks at the board
 
 
 class MembershipChanged(Exception):
-    """All ranks have seen that another roster is out; the loop is left so that they can form its group."""
+    """All ranks have seen that another generation is out; the loop is left so that they can form its group."""
 
 
 class ElasticMembership(Membership):
-    """Membership in an elastic run. As a context it takes broken connections and new rosters for a reason to go on."""
+    """Membership in an elastic run; as a context manager it recovers from broken connections and new generations."""
 
-    def __init__(self, run: Run, seat: Seat, timeout: float) -> None:
+    def __init__(self, run: Run, elastic_worker: ElasticWorker, timeout: float) -> None:
         """`timeout`: seconds that a collective may take."""
-        self.run, self.member, self.timeout = run, seat.member, timeout
-        self.board = Board(connect(seat.address, timeout=60.0), seat.attempt)
-        self.joins = seat.joins
+        self.run, self.member, self.timeout = run, elastic_worker.member, timeout
+        self.store = MembershipStore(connect_to_store(elastic_worker.address, timeout=60.0), elastic_worker.attempt)
+        self.joins = elastic_worker.joins
         """Whether this process came when the run was under way, and has not taken part yet."""
-        self.roster = Roster(0, ())
+        self.generation = Generation(0, ())
         self.place = Place()
         self.entered = self.broken = False
-        self.whole = not seat.joins
+        self.whole = not elastic_worker.joins
         """Whether weights and loop state of this process belong together and to this run."""
         self.writes = False
         """Whether the loggers of this process are open."""
-        self.keeper = Keeper(run)
+        self.snapshot = MetricSnapshot(run)
         self.renewed_at, self.renewals = -1, 0
 
     # --- before training --------------------------------------------------------------------------------------------
@@ -75,10 +75,10 @@ class ElasticMembership(Membership):
         """Form the first group; who joins a run under way stays alone until it is built, and is never rank 0."""
         if self.joins:
             return replace(place, rank=1)
-        self._form(self.board.roster(1), self.timeout)  # some may take long to start
+        self._form(self.store.generation(1), self.timeout)  # some may take long to start
         return self.place
 
-    def introduce(self) -> None:
+    def adopt_settings(self) -> None:
         """Take over replicas and run directory of the run to join. Raises ConfigError where it is another run."""
         trainer = self.run.trainer
         if not trainer.use_distributed_sampler:
@@ -97,37 +97,37 @@ class ElasticMembership(Membership):
         trainer.run_dir = Path(facts["run_dir"]) if facts["run_dir"] else None
 
     def _wait_for_facts(self) -> dict[str, Any]:
-        while (facts := self.board.facts()) is None:
-            if self.board.version():
-                self._look_for_the_end(self.board.roster(self.board.version()))
-            time.sleep(_GLANCE)
+        while (facts := self.store.facts()) is None:
+            if self.store.version():
+                self._raise_if_over(self.store.generation(self.store.version()))
+            time.sleep(_STORE_POLL)
         return facts
 
     def _enter(self) -> None:
-        """Begin to take part: the first members have a group; who joins waits for a roster that names it."""
+        """Begin to take part: the first members have a group; who joins waits for a generation that names it."""
         run, trainer = self.run, self.run.trainer
         self.entered, numerics = True, contents.numerics_of(trainer)
-        self.keeper.start()
+        self.snapshot.start()
         if self.joins:
             if run.bitwise:
                 require_same_numerics(self._wait_for_facts()["numerics"], numerics)
-            self.board.tell("ready", self.member)
+            self.store.post("ready", self.member)
             self.broken = True
             return
         if self.place.rank == 0:
             self.writes = True
             facts = {"seed": trainer.seed, "reproducible": trainer.reproducible, "replicas": run.state.replicas}
-            self.board.set_facts({**facts, "run_dir": trainer.log_dir, "numerics": numerics})
-        self.board.tell("begun", self.member, replicas=run.state.replicas)
+            self.store.set_facts({**facts, "run_dir": trainer.log_dir, "numerics": numerics})
+        self.store.post("begun", self.member, replicas=run.state.replicas)
 
     # --- while training ---------------------------------------------------------------------------------------------
     def newest(self) -> int:
         """Look at the board; rank 0 does it for all."""
-        return self.board.version() if self.place.rank == 0 else 0
+        return self.store.version() if self.place.rank == 0 else 0
 
-    def heed(self, version: int) -> None:
-        """Raise MembershipChanged where the ranks have agreed that another roster is out."""
-        if version > self.roster.version and self.entered:
+    def check_members(self, version: int) -> None:
+        """Raise MembershipChanged where the ranks have agreed that another generation is out."""
+        if version > self.generation.version and self.entered:
             raise MembershipChanged
 
     def __enter__(self) -> None:
@@ -136,7 +136,7 @@ class ElasticMembership(Membership):
             self._enter()
         while self.broken:
             try:
-                self._heal()
+                self._recover()
             except RuntimeError as error:
                 if not self._is_broken_by(error):
                     raise
@@ -157,80 +157,84 @@ class ElasticMembership(Membership):
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether an error came of a broken connection, and there is a roster to go on with."""
+        """Return whether an error came of a broken connection, and there is a generation to go on with."""
         if not is_communication(error):
             return False
-        if self._newer_roster_within(SURPRISE):
+        if self._newer_generation_within(GENERATION_WAIT):
             return True
         step = self.run.state.global_step
         self.renewals = self.renewals + 1 if step == self.renewed_at else 1
         self.renewed_at = step
-        if self.renewals > RENEWALS:
+        if self.renewals > MAX_RENEWALS:
             return False
         log.warning("Connections broke although no process has died; they are made anew (%s).", error)
-        self.board.tell("broken", self.member, version=self.roster.version)
-        return self._newer_roster_within(PATIENCE)
+        self.store.post("broken", self.member, version=self.generation.version)
+        return self._newer_generation_within(RECOVERY_TIMEOUT)
 
-    def _newer_roster_within(self, seconds: float) -> bool:
+    def _newer_generation_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
-        while self.board.version() <= self.roster.version:
+        while self.store.version() <= self.generation.version:
             if time.monotonic() > deadline or self.run.preemption.signal:
                 return False
-            time.sleep(_GLANCE)
+            time.sleep(_STORE_POLL)
         return True
 
     # --- from one group to the next ---------------------------------------------------------------------------------
-    def _heal(self) -> None:
-        """Form the group of the newest roster and stand there where the newest of its members stands."""
+    def _recover(self) -> None:
+        """Form the group of the newest generation and stand there where the newest of its members stands."""
         run = self.run
         run.strategy.release()
-        environment.disconnect()
+        environment.leave_process_group()
         renewals = self.renewals if self.renewed_at == run.state.global_step else 0
-        self._form(self._next_roster(), FORMING * 2**renewals)
+        self._form(self._next_generation(), FORM_TIMEOUT * 2**renewals)
         opens_loggers = self.place.rank == 0 and not self.writes
-        recovery.take_over(run, self.place, self.keeper, self.whole, opens_loggers)
+        recovery.transfer_state(run, self.place, self.snapshot, self.whole, opens_loggers)
         if self.joins:
-            self.board.tell("joined", self.member)
+            self.store.post("joined", self.member)
         self.joins, self.whole, self.writes = False, True, self.place.rank == 0
-        recovery.resume(run)
-        if self.roster.order == "leave":
+        recovery.repeat_after_step(run)
+        if self.generation.order == "leave":
             self._leave()
         self.broken = False
         if self.place.rank == 0:
             log.info("Step %d: going on with %d processes.", run.state.global_step, self.place.world_size)
 
-    def _next_roster(self) -> Roster:
-        """Return the newest roster, once all its members have come."""
-        seen, roster, began = self.roster.version, self.roster, time.monotonic()
+    def _next_generation(self) -> Generation:
+        """Return the newest generation, once all its members have come."""
+        seen, generation, began = self.generation.version, self.generation, time.monotonic()
         while True:
-            version = self.board.version()
+            version = self.store.version()
             if version > seen:
-                seen, roster = version, self.board.roster(version)
-                self._look_for_the_end(roster)
-                if self.member in roster.members and roster.order != "wait":
-                    self.board.arrive(roster, self.member)
-                elif self.member not in roster.members and not self.joins:
+                seen, generation = version, self.store.generation(version)
+                self._raise_if_over(generation)
+                if self.member in generation.members and generation.order != "wait":
+                    self.store.arrive(generation, self.member)
+                elif self.member not in generation.members and not self.joins:
                     raise WorkerError(f"The run went on without process {self.member.id}, which was late.")
-            if seen > self.roster.version and self.member in roster.members and self.board.is_complete(roster):
-                return roster
-            if self.run.preemption.signal and time.monotonic() > began + PATIENCE:
-                leave(self.run.preemption.signal)
-            time.sleep(_GLANCE)
+            if (
+                seen > self.generation.version
+                and self.member in generation.members
+                and self.store.is_complete(generation)
+            ):
+                return generation
+            if self.run.preemption.signal and time.monotonic() > began + RECOVERY_TIMEOUT:
+                raise_for_signal(self.run.preemption.signal)
+            time.sleep(_STORE_POLL)
 
-    def _look_for_the_end(self, roster: Roster) -> None:
-        if roster.order == "lost":
+    def _raise_if_over(self, generation: Generation) -> None:
+        if generation.order == "lost":
             raise SystemExit(RESUME_ME)
-        if roster.order == "over":
-            raise Dismissed("The run was done before there was a place in it.")
+        if generation.order == "over":
+            raise RunFinished("The run was done before there was a place in it.")
 
-    def _form(self, roster: Roster, seconds: float) -> None:
-        rank = roster.members.index(self.member)
-        nodes = sorted({member.node for member in roster.members})
-        here = sum(member.node == self.member.node for member in roster.members)
-        node, slot, world = nodes.index(self.member.node), self.member.slot, len(roster.members)
-        self.roster, self.place = roster, Place(rank, slot, node, world, here, len(nodes), "legato")
+    def _form(self, generation: Generation, seconds: float) -> None:
+        rank = generation.members.index(self.member)
+        nodes = sorted({member.node for member in generation.members})
+        here = sum(member.node == self.member.node for member in generation.members)
+        node, slot, world = nodes.index(self.member.node), self.member.slot, len(generation.members)
+        self.generation, self.place = generation, Place(rank, slot, node, world, here, len(nodes), "legato")
         if world > 1:
-            store = PrefixStore(f"group/{roster.version}", self.board.store)
+            store = PrefixStore(f"group/{generation.version}", self.store.entries)
             reset_group_names()  # torch counts the groups of a process, also those that did not come about
             patience = timedelta(seconds=seconds)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
@@ -252,23 +256,23 @@ class ElasticMembership(Membership):
     # --- after training ---------------------------------------------------------------------------------------------
     def answers(self, rank: int) -> bool:
         """Wait until the launcher says that this process may go, and whether it is to bring the result."""
-        self.board.tell("finished", self.member)
-        while (word := self.board.dismissed(self.member)) is None:
-            time.sleep(_GLANCE)
+        self.store.post("finished", self.member)
+        while (word := self.store.released(self.member)) is None:
+            time.sleep(_STORE_POLL)
         return word == "answer"
 
 
 def membership_of(run: Run) -> Membership:
     """Return this process's membership. Raises ConfigError where an elastic run was started by somebody else."""
-    terms, seat = run.strategy.elastic, environment.find_seat()
-    if terms is None or run.stage != "fit":
+    options, elastic_worker = run.strategy.elastic, environment.find_elastic_worker()
+    if options is None or run.stage != "fit":
         return Membership()
-    if seat is None:
+    if elastic_worker is None:
         raise ConfigError(
             "elastic: true needs processes that Legato has started and watches: start the script itself (or `legato "
             "fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
         )
-    return ElasticMembership(run, seat, terms.timeout)
+    return ElasticMembership(run, elastic_worker, options.timeout)
 
 
 def _is_in_update(trace: TracebackType | None) -> bool:

@@ -5,7 +5,7 @@ from types import TracebackType
 from ..processes.environment import Place
 
 
-class Dismissed(Exception):
+class RunFinished(Exception):
     """The run is over for a process that waited to take part in it."""
 
 
@@ -16,15 +16,15 @@ class Membership:
         """Form the group and return this process's place in it."""
         return place
 
-    def introduce(self) -> None:
+    def adopt_settings(self) -> None:
         """Learn of the run what must be known before anything is built."""
 
     def newest(self) -> int:
-        """Return the version of the newest roster of members."""
+        """Return the version of the newest generation of members."""
         return 0
 
-    def heed(self, version: int) -> None:
-        """Leave the loop where the ranks have agreed that another roster is out."""
+    def check_members(self, version: int) -> None:
+        """Leave the loop where the ranks have agreed that another generation is out."""
 
     def answers(self, rank: int) -> bool:
         """Return whether this process brings the launcher the result, now that its work is done."""

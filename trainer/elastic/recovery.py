@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from ..run import Run
 
 
-class Keeper:
+class MetricSnapshot:
     """Keeps the states of a task's metrics, where it has some: an update cannot be taken back from them."""
 
     def __init__(self, run: "Run") -> None:
         self.run = run
-        self.kept: Any = None
+        self.saved: Any = None
         self.step = -1
         """The step in which, or the validation after which, they were kept."""
         self.in_validation = False
@@ -43,14 +43,14 @@ class Keeper:
         self._keep(in_validation=True)
 
     def _keep(self, in_validation: bool) -> None:
-        self.kept, self.step = self.run.metrics.states.snapshot(), self.run.state.global_step
+        self.saved, self.step = self.run.metrics.states.snapshot(), self.run.state.global_step
         self.in_validation = in_validation
 
     def rewind(self, step: int, validating: bool) -> None:
         """Put the states back, where the run goes on with the step or the validation before which they were kept."""
-        if self.kept is not None and self.step == step and self.in_validation == validating:
-            self.run.metrics.states.restore(self.kept)
-        self.kept = None
+        if self.saved is not None and self.step == step and self.in_validation == validating:
+            self.run.metrics.states.restore(self.saved)
+        self.saved = None
 
 
 Progress = tuple[int, int, bool, int, int, int]
@@ -58,7 +58,7 @@ Point = tuple[int, dict[str, float]]
 
 
 @dataclass
-class Standing:
+class MemberState:
     """Where a process stands."""
 
     whole: bool
@@ -76,7 +76,7 @@ class Standing:
     """The step with which the run began in these processes."""
 
     @classmethod
-    def of(cls, run: "Run", whole: bool) -> "Standing":
+    def of(cls, run: "Run", whole: bool) -> "MemberState":
         """Look where this process stands."""
         state = run.state
         counted = state.global_step, state.epoch, state.epoch_ended
@@ -86,10 +86,10 @@ class Standing:
         return cls(whole, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.point, first_step)
 
 
-def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_loggers: bool) -> None:
+def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, whole: bool, opens_loggers: bool) -> None:
     """Find out who is the newest, and stand where it stands; every member of the new group calls it.
 
-    `whole`: see Standing. An error in here leaves this process as it was.
+    `whole`: see MemberState. An error in here leaves this process as it was.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
     validating = run.doing != "train"
@@ -97,26 +97,26 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
         run.preemption.leave_evaluation()
     layout = Layout(run.state.replicas, place.world_size)
     strategy.regroup(place, layout)
-    own = Standing.of(run, whole)
-    standings: list[Standing] = strategy.collectives.gather_objects(own)
-    source = max(range(len(standings)), key=lambda rank: (standings[rank].whole, standings[rank].progress, -rank))
-    newest = standings[source]
+    own = MemberState.of(run, whole)
+    states: list[MemberState] = strategy.collectives.gather_objects(own)
+    source = max(range(len(states)), key=lambda rank: (states[rank].whole, states[rank].progress, -rank))
+    newest = states[source]
     if not newest.whole:
         raise WorkerError("No process is left whose weights are whole; go on from the newest checkpoint.")
-    keeper.rewind(newest.progress[0], validating)
+    snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])
     if own.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
         metrics.forget_epoch()
-    behind = [one.progress != newest.progress or not one.whole for one in standings]
+    behind = [one.progress != newest.progress or not one.whole for one in states]
     saved = contents.contents(trainer, weights_only=False) if any(behind) and not behind[place.rank] else {}
     if any(behind):
         saved = broadcast_contents(saved, source, place.rank)
     # Nothing is communicated from here on, until all of it is taken over.
     run.layout, run.local_replicas = layout, len(layout.owned(place.rank))
-    metrics.take_replicas(place.world_size, layout.owned(place.rank))
+    metrics.set_layout(place.world_size, layout.owned(place.rank))
     if behind[place.rank]:
-        _load(run, saved)
-    _stand_at(run, place, newest)
+        _load_state(run, saved)
+    _continue_at(run, place, newest)
     if opens_loggers:
         build.open_loggers(run)
     wrote = own.point == newest.point and not opens_loggers
@@ -125,18 +125,18 @@ def take_over(run: "Run", place: Place, keeper: Keeper, whole: bool, opens_logge
             logger.log_metrics(newest.point[1], newest.point[0])
 
 
-def _load(run: "Run", saved: dict[str, Any]) -> None:
+def _load_state(run: "Run", saved: dict[str, Any]) -> None:
     """Take over another process's state."""
     trainer = run.trainer
     saved["data"] = {}  # a stream's own state is that of a process in the middle of a step
     run.hooks.call("on_load_checkpoint", saved)
-    restore.load_weights(run.task, saved, run.task.strict_loading)
+    restore.load_task_weights(run.task, saved, run.task.strict_loading)
     restore.start_state(trainer, saved)
     trainer.callback_metrics.clear()
     restore.load_rest(trainer, saved)
 
 
-def _stand_at(run: "Run", place: Place, newest: Standing) -> None:
+def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     """Let the loop go on where the newest member stands, with this process's share of the data."""
     trainer, state = run.trainer, run.state
     run.agreement = Agreement(
@@ -156,7 +156,7 @@ def _stand_at(run: "Run", place: Place, newest: Standing) -> None:
     run.metrics.open("train", fresh=False)
 
 
-def resume(run: "Run") -> None:
+def repeat_after_step(run: "Run") -> None:
     """Do again what the break may have prevented after the newest step; every member calls it."""
     trainer, state = run.trainer, run.state
     if state.global_step and state.global_step % trainer.log_every_n_steps == 0:

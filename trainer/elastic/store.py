@@ -1,6 +1,6 @@
 """The board of an elastic run: on it launchers and processes tell each other who takes part. A store keeps it.
 
-Only the host, the launcher that keeps the store, writes rosters. Everyone may write notes, which the host reads.
+Only the host, the launcher that keeps the store, writes generations. Everyone may write notes, which the host reads.
 """
 
 import json
@@ -16,13 +16,13 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-Order = Literal["train", "wait", "leave", "over", "lost"]
-"""What a roster tells: form a group and train; wait for the next roster; form one, save and end; the run is done; the
-run has failed."""
+GroupOrder = Literal["train", "wait", "leave", "over", "lost"]
+"""What the members of a generation do: form a group and train; wait for the next generation; form one, save and exit;
+exit, as the run is done; exit, as the run has failed."""
 
 
 @dataclass(frozen=True)
-class Terms:
+class ElasticOptions:
     """How an elastic run deals with processes that leave and come."""
 
     min_processes: int = 1
@@ -37,7 +37,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Member:
-    """One process of an elastic run. Its rank is its position in the roster."""
+    """One process of an elastic run. Its rank is its position in the generation."""
 
     id: int
     """Its own, never used again."""
@@ -48,7 +48,7 @@ class Member:
 
 
 @dataclass(frozen=True)
-class Seat:
+class ElasticWorker:
     """What a process of an elastic run knows when it starts."""
 
     member: Member
@@ -64,86 +64,86 @@ class Seat:
         return json.dumps(asdict(self))
 
     @classmethod
-    def read(cls, text: str) -> "Seat":
+    def read(cls, text: str) -> "ElasticWorker":
         """Read what `text` wrote."""
         values = json.loads(text)
         return cls(**{**values, "member": Member(**values["member"])})
 
 
 @dataclass(frozen=True)
-class Roster:
+class Generation:
     """Who takes part from now on."""
 
     version: int
     members: tuple[Member, ...]
-    order: Order = "train"
+    order: GroupOrder = "train"
 
 
-class Board:
+class MembershipStore:
     """What stands in the store about one attempt at an elastic run."""
 
-    def __init__(self, store: "Store", attempt: int) -> None:
+    def __init__(self, entries: "Store", attempt: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        self.attempt, self.root = attempt, store
-        self.store: Any = PrefixStore(f"legato/elastic/{attempt}", store)
+        self.attempt, self.root = attempt, entries
+        self.entries: Any = PrefixStore(f"legato/elastic/{attempt}", entries)
         self.read = 0
         """Bytes of notes that were read."""
 
     @classmethod
-    def new(cls, store: "Store") -> "Board":
+    def new(cls, entries: "Store") -> "MembershipStore":
         """Begin another attempt, as the host."""
-        return cls(store, store.add("legato/elastic/attempts", 1))
+        return cls(entries, entries.add("legato/elastic/attempts", 1))
 
     @classmethod
-    def newest(cls, store: "Store", timeout: float) -> "Board":
+    def newest(cls, entries: "Store", timeout: float) -> "MembershipStore":
         """Look at the attempt that is under way, as a guest. Raises ConfigError where none is for `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while (attempt := store.add("legato/elastic/attempts", 0)) == 0:  # the host has just opened the store
+        while (attempt := entries.add("legato/elastic/attempts", 0)) == 0:  # the host has just opened the store
             if time.monotonic() > deadline:
                 raise ConfigError("There is a store at the address of trainer.strategy.join, but no elastic run in it.")
             time.sleep(0.01)
-        return cls(store, attempt)
+        return cls(entries, attempt)
 
-    # --- rosters ----------------------------------------------------------------------------------------------------
-    def publish(self, roster: Roster) -> None:
-        """Let everyone see a roster. Versions go up by one."""
-        self.store.set(f"roster/{roster.version}", json.dumps(asdict(roster)))
-        self.store.add("version", 1)
+    # --- generations ------------------------------------------------------------------------------------------------
+    def publish(self, generation: Generation) -> None:
+        """Publish the next generation; versions go up by one."""
+        self.entries.set(f"generation/{generation.version}", json.dumps(asdict(generation)))
+        self.entries.add("version", 1)
 
     def version(self) -> int:
-        """Return the newest roster's version; 0: there is none yet."""
-        found: int = self.store.add("version", 0)
+        """Return the newest generation's version; 0: there is none yet."""
+        found: int = self.entries.add("version", 0)
         return found
 
-    def roster(self, version: int) -> Roster:
-        """Return a roster that was published."""
-        values = json.loads(self.store.get(f"roster/{version}"))
-        return Roster(values["version"], tuple(Member(**member) for member in values["members"]), values["order"])
+    def generation(self, version: int) -> Generation:
+        """Return a generation that was published."""
+        values = json.loads(self.entries.get(f"generation/{version}"))
+        return Generation(values["version"], tuple(Member(**member) for member in values["members"]), values["order"])
 
-    def arrive(self, roster: Roster, member: Member) -> None:
-        """Tell that a member is ready to form the group of a roster."""
-        self.store.set(_arrival(roster, member), "yes")
+    def arrive(self, generation: Generation, member: Member) -> None:
+        """Tell that a member is ready to form the group of a generation."""
+        self.entries.set(_arrival(generation, member), "yes")
 
-    def is_complete(self, roster: Roster) -> bool:
+    def is_complete(self, generation: Generation) -> bool:
         """Return whether there is a group to form, and all its members have come."""
-        found: bool = self.store.check([_arrival(roster, member) for member in roster.members])
+        found: bool = self.entries.check([_arrival(generation, member) for member in generation.members])
         return found
 
-    def missing(self, roster: Roster) -> list[Member]:
-        """Return the members that have not come to the group of a roster."""
-        return [member for member in roster.members if not self.store.check([_arrival(roster, member)])]
+    def missing(self, generation: Generation) -> list[Member]:
+        """Return the members that have not come to the group of a generation."""
+        return [member for member in generation.members if not self.entries.check([_arrival(generation, member)])]
 
     # --- notes ------------------------------------------------------------------------------------------------------
-    def tell(self, what: str, member: Member, **more: Any) -> None:
+    def post(self, what: str, member: Member, **more: Any) -> None:
         """Leave a note for the launchers."""
-        self.store.append("notes", json.dumps({"what": what, "member": asdict(member), **more}) + "\n")
+        self.entries.append("notes", json.dumps({"what": what, "member": asdict(member), **more}) + "\n")
 
-    def hear(self) -> list[dict[str, Any]]:
+    def new_messages(self) -> list[dict[str, Any]]:
         """Return the notes that came since the last call."""
-        if not self.store.check(["notes"]):
+        if not self.entries.check(["notes"]):
             return []
-        notes = self.store.get("notes")[self.read :]
+        notes = self.entries.get("notes")[self.read :]
         self.read += len(notes)
         found = [json.loads(line) for line in notes.splitlines()]
         return [{**note, "member": Member(**note["member"])} for note in found]
@@ -151,40 +151,40 @@ class Board:
     # --- single facts -----------------------------------------------------------------------------------------------
     def set_facts(self, facts: dict[str, Any]) -> None:
         """Tell what everyone who joins must know of the run."""
-        self.store.set("facts", json.dumps(facts))
+        self.entries.set("facts", json.dumps(facts))
 
     def facts(self) -> dict[str, Any] | None:
         """Return what rank 0 told of the run; None before it has."""
-        found: dict[str, Any] | None = json.loads(self.store.get("facts")) if self.store.check(["facts"]) else None
+        found: dict[str, Any] | None = json.loads(self.entries.get("facts")) if self.entries.check(["facts"]) else None
         return found
 
-    def dismiss(self, member: Member, answers: bool) -> None:
+    def release_member(self, member: Member, answers: bool) -> None:
         """Let a process that has done its work go; `answers`: it brings its launcher the result."""
-        self.store.set(f"dismissed/{member.id}", "answer" if answers else "go")
+        self.entries.set(f"dismissed/{member.id}", "answer" if answers else "go")
 
-    def dismissed(self, member: Member) -> str | None:
+    def released(self, member: Member) -> str | None:
         """Return "answer" or "go" once the launcher has said so."""
         key = f"dismissed/{member.id}"
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        return self.entries.get(key).decode() if self.entries.check([key]) else None
 
-    def number(self, what: str, count: int = 1) -> int:
+    def next_ids(self, what: str, count: int = 1) -> int:
         """Return the first of `count` numbers that nobody else gets."""
-        return int(self.store.add(f"numbers/{what}", count)) - count
+        return int(self.entries.add(f"numbers/{what}", count)) - count
 
-    def beat(self, node: int) -> None:
+    def heartbeat(self, node: int) -> None:
         """Show that a launcher lives."""
-        self.store.add(f"beats/{node}", 1)
+        self.entries.add(f"beats/{node}", 1)
 
-    def beats(self, nodes: Iterable[int]) -> dict[int, int]:
+    def heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
         """Return how often each launcher has shown that it lives."""
-        return {node: self.store.add(f"beats/{node}", 0) for node in nodes}
+        return {node: self.entries.add(f"beats/{node}", 0) for node in nodes}
 
 
-def _arrival(roster: Roster, member: Member) -> str:
-    return f"arrived/{roster.version}/{member.id}"
+def _arrival(generation: Generation, member: Member) -> str:
+    return f"arrived/{generation.version}/{member.id}"
 
 
-def connect(address: str, timeout: float) -> "Store":
+def connect_to_store(address: str, timeout: float) -> "Store":
     """Return a client of the store at "host:port". Raises ConfigError where none answers within `timeout` seconds."""
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
@@ -211,17 +211,17 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-class Registrar:
+class MemberRegistry:
     """Keeps the members in the order of their ranks: who stays keeps the order, who comes is put at the end.
 
     So rank 0, which alone writes files, is another process only when the one before it has gone.
     """
 
-    def __init__(self, members: list[Member], terms: Terms) -> None:
-        self.terms = terms
+    def __init__(self, members: list[Member], options: ElasticOptions) -> None:
+        self.options = options
         self.members = list(members)
         self.spares: list[Member] = []
-        """Those that could take part at once: the run has no replica for them, or no roster names them yet."""
+        """Those that could take part at once: the run has no replica for them, or no generation names them yet."""
         self.starting: set[Member] = set()
         """Replacements that are being started."""
         self.waiting_to_begin = set(members)
@@ -230,7 +230,7 @@ class Registrar:
         self.finished: set[Member] = set()
         self.replicas = len(members)
         """No more processes than this can take part."""
-        self.roster = Roster(1, tuple(members))
+        self.generation = Generation(1, tuple(members))
         self.renewed = False
 
     @property
@@ -265,24 +265,24 @@ class Registrar:
         self.members = [other for other in self.members if other in self.joined]
 
     def renew(self, version: int) -> None:
-        """The group of a roster broke although nobody died: let its members form another one."""
-        self.renewed |= version == self.roster.version
+        """The group of a generation broke although nobody died: let its members form another one."""
+        self.renewed |= version == self.generation.version
 
-    def decide(self) -> Roster | None:
-        """Return the next roster, where one is due."""
+    def decide(self) -> Generation | None:
+        """Return the next generation, where one is due."""
         if not self.running or not self.members:
             return None
-        if not self.finished and self.roster.order != "leave":
+        if not self.finished and self.generation.order != "leave":
             room = self.replicas - len(self.members)
             self.members += self.spares[:room] if room > 0 else []
             self.spares = [spare for spare in self.spares if spare not in self.members]
-        order: Order = "train"
-        if len(self.members) < self.terms.min_processes and not self.finished:
+        order: GroupOrder = "train"
+        if len(self.members) < self.options.min_processes and not self.finished:
             order = "wait" if self.starting else "leave"
-        if self.roster.order == "leave":
+        if self.generation.order == "leave":
             order = "leave"
-        following = Roster(self.roster.version + 1, tuple(self.members), order)
-        if (following.members, order) == (self.roster.members, self.roster.order) and not self.renewed:
+        next_generation = Generation(self.generation.version + 1, tuple(self.members), order)
+        if (next_generation.members, order) == (self.generation.members, self.generation.order) and not self.renewed:
             return None
-        self.roster, self.renewed = following, False
-        return following
+        self.generation, self.renewed = next_generation, False
+        return next_generation

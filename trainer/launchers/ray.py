@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, WorkerError
-from ..processes.signals import INTERRUPTED, RESUME_ME, attended
+from ..processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals
 from ..processes.transport import is_communication
 from .launcher import Launcher, Machines, machines_of, without_launcher
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _SETTLE, _GRACE = 10.0, 20.0
 """Seconds after a node's failure until the others, which mostly end of it by themselves, are told to; are killed."""
-_PAUSE = 0.5  # seconds between two looks at the nodes
+_RAY_POLL = 0.5  # seconds between two looks at the nodes
 _LAST_LINES = 40  # of a node that failed, shown again at the end
 
 
@@ -62,7 +62,7 @@ class RayLauncher(Launcher):
             raise ConfigError(f"launcher=ray needs Ray ({error}): pip install 'legato[ray]'.") from error
         machines = machines_of(config.values, self.name)
         told: list[int] = []
-        with attended(told.append):
+        with handling_end_signals(told.append):
             ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
             try:
                 group = self._reserve(machines)
@@ -106,7 +106,7 @@ class RayLauncher(Launcher):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         # two calls at a time: one that waits for the processes, and one that passes a signal on to them
-        actor = ray.remote(max_concurrency=2, max_restarts=0)(Node)
+        actor = ray.remote(max_concurrency=2, max_restarts=0)(RayNode)
         nodes = []
         for index, bundle in enumerate(group.bundle_specs):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
@@ -131,9 +131,9 @@ def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
     passed, failed_at = 0, None
     while running:
         for number in told[passed:]:
-            _send(nodes, number)
+            _send_to_nodes(nodes, number)
         passed = len(told)
-        done, _ = ray.wait(list(running), timeout=_PAUSE)
+        done, _ = ray.wait(list(running), timeout=_RAY_POLL)
         for reference in done:
             index = running.pop(reference)
             try:
@@ -145,7 +145,7 @@ def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
                 failed_at = failed_at or time.monotonic()
         waited = 0.0 if failed_at is None else time.monotonic() - failed_at
         if waited > _SETTLE:
-            _send(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
+            _send_to_nodes(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
     if failures:
         # who only lost a connection may have noticed sooner than the one that had a reason could say it
         index, last = min(failures, key=lambda failure: is_communication(RuntimeError(failure[1])))
@@ -153,12 +153,12 @@ def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
     return max(codes.values())
 
 
-def _send(nodes: list[Any], number: int) -> None:
+def _send_to_nodes(nodes: list[Any], number: int) -> None:
     for node in nodes:
         node.send.remote(int(number))
 
 
-class Node:
+class RayNode:
     """The actor on one machine. A process of Legato under it starts the machine's processes, as it does everywhere."""
 
     def __init__(self, python: str, folder: str) -> None:

@@ -17,7 +17,7 @@ from .launcher import Launcher, Machines, machines_of, without_launcher
 if TYPE_CHECKING:
     from ..config.config import Config
 
-_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
+_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
 _WAIT = 60
 """Seconds that the other ranks have to end, once one has; those that a failed one has left end of it in seconds."""
 _OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
@@ -111,7 +111,7 @@ class SlurmLauncher(Launcher):
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
         # not --kill-on-bad-exit: the first rank that ends with 75 would have the others killed, and srun end with 143
-        run = f'srun --wait={_WAIT} {python} -m {_module()} {command} {config} "${{resume[@]}}"'
+        run = f'srun --wait={_WAIT} {python} -m {_trainer_module()} {command} {config} "${{resume[@]}}"'
         again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
         lines = [
             "#!/bin/bash",
@@ -168,13 +168,13 @@ class SlurmLauncher(Launcher):
         ]
 
 
-def _module() -> str:
+def _trainer_module() -> str:
     return f"{__name__.partition('.')[0]}.trainer"
 
 
 def seconds_of(text: str) -> int:
     """Return the seconds of a time limit. Raises ConfigError where it is none."""
-    found = _TIME.fullmatch(text)
+    found = _SLURM_TIME.fullmatch(text)
     if found is None:
         raise ConfigError(f"launcher.time={text!r}: expected minutes, 'HH:MM:SS' or 'D-HH:MM:SS'.")
     parts = [int(part) for part in found["rest"].split(":")]

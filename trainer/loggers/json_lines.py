@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..checkpoints.run_names import gone
+from ..checkpoints.run_names import run_directory_gone
 from .logger import Logger
 
 log = logging.getLogger("legato")
@@ -88,7 +88,7 @@ class JSONLinesLogger(Logger):
                 return
         self._close()
         if not self.path.parent.is_dir():
-            raise gone(self.path.parent)
+            raise run_directory_gone(self.path.parent)
         self.file = self.path.open("w+b", buffering=0)
         self._resume_step = None
         log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self.path)
@@ -129,7 +129,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
             content = raw.rstrip(b"\n")
-            record = _parse(content)
+            record = _parse_record(content)
             if record is None:
                 dropped += 1
             elif resume_step is None or record["step"] <= resume_step:
@@ -144,7 +144,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
     return last, start, size
 
 
-def _parse(content: bytes) -> dict[str, Any] | None:
+def _parse_record(content: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(content)
     except ValueError:

@@ -570,7 +570,7 @@ class Metrics:
             metric.reset()
         self.open("train")
 
-    def take_replicas(self, processes: int, replicas: range) -> None:
+    def set_layout(self, processes: int, replicas: range) -> None:
         """From now on the replicas of this process are these."""
         self.processes, self.states.replicas = processes, list(replicas)
         self.first_replica = self.replica = replicas.start
@@ -589,8 +589,8 @@ class Metrics:
                 "series": [
                     {
                         "description": list(one.description),
-                        "sums": _listed(sums),
-                        "step": _listed(one.step),
+                        "sums": _sums_as_lists(sums),
+                        "step": _sums_as_lists(one.step),
                         "at": one.step_at,
                     }
                     for one, sums in series
@@ -604,7 +604,7 @@ class Metrics:
         self.series = stage
         metrics = [one.metric for one, _ in gathered if one.metric is not None]
         return {
-            "series": [{"description": list(one.description), "sums": _listed(sums)} for one, sums in gathered],
+            "series": [{"description": list(one.description), "sums": _sums_as_lists(sums)} for one, sums in gathered],
             "states": self.states.gather(metrics, self.collectives),
         }
 
@@ -639,5 +639,5 @@ def rows_of(chosen: Iterable[Series], sums: dict[str, dict[int, list[float]]]) -
     return rows
 
 
-def _listed(sums: dict[int, list[float]]) -> list[list[float]]:
+def _sums_as_lists(sums: dict[int, list[float]]) -> list[list[float]]:
     return [[replica, *sums[replica]] for replica in sorted(sums)]

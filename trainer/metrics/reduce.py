@@ -221,7 +221,7 @@ class Exchange:
         heard = [rank[_HEADER:start] for rank in ranks]
         most = int(max(rank[0] for rank in ranks))
         if most <= self.rows and not any(rank[1] for rank in ranks):
-            return [_read(rank, start) for rank in ranks], heard
+            return [_unpack_values(rank, start) for rank in ranks], heard
         own = [(row[0].description, *row[1:]) for row in rows]
         gathered = self.collectives.gather_objects(own)
         for description in (row[0] for rank in gathered for row in rank):
@@ -233,7 +233,7 @@ class Exchange:
         return [[(self.numbers[row[0]], *row[1:]) for row in rank] for rank in gathered], heard
 
 
-def _read(sent: list[float], start: int) -> list[tuple[int, int, float, float, int]]:
+def _unpack_values(sent: list[float], start: int) -> list[tuple[int, int, float, float, int]]:
     stop = start + _WIDTH * int(sent[0])
     columns = [sent[start + column : stop : _WIDTH] for column in range(_WIDTH)]
     numbers, replicas, values, weights, steps = columns

@@ -23,7 +23,7 @@ from ..torch_private import reductions_of, set_synced, set_updates, updates_of
 if TYPE_CHECKING:
     from ..processes.collectives import Collectives
 
-OPERATIONS = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
+REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 MERGED_EARLY = ("sum", "max", "min")
 """The operations after whose result updates may go on as if there had been one state from the beginning."""
 
@@ -143,7 +143,7 @@ class MetricStates:
 
     def forget(self, metrics: Iterable[Any]) -> None:
         """Let these metrics begin anew for every replica."""
-        for metric in parts_of(metrics):
+        for metric in metrics_within(metrics):
             path = self.path_of(metric)
             if path is not None:
                 self.kept[path] = {}
@@ -163,7 +163,7 @@ class MetricStates:
 
     def gather(self, metrics: Iterable[Any], collectives: "Collectives") -> dict[str, dict[int, States]]:
         """Return the states of these metrics over all ranks, by path and replica; else by a rank's first replica."""
-        found = map(self.path_of, parts_of(metrics))
+        found = map(self.path_of, metrics_within(metrics))
         paths = [path for path in found if path is not None and path in self.with_states]
         if self.taking_turns:
             self.put_aside()
@@ -223,7 +223,7 @@ class MetricStates:
                 metric.reset()
 
 
-def parts_of(metrics: Iterable[Any]) -> list[Any]:
+def metrics_within(metrics: Iterable[Any]) -> list[Any]:
     """Return metrics and those that they are made of (a sum of two, a wrapper), each once."""
     every = (module for metric in metrics for module in metric.modules() if is_metric(module))
     return list({id(one): one for one in every}.values())
@@ -231,7 +231,7 @@ def parts_of(metrics: Iterable[Any]) -> list[Any]:
 
 def updates_within(metric: Any) -> int:
     """Return how often a metric, and those that it is made of, were updated."""
-    return sum(map(updates_of, parts_of([metric])))
+    return sum(map(updates_of, metrics_within([metric])))
 
 
 def copied(states: States) -> States:
@@ -260,7 +260,7 @@ def are_merged_early(metric: Any, parts: Iterable[States]) -> bool:
     """Return whether a metric may go on from one state that stands for all of `parts`."""
     reductions = [(name, getattr(reduction, "__name__", "")) for name, reduction in reductions_of(metric).items()]
     return all(
-        isinstance(part[name], list) or OPERATIONS.get(reduction) in MERGED_EARLY
+        isinstance(part[name], list) or REDUCTION_NAMES.get(reduction) in MERGED_EARLY
         for part in parts
         for name, reduction in reductions
     )
@@ -287,7 +287,7 @@ def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -
     reduction = reductions_of(metric)[name]
     if isinstance(values[0], list):
         return [tensor for value in values for tensor in value]
-    operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
+    operation = REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
     if operation == "mean" and any(counts):
         weighted = [value.double() * count for value, count in zip(values, counts, strict=True) if count]
         return (sum(weighted[1:], weighted[0]) / sum(counts)).to(values[0].dtype)
@@ -306,13 +306,13 @@ def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, kee
     States that are summed, averaged or compared travel in one collective for each operation and type; lists of
     tensors (and states with a reduction of their own) in one more.
     """
-    parts = parts_of(metrics)
+    parts = metrics_within(metrics)
     before = [states_of(part) for part in parts] if keep else []
     fixed: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
     loose: list[tuple[Any, str]] = []
     for metric in parts if world > 1 else []:
         for name, reduction in reductions_of(metric).items():
-            operation = OPERATIONS.get(getattr(reduction, "__name__", ""))
+            operation = REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
             state = getattr(metric, name)
             if operation is None or not isinstance(state, Tensor):
                 loose.append((metric, name))
@@ -371,7 +371,7 @@ def _on_host(state: Any) -> Any:
 
 def _compute(metric: Any) -> float:
     # the states are those of all ranks already, and a rank without a batch has them too
-    parts = parts_of([metric])
+    parts = metrics_within([metric])
     before = [(set_synced(part, False), updates_of(part)) for part in parts]
     for part in parts:
         set_updates(part, max(1, updates_of(part)))

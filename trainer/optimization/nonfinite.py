@@ -17,7 +17,7 @@ from ..metrics.reduce import Reduced, to_floats
 from ..torch_private import local_part, mark_stepped
 
 if TYPE_CHECKING:
-    from ..data.steps import Turn
+    from ..data.steps import ReplicaBatch
     from ..run import Run
 
 log = logging.getLogger("legato")
@@ -26,7 +26,7 @@ SHOWN = 6
 """How many names a message lists."""
 
 
-class Guard:
+class StepGuard:
     """Looks at a step before it changes the weights."""
 
     def __init__(self, run: "Run") -> None:
@@ -43,7 +43,7 @@ class Guard:
         """Add to a point of the log what there is to say."""
 
 
-class FirstStepGuard(Guard):
+class FirstStepGuard(StepGuard):
     """Checks the loss of the first step at once: `nan: raise`. Later ones are looked at where points are logged."""
 
     def drops_step(self) -> bool:
@@ -53,7 +53,7 @@ class FirstStepGuard(Guard):
         return False
 
 
-class SkippingGuard(Guard):
+class SkippingGuard(StepGuard):
     """Drops the steps whose gradient is not finite: `nan: skip`.
 
     The gradients are those of the whole step, the same on every rank, so that all ranks drop the same steps without a
@@ -126,9 +126,9 @@ class SkippingGuard(Guard):
         reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
 
 
-def make_guard(run: "Run") -> Guard | None:
+def make_guard(run: "Run") -> StepGuard | None:
     """Return what the argument `nan` asks for."""
-    kinds: dict[str, type[Guard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
+    kinds: dict[str, type[StepGuard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
     return kinds[run.trainer.nan](run) if run.trainer.nan in kinds else None
 
 
@@ -250,7 +250,7 @@ def look_at_forward(run: "Run") -> list[str]:
     return [f"{where} the first output that is not finite is that of {what}, {why}."]
 
 
-def first_bad_module(run: "Run", turn: "Turn", batch: Any) -> tuple[str, nn.Module, bool] | None:
+def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str, nn.Module, bool] | None:
     """Return the first module whose output is NaN, else infinite, in one more training_step of a batch."""
     by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}
 

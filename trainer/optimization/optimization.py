@@ -16,7 +16,7 @@ from .outputs import describe_bad_loss
 
 if TYPE_CHECKING:
     from ..run import Run
-    from .nonfinite import Guard
+    from .nonfinite import StepGuard
 
 
 class Optimization:
@@ -52,12 +52,12 @@ class Optimization:
         """The epoch of the newest step."""
         self.stepped: list[Optimizer] = []
         """The optimizers that have used scaled gradients since their factor was chosen, under manual optimization."""
-        self.guard: Guard | None = None
+        self.guard: StepGuard | None = None
         """What looks at a step before it changes the weights; None: nothing does."""
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """For each loss the parameters that its gradient reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
-            self.loss_inputs = [parameters_of(optimizer) for optimizer in self.optimizers]
+            self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def zero_gradients(self, step: StepInput) -> None:
@@ -66,7 +66,7 @@ class Optimization:
             self.guard.begin_step()
         if self.run.strategy.has_frozen or self.epoch != self.run.state.epoch:
             self.epoch = self.run.state.epoch
-            self.run.strategy.follow()
+            self.run.strategy.refresh_trainable()
         if self.own_zero_grad:
             self._call_zero_grad(step)
         else:  # torch's zero_grad spends 12 us on marks for its profiler
@@ -195,6 +195,6 @@ class Optimization:
         strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)
 
 
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters that an optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -45,7 +45,7 @@ class SchedulerConfig:
 
 def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Read every form in which `configure_optimizers` may answer. Raises TaskError that says what came."""
-    optimizers, schedulers = _read(returned)
+    optimizers, schedulers = _read_returned(returned)
     for config in schedulers:
         if automatic and config.reduce_on_plateau and config.monitor is None:
             raise TaskError(
@@ -65,7 +65,7 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
     return optimizers, schedulers
 
 
-def _read(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     if returned is None:
         return [], []
     if isinstance(returned, Optimizer):

@@ -22,7 +22,7 @@ from ..data.transfer import map_tensors
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..torch_private import mark_stepped
 
-NAMES = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
+PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -157,10 +157,10 @@ def nothing() -> AbstractContextManager[Any]:
 def _canonical(name: str | int) -> str:
     word = str(name)
     known = _SHORT_NAMES.get(word, word)
-    if isinstance(name, bool) or known not in NAMES:
+    if isinstance(name, bool) or known not in PRECISIONS:
         raise ConfigError(
-            f"trainer.precision must be one of {', '.join((*_SHORT_NAMES, *NAMES))}; got {name!r}."
-            + did_you_mean(word, (*NAMES, *_SHORT_NAMES))
+            f"trainer.precision must be one of {', '.join((*_SHORT_NAMES, *PRECISIONS))}; got {name!r}."
+            + did_you_mean(word, (*PRECISIONS, *_SHORT_NAMES))
         )
     return known
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from ..elastic import launcher
-from ..elastic.store import Seat, Terms, split_address
+from ..elastic.store import ElasticOptions, ElasticWorker, split_address
 from ..errors import ConfigError
 from . import own_group, workers
 from .fork_safety import settling
-from .rendezvous import Meeting, host_store, is_loopback, meet
+from .rendezvous import Rendezvous, host_store, is_loopback, join_store
 from .workers import GRACE
 from .workers import warm_up as warm_up
 
@@ -82,14 +82,14 @@ def _in_group(rank: int, world_size: int) -> Place:
         (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
     ):
         return launched
-    local_rank = _number("LOCAL_RANK")
+    local_rank = _read_int("LOCAL_RANK")
     return Place(rank, -1 if local_rank is None else local_rank, 0, world_size, world_size, 1, "script")
 
 
-def find_seat() -> Seat | None:
+def find_elastic_worker() -> ElasticWorker | None:
     """Return this process's seat in an elastic run; None outside of one."""
-    text = os.environ.get("LEGATO_SEAT")
-    return Seat.read(text) if text and find_place("off") is not None else None
+    text = os.environ.get("LEGATO_ELASTIC_WORKER")
+    return ElasticWorker.read(text) if text and find_place("off") is not None else None
 
 
 def restart_count() -> int:
@@ -97,7 +97,7 @@ def restart_count() -> int:
     worker = os.environ.get("LEGATO_WORKER")
     if worker is not None:
         return int(worker.split(":")[1])
-    return _number("TORCHELASTIC_RESTART_COUNT") or _number("SLURM_RESTART_COUNT") or 0
+    return _read_int("TORCHELASTIC_RESTART_COUNT") or _read_int("SLURM_RESTART_COUNT") or 0
 
 
 def wants_public_torch() -> bool:
@@ -110,7 +110,7 @@ def slurm_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID") or None
 
 
-def _number(*names: str) -> int | None:
+def _read_int(*names: str) -> int | None:
     """Return the first of these variables that is set."""
     for name in names:
         value = os.environ.get(name, "").strip()
@@ -122,33 +122,35 @@ def _number(*names: str) -> int | None:
 
 
 def _from_environment(origin: str) -> Place:
-    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    rank, world_size = _read_int("RANK"), _read_int("WORLD_SIZE")
     if rank is None or world_size is None:
         there, missing = ("RANK", "WORLD_SIZE") if world_size is None else ("WORLD_SIZE", "RANK")
         raise ConfigError(
             f"The environment variable {there} is set and {missing} is not. Set both, with MASTER_ADDR and MASTER_PORT,"
             f" to join a group. {_CLUSTER_OFF}"
         )
-    local_rank, local_world_size = _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE") or max(world_size, 1)
-    nodes = _number("GROUP_WORLD_SIZE") or -(-world_size // local_world_size)
+    local_rank, local_world_size = _read_int("LOCAL_RANK"), _read_int("LOCAL_WORLD_SIZE") or max(world_size, 1)
+    nodes = _read_int("GROUP_WORLD_SIZE") or -(-world_size // local_world_size)
     local_rank = rank % local_world_size if local_rank is None else local_rank
-    node_rank = _number("GROUP_RANK", "NODE_RANK") or 0
+    node_rank = _read_int("GROUP_RANK", "NODE_RANK") or 0
     place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, origin)
-    return _checked(place, ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    return _check_numbers(
+        place, ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+    )
 
 
 def _from_slurm() -> Place | None:
-    rank, world_size = _number("SLURM_PROCID"), _number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    rank, world_size = _read_int("SLURM_PROCID"), _read_int("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     # An interactive shell is a step of one task; so is a script that srun starts once: nothing to join.
     if rank is None or world_size is None or world_size == 1:
         return None
-    nodes = _number("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
-    node_rank, local_rank = _number("SLURM_NODEID") or 0, _number("SLURM_LOCALID")
+    nodes = _read_int("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
+    node_rank, local_rank = _read_int("SLURM_NODEID") or 0, _read_int("SLURM_LOCALID")
     tasks = _expand_tasks(os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE") or "")
     local_world_size = max(1, tasks[node_rank] if node_rank < len(tasks) else -(-world_size // nodes))
     local_rank = rank % local_world_size if local_rank is None else local_rank
     place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, "slurm")
-    return _checked(
+    return _check_numbers(
         place,
         ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_TASKS_PER_NODE", "SLURM_NNODES"),
     )
@@ -156,18 +158,18 @@ def _from_slurm() -> Place | None:
 
 def _from_mpi() -> Place | None:
     open_mpi = "OMPI_COMM_WORLD_RANK" in os.environ
-    rank, world_size = _number("OMPI_COMM_WORLD_RANK", "PMI_RANK"), _number("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+    rank, world_size = _read_int("OMPI_COMM_WORLD_RANK", "PMI_RANK"), _read_int("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
     if rank is None or world_size is None:
         return None
-    local_rank = _number("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-    local_world_size = _number("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or max(world_size, 1)
+    local_rank = _read_int("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+    local_world_size = _read_int("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS") or max(world_size, 1)
     local_rank = rank % local_world_size if local_rank is None else local_rank
     # OMPI_COMM_WORLD_NODE_RANK is a process's rank on its node, not the node's.
     nodes = -(-world_size // local_world_size)
     node_rank = min(rank // local_world_size, nodes - 1)
     place = Place(rank, local_rank, node_rank, world_size, local_world_size, nodes, "mpi")
     names = ("RANK", "LOCAL_RANK", "", "SIZE", "LOCAL_SIZE", "")
-    return _checked(
+    return _check_numbers(
         place,
         tuple(f"OMPI_COMM_WORLD_{name}" for name in names)
         if open_mpi
@@ -175,7 +177,7 @@ def _from_mpi() -> Place | None:
     )
 
 
-def _checked(place: Place, names: tuple[str, ...]) -> Place:
+def _check_numbers(place: Place, names: tuple[str, ...]) -> Place:
     """Return `place` if its numbers fit together. `names` are the variables of its numbers, in its order."""
     for number, size, left, right in (
         (place.rank, place.world_size, names[0], names[3]),
@@ -208,7 +210,7 @@ def first_host(nodes: str) -> str:
 # --- how they find each other ---------------------------------------------------------------------------------------
 
 
-def connect(place: Place, backend: str, timeout: timedelta, init_method: str | None = None) -> str:
+def join_process_group(place: Place, backend: str, timeout: timedelta, init_method: str | None = None) -> str:
     """Join the process group of `place`, once; a second call does nothing while the group lives.
 
     Returns where its ranks met, "" where they had before.
@@ -239,49 +241,49 @@ def connect(place: Place, backend: str, timeout: timedelta, init_method: str | N
     distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     own_group.note_made_here()
     settling.install()
-    atexit.register(disconnect)
+    atexit.register(leave_process_group)
     return where
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
     """Return where all ranks of `place` have met, and the store there."""
-    where = _find_meeting(place, init_method)
+    where = _find_rendezvous(place, init_method)
     if where.one_node:
         _keep_to_loopback()
-    return str(where), meet(where, place.rank, place.world_size, timeout)
+    return str(where), join_store(where, place.rank, place.world_size, timeout)
 
 
-def disconnect() -> None:
+def leave_process_group() -> None:
     """Leave the process group, if there is one."""
     from torch import distributed
 
-    atexit.unregister(disconnect)
+    atexit.unregister(leave_process_group)
     if distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def _find_meeting(place: Place, init_method: str | None) -> Meeting:
+def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
     """Return where the ranks of `place` meet."""
     parts = urlsplit(init_method or "env://")
     known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
     if parts.scheme == "file" and parts.path and not parts.query:
-        return Meeting(path=parts.netloc + parts.path, one_node=known, attempt=restart_count())
+        return Rendezvous(path=parts.netloc + parts.path, one_node=known, attempt=restart_count())
     if parts.scheme == "tcp" and parts.hostname and not parts.query and (port := _port_of(parts)):
         remedy = f"Choose another port in init_method={init_method!r}."
         one_node = known or is_loopback(parts.hostname)
-        return Meeting(parts.hostname, port, one_node=one_node, attempt=restart_count(), remedy=remedy)
+        return Rendezvous(parts.hostname, port, one_node=one_node, attempt=restart_count(), remedy=remedy)
     if parts.scheme != "env" or parts.netloc or parts.path or parts.query:
         raise ConfigError(
             f"init_method must be 'env://', 'tcp://HOST:PORT' or 'file:///PATH', got {init_method!r}. Rank and "
             "world size come from the launcher or from RANK and WORLD_SIZE."
         )
-    host, port = _meeting_point(place)
+    host, port = _rendezvous_address(place)
     agent = place.origin == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     elsewhere = agent or place.origin == "legato"
     one_node = known or is_loopback(host)
     # Of several agents each counts its own restarts, so that only a single one's count makes a common name.
     attempt = restart_count() if one_node else 0
-    return Meeting(
+    return Rendezvous(
         host, port, "", elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
     )
 
@@ -293,13 +295,13 @@ def _port_of(parts: Any) -> int | None:
         return None
 
 
-def _meeting_point(place: Place) -> tuple[str, int]:
-    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
+def _rendezvous_address(place: Place) -> tuple[str, int]:
+    host, port = os.environ.get("MASTER_ADDR", ""), _read_int("MASTER_PORT")
     if place.origin in ("slurm", "mpi") and place.nodes == 1:
         host = host or "127.0.0.1"
     if place.origin == "slurm":
         host = host or first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
-        port = port or 15000 + (_number("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 16000  # below the ephemeral ports
+        port = port or 15000 + (_read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 16000  # below the ephemeral ports
     if place.origin == "mpi":
         job = os.environ.get("PMIX_NAMESPACE")
         port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
@@ -337,7 +339,8 @@ def run_workers(
 
     Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores). After a failure all are
     stopped and, up to `max_restarts` times, started again. With `nodes` > 1 the same call is made on every node, and
-    NODE_RANK, MASTER_ADDR and MASTER_PORT say which one this is and where they meet. `grace`, errors: see workers.run.
+    NODE_RANK, MASTER_ADDR and MASTER_PORT say which one this is and where they meet.
+    `grace`, errors: see `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -350,21 +353,23 @@ def run_workers(
         store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
         port = store.port
     environment = dict(os.environ)
-    threads = threads or _number("OMP_NUM_THREADS") or max(1, _cores() // processes)
+    threads = threads or _read_int("OMP_NUM_THREADS") or max(1, _cores() // processes)
     ranks = range(node_rank * processes, (node_rank + 1) * processes)
 
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         place = Place(rank, rank - ranks[0], node_rank, processes * nodes, processes, nodes, "legato")
-        return functools.partial(_stand_at, place, environment, f"{host}:{port}", attempt, threads)
+        return functools.partial(_set_worker_environment, place, environment, f"{host}:{port}", attempt, threads)
 
-    result: T = workers.run(function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace)
+    result: T = workers.launch_workers(
+        function, ranks, processes * nodes, enter, max_restarts=max_restarts, grace=grace
+    )
     return result
 
 
-def run_elastic(
+def run_elastic_workers(
     function: Callable[[], T],
     processes: int,
-    terms: Terms,
+    options: ElasticOptions,
     *,
     threads: int | None = None,
     max_restarts: int = 0,
@@ -372,18 +377,20 @@ def run_elastic(
 ) -> T | None:
     """Call `function` in `processes` new processes that may die and be replaced, or that join another launcher's.
 
-    Up to `max_restarts` of them are replaced. Errors: see workers.run.
+    Up to `max_restarts` of them are replaced. Errors: see `launch_workers`.
     """
     warm_up()
     environment = dict(os.environ)
-    threads = threads or _number("OMP_NUM_THREADS") or max(1, _cores() // processes)
+    threads = threads or _read_int("OMP_NUM_THREADS") or max(1, _cores() // processes)
 
-    def enter(attempt: int, seat: Seat) -> Callable[[], None]:
-        rank, world_size = (0, 1) if seat.joins else (seat.member.slot, processes)
+    def enter(attempt: int, elastic_worker: ElasticWorker) -> Callable[[], None]:
+        rank, world_size = (0, 1) if elastic_worker.joins else (elastic_worker.member.slot, processes)
         place = Place(rank, rank, 0, world_size, world_size, 1, "legato")
-        return functools.partial(_stand_at, place, environment, seat.address, attempt, threads, seat.text())
+        return functools.partial(
+            _set_worker_environment, place, environment, elastic_worker.address, attempt, threads, elastic_worker.text()
+        )
 
-    result: T | None = launcher.run_elastic(function, processes, terms, max_restarts, enter, grace)
+    result: T | None = launcher.launch_elastic(function, processes, options, max_restarts, enter, grace)
     return result
 
 
@@ -393,8 +400,8 @@ def node_rank(nodes: int) -> int:
 
 
 def _node(nodes: int) -> tuple[int, str, int]:
-    node_rank = _number("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
-    host, port = os.environ.get("MASTER_ADDR", ""), _number("MASTER_PORT")
+    node_rank = _read_int("NODE_RANK", "GROUP_RANK", "SLURM_NODEID")
+    host, port = os.environ.get("MASTER_ADDR", ""), _read_int("MASTER_PORT")
     if node_rank is None or not host or not port:
         raise ConfigError(
             f"With num_nodes={nodes} each node needs NODE_RANK (0 to {nodes - 1}), MASTER_ADDR (the address of node 0) "
@@ -409,8 +416,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _stand_at(
-    place: Place, environment: dict[str, str], address: str, attempt: int, threads: int, seat: str = ""
+def _set_worker_environment(
+    place: Place, environment: dict[str, str], address: str, attempt: int, threads: int, elastic_worker: str = ""
 ) -> None:
     """Take `place`, in a worker: the caller's environment of now, not of when the fork server was started."""
     import torch
@@ -430,8 +437,8 @@ def _stand_at(
         MASTER_PORT=str(port),
         OMP_NUM_THREADS=str(threads),
         LEGATO_WORKER=f"{os.getpid()}:{attempt}",
-        LEGATO_SEAT=seat,
+        LEGATO_ELASTIC_WORKER=elastic_worker,
     )
-    if seat and is_loopback(host):
+    if elastic_worker and is_loopback(host):
         _keep_to_loopback()
     torch.set_num_threads(threads)

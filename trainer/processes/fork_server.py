@@ -8,9 +8,9 @@ them (it ends with the process that started it), a worker does as soon as it has
 import os
 import signal
 
-from .signals import ENDING
+from .signals import END_SIGNALS
 
-_blocked = set(ENDING) - signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+_blocked = set(END_SIGNALS) - signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
 _heeds_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # multiprocessing's server ignores it from now on
 
 

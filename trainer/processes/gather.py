@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..strategies.strategy import Strategy
     from ..trainer import Trainer
 
-ALIGNMENT = 16
+MESSAGE_ALIGNMENT = 16
 """Bytes: a row of the table in which tensors travel begins where every dtype may begin."""
 
 
@@ -207,7 +207,9 @@ def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks:
             [_bytes_of(tensors[i], shape) for i in some for shape in [shapes[i][rank]]]
             for rank in range(len(shapes[0]))
         ]
-        row = torch.zeros(-(-max(map(sum, sizes)) // ALIGNMENT) * ALIGNMENT, dtype=torch.uint8, device=device)
+        row = torch.zeros(
+            -(-max(map(sum, sizes)) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT, dtype=torch.uint8, device=device
+        )
         flat = torch.cat([tensors[i].contiguous().reshape(-1).view(torch.uint8) for i in some])
         row[: len(flat)].copy_(flat)
         for rank, theirs in enumerate(ranks.all_gather(row)):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..strategies.strategy import Strategy
     from ..trainer import Trainer
 
-Entry = tuple[int, int, str, str]
+ProcessEntry = tuple[int, int, str, str]
 """Of each process: its rank, its node's index, the node's name, and its device."""
 
 
@@ -60,21 +60,21 @@ def check_place(trainer: "Trainer", place: Place) -> None:
         )
 
 
-def call_the_roll(strategy: "Strategy") -> None:
+def report_layout(strategy: "Strategy") -> None:
     """Say on rank 0, once, which ranks there are, where they are and where they met; every rank calls it."""
     place, device = strategy.place, strategy.device
     if not strategy.meeting:  # a group that was called before, one process, or an elastic run, which tells its rosters
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    own: Entry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
+    own: ProcessEntry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
     entries = strategy.collectives.gather_objects(own)
     if place.rank == 0:
-        print(describe(entries, place, strategy.meeting), file=STDERR, flush=True)
+        print(describe_layout(entries, place, strategy.meeting), file=STDERR, flush=True)
 
 
-def describe(entries: Sequence[Entry], place: Place, meeting: str) -> str:
+def describe_layout(entries: Sequence[ProcessEntry], place: Place, meeting: str) -> str:
     """Return the roll as text: a line for the run, and one for each node."""
-    nodes: dict[tuple[int, str], list[Entry]] = {}
+    nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:
         nodes.setdefault((entry[1], entry[2]), []).append(entry)
     where = f", met at {meeting}" if meeting else ""
@@ -85,9 +85,9 @@ def describe(entries: Sequence[Entry], place: Place, meeting: str) -> str:
     return "\n".join(lines)
 
 
-def _ranges(members: Sequence[Entry]) -> list[str]:
+def _ranges(members: Sequence[ProcessEntry]) -> list[str]:
     """Return "ranks 0-3 on cpu" for processes with consecutive ranks and the same device, "rank 4 on cuda:0" else."""
-    runs: list[list[Entry]] = []
+    runs: list[list[ProcessEntry]] = []
     for entry in members:
         if runs and runs[-1][-1][0] + 1 == entry[0] and runs[-1][-1][3] == entry[3]:
             runs[-1].append(entry)

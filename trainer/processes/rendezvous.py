@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Rendezvous:
     """Where ranks meet."""
 
     host: str = ""
@@ -46,11 +46,11 @@ def is_loopback(host: str) -> bool:
 
 # Kept until the process ends: the others may not be done with a store when this rank is, and the next group (of a
 # second `fit`, say) finds the others at the same place, under its own number.
-_open: "dict[Meeting, tuple[Store, itertools.count[int]]]" = {}
+_open: "dict[Rendezvous, tuple[Store, itertools.count[int]]]" = {}
 atexit.register(_open.clear)
 
 
-def meet(where: Meeting, rank: int, world_size: int, timeout: timedelta) -> "Store":
+def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
     """Return a store in which all ranks have called, and which holds nothing else.
 
     Raises ConfigError where the address is taken or unknown, where no one answers within `timeout`, and where ranks are
@@ -66,14 +66,14 @@ def meet(where: Meeting, rank: int, world_size: int, timeout: timedelta) -> "Sto
     # Agents of several nodes count each their own restarts, so that words of an earlier attempt may be in their store.
     if where.one_node or not where.hosted_elsewhere:
         try:
-            _call_the_roll(store, rank, world_size, where, timeout)
+            _await_all_ranks(store, rank, world_size, where, timeout)
         except ConfigError:
             del _open[where]  # and with it, on rank 0, the port
             raise
     return store
 
 
-def _open_store(where: Meeting, rank: int, world_size: int, timeout: timedelta) -> "Store":
+def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
     """Open the store, as its server or its client."""
     from torch.distributed import DistError, FileStore, TCPStore  # type: ignore[attr-defined]
 
@@ -126,7 +126,7 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _call_the_roll(store: "Store", rank: int, world_size: int, where: Meeting, timeout: timedelta) -> None:
+def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvous, timeout: timedelta) -> None:
     """Wait until every rank is there; name those that are not, and a rank that is there twice."""
     from torch.distributed import DistError
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from .. import build
 from ..checkpoints import store
 from ..checkpoints.store import check_sizes
-from ..elastic.membership import Dismissed
+from ..elastic.membership import RunFinished
 from ..run import Request, Run
 from ..state import State
-from ..torch_private import Parts, parts_of, take_parts
+from ..torch_private import ModuleParts, module_parts, set_module_parts
 from . import environment
-from .signals import SignalWatch, attended, leave
+from .signals import SignalWatch, handling_end_signals, raise_for_signal
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
@@ -31,7 +31,7 @@ class Outcome:
 
     returned: Any
     weights: dict[str, Tensor]
-    parts: Parts | None
+    parts: ModuleParts | None
     """The task's parameters, buffers and modules, where the run has built some that the caller's task lacks."""
     state: State
     run_dir: Path | None
@@ -57,12 +57,14 @@ def is_needed(trainer: "Trainer", request: Request) -> bool:
     return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
 
 
-def run(trainer: "Trainer", request: Request) -> Any:
+def run_in_workers(trainer: "Trainer", request: Request) -> Any:
     """Run the request in workers; afterwards the caller's task holds the trained weights.
 
     Raises what the first failing worker raised.
     """
-    with attended(leave, SignalWatch(trainer.signal_grace_seconds)):  # workers, while there are any, get the signals
+    with handling_end_signals(
+        raise_for_signal, SignalWatch(trainer.signal_grace_seconds)
+    ):  # workers, while there are any, get the signals
         return _run(trainer, request)
 
 
@@ -89,7 +91,9 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         trainer.given_dir = trainer.run_dir
         task = partial(work, trainer, request, source)
         if elastic is not None:
-            outcome = environment.run_elastic(task, processes, elastic, max_restarts=trainer.max_restarts, grace=grace)
+            outcome = environment.run_elastic_workers(
+                task, processes, elastic, max_restarts=trainer.max_restarts, grace=grace
+            )
         else:
             outcome = environment.run_workers(
                 task, processes, max_restarts=trainer.max_restarts, nodes=trainer.num_nodes, grace=grace
@@ -102,7 +106,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     if outcome.parts is None and outcome.weights:
         take_weights(request.task, outcome.weights)
     elif outcome.parts is not None:
-        take_parts(request.task, outcome.parts)
+        set_module_parts(request.task, outcome.parts)
     request.task.trainer = trainer
     trainer.run = Run(trainer, request)
     trainer.run.open, trainer.run.lengths = False, outcome.lengths
@@ -133,18 +137,18 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
     if environment.restart_count() > 0 and trainer.run_dir is not None:
         newest = store.newest_in(trainer.run_dir, check_sizes)
         source = source if newest is None else newest.parent
-    seat = environment.find_seat()
-    if seat is not None and seat.joins:
+    elastic_worker = environment.find_elastic_worker()
+    if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
     task, known = request.task, request.task.state_dict().keys()
     try:
         returned = request.repeat(trainer)
-    except Dismissed as error:
+    except RunFinished as error:
         log.warning("%s", error)
         return None
     finally:
-        environment.disconnect()
+        environment.leave_process_group()
     if trainer.run is None or not trainer.run.membership.answers(trainer.global_rank):
         return None  # a server, or not the one that answers
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
@@ -152,7 +156,7 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
     return Outcome(
         returned,
         weights,
-        None if emptied or weights.keys() == known else parts_of(task),
+        None if emptied or weights.keys() == known else module_parts(task),
         trainer.state,
         trainer.run_dir,
         trainer.saver.run_id,

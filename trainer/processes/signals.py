@@ -11,20 +11,22 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 from ..checkpoints.progress import SAVES
-from .failures import end_by_force, say_alive
+from .failures import end_by_force, touch_alive_file
 
 RESUME_ME = 75
 """The exit code of a run that was stopped from outside and wants to be started again (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
-ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name))
+END_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
+)
 """The signals that ask a run to end: Ctrl-C, a scheduler's notice, SLURM's early warning, the end of the terminal."""
 DUMP = getattr(signal, "SIGUSR2", 0)
 """The signal at which a process writes down its stacks, where somebody wants to know them."""
 
 
 @contextmanager
-def attended(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
+def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
     """Let `handler` have the signals that ask this process to end, in the main thread; elsewhere do nothing.
 
     `watch` ends the process where it does not answer them.
@@ -49,7 +51,7 @@ def attended(handler: Callable[[int], None], watch: "SignalWatch | None" = None)
         if threading.current_thread() is threading.main_thread():
             if watch is not None:
                 stack.enter_context(watch)
-            for number in ENDING:
+            for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     before[number] = signal.signal(number, attend)
         try:
@@ -59,12 +61,12 @@ def attended(handler: Callable[[int], None], watch: "SignalWatch | None" = None)
                 signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
-def leave(number: int) -> None:
+def raise_for_signal(number: int) -> None:
     """Raise what ends a run that has nothing to save: KeyboardInterrupt after Ctrl-C, otherwise SystemExit(75)."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(RESUME_ME)
 
 
-def leave_at_once(number: int) -> None:
+def exit_at_once(number: int) -> None:
     """End this process, which has nothing to save and may be anywhere, for instance in an import that ends badly."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
@@ -173,7 +175,7 @@ class SignalWatch:
                 for number in numbers:
                     self.hear(number)
             if heard:
-                say_alive()
+                touch_alive_file()
             self.look()
 
     def _due(self) -> int:
@@ -190,9 +192,9 @@ class SignalWatch:
 
     def _waits(self) -> bool:
         """Return whether the main thread waits for other ranks, of which one may be writing."""
-        from .watchdog import describe, stack_of
+        from .watchdog import describe_stack, stack_of
 
-        return self._main is not None and describe(stack_of(self._main), alone=False)[1]
+        return self._main is not None and describe_stack(stack_of(self._main), alone=False)[1]
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name

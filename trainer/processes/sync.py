@@ -84,19 +84,19 @@ class Agreement:
     def __init__(
         self, collectives: Collectives, processes: int, step: int, elapsed: float, newest: Callable[[], int] = int
     ) -> None:
-        """`newest` returns the version of the newest roster of an elastic run that this rank knows of."""
+        """`newest` returns the version of the newest generation of an elastic run that this rank knows of."""
         self.collectives, self.processes, self.newest = collectives, processes, newest
-        self.roster = 0
-        """The newest roster that any rank knew of at the last meeting."""
+        self.generation = 0
+        """The newest generation that any rank knew of at the last meeting."""
         self.stop = False
         """Whether the run stops, as agreed."""
         self.signal = 0
         """The signal by which the run was asked to end, as agreed; 0: none."""
         self.elapsed = elapsed
         """Seconds of the run so far, as agreed: the longest of any rank."""
-        self.speak: Callable[[], Sequence[float]] = tuple
+        self.contribute: Callable[[], Sequence[float]] = tuple
         """What this rank adds to a meeting, as many numbers on every rank; `hear` is given the highest of each."""
-        self.hear: Callable[[list[float]], object] = len
+        self.on_result: Callable[[list[float]], object] = len
         self.next_step, self.next_round = step + 1, 1
         self._started = time.monotonic() - elapsed
         self._met_at, self._met_step = time.monotonic(), step
@@ -107,26 +107,28 @@ class Agreement:
     def meet(self, step: int, wish: bool, signal: int = 0) -> None:
         """Agree now, `wish` being whether this rank wants to stop and `signal` what it was told to end by.
 
-        Every rank calls it after the same step. Once a signal or another roster is known, the next one is due at once.
+        Every rank calls it after the same step. After a signal or a new generation the next agreement follows at once.
         """
-        words = self.words(step, wish, signal)
-        self.settle(step, words if self.processes == 1 else self._highest(*words))
+        contribution = self.contribution(step, wish, signal)
+        self.apply(step, contribution if self.processes == 1 else self._highest(*contribution))
 
-    def words(self, step: int, wish: bool, signal: int = 0) -> list[float]:
+    def contribution(self, step: int, wish: bool, signal: int = 0) -> list[float]:
         """Return what this rank says where they meet; what `settle` takes is the highest of each number of any rank."""
         now = time.monotonic()
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
-        return [float(wish), float(signal), now - self._started, pace, float(self.newest()), *self.speak()]
+        return [float(wish), float(signal), now - self._started, pace, float(self.newest()), *self.contribute()]
 
-    def settle(self, step: int, highest: Sequence[float]) -> None:
+    def apply(self, step: int, highest: Sequence[float]) -> None:
         """Take over what the ranks have agreed on after `step`."""
-        stop, signal_of_any, self.elapsed, pace, roster, *said = highest
-        changed = 0 < self.roster < int(roster)  # to be heeded between two steps, and not where a point is logged
-        self.stop, self.signal, self.roster = bool(stop), int(signal_of_any), int(roster)
+        stop, signal_of_any, self.elapsed, pace, generation, *said = highest
+        changed = (
+            0 < self.generation < int(generation)
+        )  # to be heeded between two steps, and not where a point is logged
+        self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = _interval(pace, self._steps_between)
         self.next_step = 0 if self.signal or changed else step + self._steps_between
         self._met_at, self._met_step = time.monotonic(), step
-        self.hear(said)
+        self.on_result(said)
 
     def now(self) -> float:
         """Return the seconds of the run so far by this rank's own clock."""
@@ -142,7 +144,7 @@ class Agreement:
         self.next_round = self._rounds_between
         self._round_met_at, self._round_met = time.monotonic(), 0
 
-    def meet_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
+    def agree_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
         """Agree after `rounds` rounds of an evaluation, or when `done` with them; return whether all ranks are done."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)

@@ -71,13 +71,13 @@ def unpack(path: Path) -> Any:
 
 
 @contextmanager
-def travelling_by_value() -> Iterator[frozenset[str]]:
+def pickled_by_value() -> Iterator[frozenset[str]]:
     """Let what is defined in modules that a worker cannot import by name travel by value; yield those modules' names.
 
     Such are the caller's script or notebook, and modules that a tool has loaded from a file (pytest's importlib mode).
     """
     kept = cloudpickle.list_registry_pickle_by_value()
-    modules = {name: module for name, module in list(sys.modules.items()) if _must_travel(name, module)}
+    modules = {name: module for name, module in list(sys.modules.items()) if _needs_pickling_by_value(name, module)}
     added = [module for name, module in modules.items() if name not in kept]
     for module in added:
         cloudpickle.register_pickle_by_value(module)
@@ -91,20 +91,20 @@ def travelling_by_value() -> Iterator[frozenset[str]]:
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
-def _must_travel(name: str, module: ModuleType) -> bool:
+def _needs_pickling_by_value(name: str, module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     if not file or name in ("__main__", "__mp_main__") or file.startswith(_INSTALLED):
         return False
     if getattr(module, "__name__", None) != name:
         return False  # another name of a module that is looked at under its own
-    spec = _find(name)
+    spec = _find_spec(name)
     return spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve()
 
 
-def _find(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     """Look for a module as an interpreter would that has not loaded it yet."""
     above, _, _ = name.rpartition(".")
-    package = _find(above) if above else None
+    package = _find_spec(above) if above else None
     path = package.submodule_search_locations if package else None
     if above and path is None:
         return None
@@ -131,16 +131,16 @@ def place_classes(modules: frozenset[str]) -> None:
         found += fresh
         for one in fresh:
             if one.__module__ in modules and one.__qualname__.isidentifier():
-                module = _module(one.__module__)
+                module = _import_or_make(one.__module__)
                 if not hasattr(module, one.__qualname__):
                     setattr(module, one.__qualname__, one)
 
 
-def _module(name: str) -> ModuleType:
+def _import_or_make(name: str) -> ModuleType:
     """Return a module by its name: an empty one where there is none, in packages that are made likewise."""
     above, _, _ = name.rpartition(".")
-    if above and _find(above) is None:
-        _module(above)
+    if above and _find_spec(above) is None:
+        _import_or_make(above)
     return sys.modules.setdefault(name, ModuleType(name))
 
 
@@ -198,18 +198,18 @@ def _set_cudnn(benchmark: bool, deterministic: bool) -> None:
 
 
 @dataclass
-class Raised:
+class RaisedError:
     """An exception on its way to another process: itself, where it was raised, and those that led to it."""
 
     error: bytes | None
     text: str
     frames: list[tuple[str, int, str]]
-    cause: "Raised | None"
-    context: "Raised | None"
+    cause: "RaisedError | None"
+    context: "RaisedError | None"
     suppress_context: bool
 
     @classmethod
-    def of(cls, error: BaseException, named: frozenset[str], seen: frozenset[int] = frozenset()) -> "Raised":
+    def of(cls, error: BaseException, named: frozenset[str], seen: frozenset[int] = frozenset()) -> "RaisedError":
         """Take down `error` and its chain."""
         seen |= {id(error)}
         before = (error.__cause__, error.__context__ if error.__cause__ is None else None)
@@ -219,7 +219,9 @@ class Raised:
         except Exception:  # whatever the exception's own attributes raise: then its text must do
             content = None
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        frames = [(one.f_code.co_filename, line, one.f_code.co_name) for one, line in _walk(error.__traceback__)]
+        frames = [
+            (one.f_code.co_filename, line, one.f_code.co_name) for one, line in _outer_frames(error.__traceback__)
+        ]
         return cls(content, text, frames, cause, context, error.__suppress_context__)
 
     def revive(self) -> BaseException | None:
@@ -239,7 +241,7 @@ class Raised:
         return error
 
 
-def _walk(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
+def _outer_frames(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
     """Yield frames and lines, without those of the machinery that calls the function."""
     ours = str(Path(__file__).with_name("workers.py"))
     return ((frame, line) for frame, line in traceback.walk_tb(start) if frame.f_code.co_filename != ours)
@@ -271,7 +273,7 @@ class Failure:
     """What it did, as the rest of a sentence that begins with its rank."""
     text: str = ""
     """Its traceback."""
-    raised: Raised | None = None
+    raised: RaisedError | None = None
     communication: bool = False
     """Another rank had gone; this one only noticed."""
     interrupted: bool = False
@@ -285,14 +287,14 @@ class Failure:
     def of_exception(cls, error: BaseException, named: frozenset[str]) -> "Failure":
         """Take down what ended this process's work."""
         formatted = traceback.TracebackException.from_exception(error)
-        formatted.stack = traceback.StackSummary.extract(_walk(error.__traceback__))
+        formatted.stack = traceback.StackSummary.extract(_outer_frames(error.__traceback__))
         text = "".join(formatted.format()).rstrip()
         if isinstance(error, SystemExit):
             return cls(time.monotonic(), f"left by sys.exit({error.code!r}) before its work was done", text)
         what = f"failed with {type(error).__name__}"
         interrupted = isinstance(error, KeyboardInterrupt)
         return cls(
-            time.monotonic(), what, text, Raised.of(error, named), is_communication(error), interrupted=interrupted
+            time.monotonic(), what, text, RaisedError.of(error, named), is_communication(error), interrupted=interrupted
         )
 
     @classmethod

@@ -32,8 +32,8 @@ from .transport import is_communication
 if TYPE_CHECKING:
     from ..run import Run
 
-_PACKAGE = Path(__file__).parents[2]
-_OURS = tuple(f"{_PACKAGE / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
+_PACKAGE_FOLDER = Path(__file__).parents[2]
+_OURS = tuple(f"{_PACKAGE_FOLDER / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SECONDS_FOR_A_DUMP = 0.5
@@ -49,7 +49,7 @@ class Frame:
 
     def __str__(self) -> str:
         path = Path(self.file)
-        shown = path.relative_to(_PACKAGE) if self.file.startswith(_OURS) else path.name
+        shown = path.relative_to(_PACKAGE_FOLDER) if self.file.startswith(_OURS) else path.name
         return f"{shown}:{self.line} ({self.function})"
 
     @property
@@ -77,7 +77,7 @@ def stack_of_error(error: BaseException) -> list[Frame]:
     return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
 
 
-def describe(stack: list[Frame], alone: bool) -> tuple[str, bool]:
+def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     """Say where a stack stands, and whether it waits for other ranks; `alone`: there are none."""
     users = next((frame for frame in stack if frame.is_users), None)
     called = f", called in {users}" if users is not None else ""
@@ -127,7 +127,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
             os.ftruncate(dump.fileno(), 0)
             os.lseek(dump.fileno(), 0, os.SEEK_SET)
             os.kill(child.pid, DUMP)
-            found.append(f"Loader worker {child.pid}\n{_read(dump)}")
+            found.append(f"Loader worker {child.pid}\n{_read_when_written(dump)}")
     return found
 
 
@@ -141,7 +141,7 @@ def _answers(process: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (DUMP - 1) & 1)
 
 
-def _read(dump: IO[str]) -> str:
+def _read_when_written(dump: IO[str]) -> str:
     """Return what a worker writes, once it is done with it."""
     text, deadline = "", time.monotonic() + _SECONDS_FOR_A_DUMP
     while time.monotonic() < deadline:
@@ -173,7 +173,7 @@ LONGEST_STEPS = 20
 """A report is due after so many times the longest step so far."""
 LISTEN_AFTER = 1.0
 """Seconds without progress after which a rank looks whether another one asks where it is."""
-WORDS = {"train": "training", "sanity_check": "the sanity check"}
+SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
 
 Position = dict[str, Any]
 """What a rank says: where it is, whether it waits for others, and for how many seconds it has been there."""
@@ -282,7 +282,7 @@ class Watchdog:
         if stalled < LISTEN_AFTER or self.store is None or not self.store.check(["leaving"]):
             return
         topic = self.store.get("leaving").decode()
-        where, waits = describe(stack_of(self.watched), alone=False)
+        where, waits = describe_stack(stack_of(self.watched), alone=False)
         if waits and topic != self.left and topic.split()[2] == str(self.run.state.global_step):
             self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
 
@@ -342,7 +342,7 @@ class Watchdog:
             left = self.store is not None and any(self.store.check([f"done/{rank}"]) for rank in range(self._size))
             if self.store is None or not (late or unlike or (left and is_communication(error))):
                 return error
-            where, waits = describe(stack_of_error(error), alone=False)
+            where, waits = describe_stack(stack_of_error(error), alone=False)
             first = self._is_first("failed")
             own: Position = {"where": where, "waits": waits, "seconds": 0.0, "at": self._moment(stack_of_error(error))}
             timeouts = self.run.strategy.timeouts
@@ -376,12 +376,12 @@ class Watchdog:
         if run.doing == "train":
             ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
             return f"the end of epoch {run.state.epoch}, after step {run.state.global_step}" if ended else at
-        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {WORDS.get(run.doing, run.doing)}"
+        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {SHOWN_STAGE.get(run.doing, run.doing)}"
 
     def _look(self, stalled: float) -> Position:
         """Write down the stacks of this process and its loaders' workers; return where it stands."""
         stack = stack_of(self.watched)
-        where, waits = describe(stack, alone=self._size == 1)
+        where, waits = describe_stack(stack, alone=self._size == 1)
         workers = worker_stacks(self.stacks)
         if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
             where = f"waits for a loader's worker, which is in {frame}"

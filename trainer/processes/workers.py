@@ -26,10 +26,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from ..errors import ConfigError, TaskError, WorkerError
-from .failures import report_to, sign_of_life, take_down, write_whole
-from .signals import DUMP, ENDING, leave
+from .failures import alive_file, failure_of, set_report_file, write_atomically
+from .signals import DUMP, END_SIGNALS, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME
-from .transport import Failure, Settings, pack, place_classes, travelling_by_value, unpack
+from .transport import Failure, Settings, pack, pickled_by_value, place_classes, unpack
 
 logger = logging.getLogger("legato")
 
@@ -59,7 +59,7 @@ def _start_method() -> str:
     return "forkserver" if sys.platform == "linux" else "spawn"
 
 
-def run(
+def launch_workers(
     function: Callable[[], Any],
     ranks: range,
     world_size: int,
@@ -67,7 +67,7 @@ def run(
     *,
     max_restarts: int = 0,
     start_method: str | None = None,
-    gather: "Gather | None" = None,
+    make_group: "Gather | None" = None,
     grace: float = GRACE,
 ) -> Any:
     """Call `function` in one process for each of `ranks`, and return what the first of them returned.
@@ -84,30 +84,30 @@ def run(
     folder = Path(tempfile.mkdtemp(prefix="legato-"))  # mode 0700
     try:
         _write_payload(folder / "function", function, method)
-        with Relay(grace) as relay:
+        with SignalRelay(grace) as relay:
             attempt = 0
             while True:
-                crew = (gather or Crew)(folder, ranks, world_size, relay)
-                crew.restarts_left = max_restarts - attempt
+                group = (make_group or WorkerGroup)(folder, ranks, world_size, relay)
+                group.restarts_left = max_restarts - attempt
                 try:
-                    crew.start(multiprocessing.get_context(method), functools.partial(enter, attempt))
-                    crew.watch()
+                    group.start(multiprocessing.get_context(method), functools.partial(enter, attempt))
+                    group.watch()
                 finally:
-                    crew.end()
-                failure = crew.find_failure()
+                    group.end()
+                failure = group.find_failure()
                 if failure is None:
-                    return crew.value()
+                    return group.value()
                 final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError))
-                if crew.restarts_left <= 0 or final or relay.received:
+                if group.restarts_left <= 0 or final or relay.received:
                     raise failure
-                attempt = max_restarts - crew.restarts_left + 1
-                logger.warning("%s Starting again: restart %d of %d.", crew.told, attempt, max_restarts)
+                attempt = max_restarts - group.restarts_left + 1
+                logger.warning("%s Starting again: restart %d of %d.", group.told, attempt, max_restarts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None:
-    with travelling_by_value() as modules, path.open("wb") as file:
+    with pickled_by_value() as modules, path.open("wb") as file:
         file.write(pack((modules, Settings(method))))
         try:
             file.write(pack(function))
@@ -119,7 +119,7 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
             ) from error
 
 
-class Relay:
+class SignalRelay:
     """Passes on to the workers what asks this process to end; while they run, nothing happens to the caller itself."""
 
     def __init__(self, grace: float = GRACE) -> None:
@@ -132,10 +132,10 @@ class Relay:
         self.processes: list[BaseProcess] = []
         self._handlers: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> "Relay":
+    def __enter__(self) -> "SignalRelay":
         if threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(-1)
-            for number in ENDING:
+            for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # a background job ignores SIGINT: so do we
                     self._handlers[number] = signal.signal(number, self._forward)
         return self
@@ -150,7 +150,7 @@ class Relay:
         """Take in a process that has just started, and tell it what came before."""
         self.processes.append(process)
         for number in self.received:
-            _send(process, number)
+            _send_signal(process, number)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         now, again = time.monotonic(), number in self.received
@@ -165,19 +165,19 @@ class Relay:
         elif number != getattr(signal, "SIGUSR1", 0) and not self.due_by:
             self.due_at, self.due_by = now + self.grace, number
         for process in self.processes:
-            _send(process, number)
+            _send_signal(process, number)
 
 
-def _send(process: BaseProcess, number: int) -> None:
+def _send_signal(process: BaseProcess, number: int) -> None:
     with suppress(ProcessLookupError):
         if process.pid is not None and process.exitcode is None:
             os.kill(process.pid, number)
 
 
-class Crew:
+class WorkerGroup:
     """The workers of one attempt."""
 
-    def __init__(self, folder: Path, ranks: range, world_size: int, relay: Relay) -> None:
+    def __init__(self, folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> None:
         self.told = ""
         self.restarts_left = 0
         self._folder = folder
@@ -201,7 +201,7 @@ class Crew:
             self._start_one(rank, rank == self._ranks[0], enter(rank))
 
     def _start_one(self, rank: int, answers: bool, enter: Callable[[], None]) -> None:
-        _report(self._folder, rank).unlink(missing_ok=True)
+        _report_path(self._folder, rank).unlink(missing_ok=True)
         arguments = (rank, answers, self._folder, _Streams(), enter)
         process = self._context.Process(target=_serve, args=arguments, name=f"legato-{rank}")
         try:
@@ -209,7 +209,7 @@ class Crew:
                 process.start()
         except (EOFError, OSError) as error:
             if self._relay.received:
-                leave(max(self._relay.received))
+                raise_for_signal(max(self._relay.received))
             raise WorkerError(
                 f"Rank {rank} of {self._world_size} could not be started: the server that workers are forked from has "
                 f"ended ({type(error).__name__}: {error}). If something killed it, start the run again."
@@ -221,12 +221,12 @@ class Crew:
     def watch(self) -> None:
         """Wait until all have ended; when one fails, or Ctrl-C was long ago, end the others."""
         killed = False
-        while self._goes_on():
+        while self._is_running():
             ready = connection.wait(list(self._pending), timeout=self._pause())
             for sentinel in ready:
                 self._note_end(*self._pending.pop(sentinel))
-            self._look_around()
-            self._kill_the_deaf()
+            self._poll()
+            self._kill_unresponsive()
             now, interrupted_at = time.monotonic(), self._relay.interrupted_at
             late = interrupted_at is not None and now > interrupted_at + _PATIENCE
             if self._stopped_at is None and (late or self._must_stop(now)):
@@ -236,31 +236,31 @@ class Crew:
                 killed = True
                 self._signal(signal.SIGKILL)
 
-    def _goes_on(self) -> bool:
+    def _is_running(self) -> bool:
         return bool(self._pending)
 
-    def _kill_the_deaf(self) -> None:
+    def _kill_unresponsive(self) -> None:
         """Kill workers that neither end after a signal nor run the thread that would end them, their stacks first."""
         if time.monotonic() < self._relay.due_at + _MARGIN:
             return
-        deaf = [(rank, process) for rank, process in self._pending.values() if not self._gives_sign(rank)]
+        deaf = [(rank, process) for rank, process in self._pending.values() if not self._is_responsive(rank)]
         self._deaf |= {rank for rank, _ in deaf}
         for number, seconds in ((DUMP, _DUMPING), (signal.SIGKILL, 0.0)):
             for _, process in deaf:
-                _send(process, number)
+                _send_signal(process, number)
             time.sleep(seconds if deaf else 0.0)
 
-    def _gives_sign(self, rank: int) -> bool:
+    def _is_responsive(self, rank: int) -> bool:
         """Return whether a worker's thread that watches its signals has run lately."""
         try:
-            return time.time() < sign_of_life(_report(self._folder, rank)).stat().st_mtime + _MARGIN
+            return time.time() < alive_file(_report_path(self._folder, rank)).stat().st_mtime + _MARGIN
         except FileNotFoundError:
             return False
 
     def _pause(self) -> float:
         return 0.1 if self._failures else 1.0
 
-    def _look_around(self) -> None:
+    def _poll(self) -> None:
         """Do what else is to be done about once in a pause."""
 
     def value(self) -> Any:
@@ -274,7 +274,7 @@ class Crew:
             if not orderly and process.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
-                _send(process, signal.SIGKILL)
+                _send_signal(process, signal.SIGKILL)
             process.join()
 
     def find_failure(self) -> BaseException | None:
@@ -294,7 +294,7 @@ class Crew:
             return KeyboardInterrupt()
         if self._preempted_at is not None and first.communication:
             return SystemExit(RESUME_ME)
-        if first.killed_by in ENDING[1:]:
+        if first.killed_by in END_SIGNALS[1:]:
             logger.warning("%s Nothing is lost but what came after the newest checkpoint.", first.summary)
             return SystemExit(RESUME_ME)
         return first.to_raise()
@@ -312,7 +312,7 @@ class Crew:
     def _read_end(self, rank: int, process: BaseProcess) -> Any:
         """Return how a worker ended: 0, RESUME_ME or a Failure."""
         process.join()
-        report = _report(self._folder, rank)
+        report = _report_path(self._folder, rank)
         if rank in self._deaf and not report.exists():
             number = self._relay.due_by
             name = signal.Signals(number).name
@@ -333,10 +333,10 @@ class Crew:
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
-            _send(process, number)
+            _send_signal(process, number)
 
 
-Gather = Callable[[Path, range, int, Relay], Crew]
+Gather = Callable[[Path, range, int, SignalRelay], WorkerGroup]
 """Makes the crew of one attempt."""
 
 
@@ -387,12 +387,12 @@ def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Cal
     if os.name == "posix":
         os.setpgid(0, 0)
     threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
-    report_to(_report(folder, rank))
+    set_report_file(_report_path(folder, rank))
     try:
         end = _work(rank, answers, folder, streams, enter)
     except RuntimeError as error:  # torch says by a signal, at any moment, that a loader's worker died
-        end = take_down(error, frozenset())
-    write_whole(_report(folder, rank), pack(end))
+        end = failure_of(error, frozenset())
+    write_atomically(_report_path(folder, rank), pack(end))
     if end != 0:
         # Not by way of threading's and multiprocessing's exits: they wait for threads that may never end.
         for child in multiprocessing.active_children():
@@ -415,15 +415,15 @@ def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Call
         enter()
         named, function = _read_payload(folder / "function")
         value = function()
-        for number in ENDING:
+        for number in END_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the work is done; only the report is missing
         if answers:
-            write_whole(folder / f"value-{rank}", pack(value, named))
+            write_atomically(folder / f"value-{rank}", pack(value, named))
         return 0
     except SystemExit as error:
         return RESUME_ME if error.code == RESUME_ME else Failure.of_exception(error, named)
     except BaseException as error:
-        return take_down(error, named)
+        return failure_of(error, named)
 
 
 def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
@@ -441,12 +441,12 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
     return named, function
 
 
-def _report(folder: Path, rank: int) -> Path:
+def _report_path(folder: Path, rank: int) -> Path:
     return folder / f"end-{rank}"
 
 
 def _die_with_caller(folder: Path) -> None:
-    """Wait until the process that called `run` is gone, however it went, and then end this one and its children."""
+    """Wait until the process that called `launch_workers` has ended, then end this one and its children."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()

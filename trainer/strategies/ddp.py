@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..data.sampling import Layout
-from ..elastic.store import Terms, split_address
+from ..elastic.store import ElasticOptions, split_address
 from ..errors import ConfigError, TaskError, did_you_mean
 from ..processes.environment import Place
 from ..processes.sync import Phase
@@ -88,7 +88,7 @@ class DDPStrategy(GroupStrategy):
         self.nothing: Tensor | None = None
         """In the place of the loss of a batch that training_step left out."""
 
-    def _terms(self, min_processes: int, join: str | None) -> Terms:
+    def _terms(self, min_processes: int, join: str | None) -> ElasticOptions:
         """Return the terms of an elastic run. Raises ConfigError where other arguments do not go with it."""
         if min_processes < 1:
             raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
@@ -105,7 +105,7 @@ class DDPStrategy(GroupStrategy):
         for address in (listen, join):
             if address is not None:
                 split_address(address)
-        return Terms(min_processes, join, listen, self.timeouts["step"].total_seconds())
+        return ElasticOptions(min_processes, join, listen, self.timeouts["step"].total_seconds())
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and take the device of the local rank."""
@@ -181,9 +181,9 @@ class DDPStrategy(GroupStrategy):
             state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options)
             self.module.register_comm_hook(state, hook)
 
-    def steps_of(self, task: "Task") -> "Steps":
+    def steps_of(self, task: "Task") -> "DDPSteps":
         """Return what gives DDP a forward that calls a step of the task."""
-        return Steps(task, self.buffers)
+        return DDPSteps(task, self.buffers)
 
     def device_ids(self) -> list[torch.device] | None:
         """Return the device to which DDP may move inputs; None: they stay where they are."""
@@ -206,8 +206,8 @@ class DDPStrategy(GroupStrategy):
         assert self.task is not None
         self.place = place
         self.collectives.move(place.rank, place.world_size)
-        self.take_replicas(layout, self.bitwise)
-        self.plant_tree(self.task)
+        self.set_layout(layout, self.bitwise)
+        self.build_reduction_tree(self.task)
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
@@ -285,7 +285,7 @@ class DDPStrategy(GroupStrategy):
         self._undo_division()
 
 
-class Steps(nn.Module):
+class DDPSteps(nn.Module):
     """Gives DDP a forward that calls a step of the task."""
 
     def __init__(self, task: "Task", buffers: ReplicaBuffers) -> None:

@@ -9,7 +9,7 @@ from ..errors import ConfigError
 from ..optimization.precision import Precision
 from ..processes import own_group
 from ..processes.collectives import GroupCollectives
-from ..processes.environment import Place, connect
+from ..processes.environment import Place, join_process_group
 from ..processes.sync import DEFAULT, Timeout, Timeouts
 from .strategy import Strategy
 
@@ -48,7 +48,7 @@ class GroupStrategy(Strategy):
         self.precision = Precision(precision, self.device.type)
         rank, host_group = place.rank, None
         if place.world_size > 1:
-            self.meeting = connect(place, self.backend(), self.timeouts["startup"], self.init_method)
+            self.meeting = join_process_group(place, self.backend(), self.timeouts["startup"], self.init_method)
             if own_group.find_group() is not None:
                 own_group.require_backend(self.device, self.process_group_backend)
             host_group = own_group.host_group()

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from .. import torch_private
 from ..data.sampling import Layout
 from ..data.transfer import align_in_place, to_device
-from ..elastic.store import Terms
+from ..elastic.store import ElasticOptions
 from ..errors import ConfigError, TaskError
 from ..optimization import kernels
 from ..optimization.kernels import Recomputing
@@ -75,7 +75,7 @@ class Strategy:
         self.own_backward = self.plain_backward = False
         """Whether the task brings a `backward` of its own; whether there is nothing but torch's to do."""
         self.recomputing: Recomputing | None = None
-        self.elastic: Terms | None = None
+        self.elastic: ElasticOptions | None = None
         """How processes may leave and come while the run trains; None: not at all."""
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Strategy:
         self.precision.place(task)
         task.to(self.device)
 
-    def take_replicas(self, layout: Layout, bitwise: bool) -> None:
+    def set_layout(self, layout: Layout, bitwise: bool) -> None:
         """Know which replicas run where, and whether their gradients must meet in an order that does not show it."""
         self.layout, self.bitwise = layout, bitwise
 
@@ -179,9 +179,9 @@ class Strategy:
         self.trains = [parameter.requires_grad for parameter in self.parameters]
         self.has_frozen = not all(self.trains)
         if self.bitwise:
-            self.plant_tree(task)
+            self.build_reduction_tree(task)
 
-    def follow(self) -> None:
+    def refresh_trainable(self) -> None:
         """Make ready anew where other parameters are trained by now; every rank calls it, between two steps."""
         if self.task is not None and [parameter.requires_grad for parameter in self.parameters] != self.trains:
             self.prepare(self.task)
@@ -192,7 +192,7 @@ class Strategy:
             if not trains:
                 parameter.grad = None
 
-    def plant_tree(self, task: "Task") -> None:
+    def build_reduction_tree(self, task: "Task") -> None:
         """Let gradients meet in the one order that does not depend on the number of processes."""
         if self.tree is not None:
             self.tree.close()

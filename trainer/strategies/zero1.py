@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..checkpoints.shards import in_parts, made_whole, outlines
 from ..data.sampling import Layout
-from ..elastic.store import Terms
+from ..elastic.store import ElasticOptions
 from ..errors import ConfigError
 from ..processes.collectives import Collectives, GroupCollectives
 from ..processes.environment import Place
@@ -40,17 +40,17 @@ class Zero1Strategy(DDPStrategy):
     saved_in: dist.ProcessGroup | None = None
     """The process group in which `saving` was made."""
 
-    def _terms(self, min_processes: int, join: str | None) -> Terms:
+    def _terms(self, min_processes: int, join: str | None) -> ElasticOptions:
         """Refuse an elastic run."""
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
-    def take_replicas(self, layout: Layout, bitwise: bool) -> None:
+    def set_layout(self, layout: Layout, bitwise: bool) -> None:
         """Know which replicas run where."""
         if bitwise and self.place.world_size > 1:
             raise ConfigError(
                 "reproducible: bitwise is for strategies single, data_parallel and ddp; zero1 is not one."
             )
-        super().take_replicas(layout, bitwise)
+        super().set_layout(layout, bitwise)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's part and takes the rest from the others.

@@ -32,23 +32,23 @@ from ...trainer import Trainer
 from .report import Report, judge_gradients, judge_monitors, judge_space
 from .trial import make_trial, needs_every_gradient, own_loggers, read_notes
 
-STEPS = 2
+TRIAL_STEPS = 2
 
 
-def run(arguments: Sequence[str]) -> None:
+def run_check(arguments: Sequence[str]) -> None:
     """Check what a command line asks for, and print the report; raises ConfigError with every problem."""
-    from ...config.config import build as build_config
-    from ...config.config import load
+    from ...config.config import build_config as build_config
+    from ...config.config import load_config
 
     logging.getLogger("legato").setLevel(logging.WARNING)  # what trial runs tell of themselves was not asked for
-    config = load(arguments)
+    config = load_config(arguments)
     if environment.find_place(config.values["trainer"]["cluster"]) is None:
         environment.warm_up()  # workers' imports, beside our own
     found = build_config(config)
     try:
-        report = check(found.trainer, found.task, found.data)
+        report = try_run(found.trainer, found.task, found.data)
     finally:
-        environment.disconnect()
+        environment.leave_process_group()
     place = environment.find_place(found.trainer.cluster)
     if place is not None and place.rank > 0:  # rank 0 says it for all
         raise SystemExit(0 if report.ok else 2)
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> None:
     print("All is well.")
 
 
-def check(arguments: TrainerArguments, task: Task, data: DataModule | None = None) -> Report:
+def try_run(arguments: TrainerArguments, task: Task, data: DataModule | None = None) -> Report:
     """Try what a run needs, and report what would fail.
 
     The run's processes are started as fit would start them, even one alone, so that the caller's objects stay as they
@@ -146,7 +146,7 @@ class Trials:
         left_out = [type(logger).__name__ for logger in self.original.loggers if logger not in own]
         if left_out:
             report.remarks.append(f"{', '.join(left_out)} was left out, since it may write elsewhere.")
-        fit = self.make("fit", STEPS)
+        fit = self.make("fit", TRIAL_STEPS)
         error = self.attempt("fit", fit, "fit")
         if isinstance(error, TaskError) and needs_every_gradient(self.original):
             error = self.tell_unused(error)
@@ -175,10 +175,10 @@ class Trials:
         assert self.room is not None
         shutil.rmtree(self.room / store.FOLDER, ignore_errors=True)
         self.find_unused = True
-        if self.attempt("fit", self.make("fit", STEPS), "fit") is not None:
+        if self.attempt("fit", self.make("fit", TRIAL_STEPS), "fit") is not None:
             return error
         if any(names for notes in read_notes(self.room, "fit") for names in notes.without_gradient):
-            self.report.problems = [one for one in self.report.problems if not one.endswith(describe(error))]
+            self.report.problems = [one for one in self.report.problems if not one.endswith(describe_error(error))]
         return None
 
     def make(self, name: str, steps: int) -> Trainer:
@@ -198,8 +198,8 @@ class Trials:
                 else:
                     work()
             except Exception as error:
-                if not any(problem.endswith(describe(error)) for problem in self.report.problems):
-                    self.report.problems.append(f"{name}: {describe(error)}")
+                if not any(problem.endswith(describe_error(error)) for problem in self.report.problems):
+                    self.report.problems.append(f"{name}: {describe_error(error)}")
                 return error
         self.report.tried.append(name)
         return None
@@ -226,7 +226,7 @@ def leave_after(work: Callable[[], None]) -> None:
     try:
         work()
     finally:
-        environment.disconnect()
+        environment.leave_process_group()
 
 
 def can_be_sent(work: Callable[[], None]) -> bool:
@@ -237,7 +237,7 @@ def can_be_sent(work: Callable[[], None]) -> bool:
         return False
 
 
-def describe(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return the message of one of our errors; of any other, with its rank and where in the user's code it was."""
     if isinstance(error, LegatoError):
         return str(error)

@@ -18,7 +18,7 @@ from .trial import Notes, needs_every_gradient
 
 WARM = 6
 """Steps; where fewer were tried, the later half of them may have been slow ones, too."""
-MANY = 8
+SHOWN_LINES = 8
 """Ranks; of more than these only the largest figure is shown."""
 
 
@@ -181,7 +181,7 @@ def _duration(seconds: float) -> str:
 
 
 def _by_rank(sizes: dict[int, int]) -> str:
-    if len(sizes) > MANY:
+    if len(sizes) > SHOWN_LINES:
         rank = max(sizes, key=lambda one: sizes[one])
         return f"at most {shown(sizes[rank])}, on rank {rank}"
     return ", ".join(f"rank {rank} {shown(size)}" for rank, size in sizes.items())

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from ...data.sampling import Deal, Layout, Order, Turn, epoch_key, permutation
+from ...data.sampling import BatchSpan, Deal, EpochIndices, Layout, epoch_key, permutation
 from ...errors import ConfigError, DataError
 from ...strategies.mesh.sizes import PLACES, Sizes
 from .processes import Processes
 from .state_size import Share, StateSize, shown
 
 WIDTH = 118  # columns
-MANY = {"batch": "batches"}
+PLURALS = {"batch": "batches"}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan:
     """Whether the keyed permutation deals the samples out, or the dataset's own order."""
     unit: str = "sample"
     """What a position is."""
-    own_order: Callable[[int], Order] | None = None
+    own_order: Callable[[int], EpochIndices] | None = None
     """Returns the order of an epoch, where that is neither of the two."""
     state: StateSize | None = None
     """Of the whole model, as one process has it."""
@@ -105,16 +105,16 @@ class Plan:
         by_epochs = None if self.max_epochs is None else self.max_epochs * self.deal.steps
         return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochIndices:
         """Return the order of an epoch: what stands at some positions."""
         if self.own_order is not None:
             return self.own_order(epoch)
         if not self.shuffle:
-            return _in_order
+            return _same_positions
         key = epoch_key(self.seed, epoch)
         return lambda positions: permutation(positions, self.length, key)
 
-    def seen(self, rank: int, step: int, epoch: int) -> list[tuple[Turn, list[Any]]]:
+    def seen(self, rank: int, step: int, epoch: int) -> list[tuple[BatchSpan, list[Any]]]:
         """Return the batches that a rank sees at a step of an epoch, both counted from 0, and what is in each.
 
         Raises ConfigError where there is no such rank, step or epoch.
@@ -133,7 +133,7 @@ class Plan:
         return [(turn, one.tolist() if isinstance(one, np.ndarray) else list(one)) for turn, one in found]
 
 
-def _in_order(positions: Any) -> Any:
+def _same_positions(positions: Any) -> Any:
     return positions
 
 
@@ -146,12 +146,12 @@ def replicas_by_rank(layout: Layout, together: int = 1) -> str:
     parts = []
     for first, stop, count in ((0, longer, share + 1), (longer, layout.processes, share)):
         if first < stop:
-            owned = _span(layout.owned(first).start, layout.owned(stop - 1).stop)
+            owned = _range_text(layout.owned(first).start, layout.owned(stop - 1).stop)
             each = " each" if stop - first > 1 else ""
             if together > 1:
                 each = f" for every {together}" if each else " together"
             ranks = _ranks(range(first * together, stop * together))
-            parts.append(f"{ranks}: {_count(count, 'replica')}{each} ({owned})")
+            parts.append(f"{ranks}: {_shown_count(count, 'replica')}{each} ({owned})")
     return ", ".join(parts)
 
 
@@ -180,20 +180,24 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     axes = [] if plan.sizes is None else [(name, getattr(plan.sizes, name)) for name in PLACES]
     mesh = " x ".join(f"{name} {size:,}" for name, size in axes if size > 1)
     who = [f": {mesh}"] if mesh else []
-    who += [f": {_count(plan.ranks.data_size, 'trainer')}, {_count(plan.servers, 'server')}"] if plan.servers else []
+    who += (
+        [f": {_shown_count(plan.ranks.data_size, 'trainer')}, {_shown_count(plan.servers, 'server')}"]
+        if plan.servers
+        else []
+    )
     yield "Processes", f"{plan.processes:,}{where}{''.join(who)}"
     yield "Replicas", f"{plan.replicas:,}: {_replicas(plan)}"
     order = "in the order of the loader" if plan.own_order is not None else "shuffled" if plan.shuffle else "in order"
     left = plan.length - deal.samples
-    dropped = f"; an epoch leaves out {_count(left, unit)}" if left else ""
-    yield "An epoch", f"{_count(deal.samples, unit)}, {order}{dropped}"
-    batches = f" x {_count(plan.accumulate, 'batch')} each" if plan.accumulate > 1 else ""
+    dropped = f"; an epoch leaves out {_shown_count(left, unit)}" if left else ""
+    yield "An epoch", f"{_shown_count(deal.samples, unit)}, {order}{dropped}"
+    batches = f" x {_shown_count(plan.accumulate, 'batch')} each" if plan.accumulate > 1 else ""
     of = f" of {plan.batch_size:,}" if unit == "sample" else ""
-    yield "A step", f"{_count(plan.step_samples, unit)}: {_count(plan.replicas, 'replica')}{batches}{of}"
-    last = f"; the last has {_count(plan.last_step_samples, unit)}" if deal.steps else ""
+    yield "A step", f"{_shown_count(plan.step_samples, unit)}: {_shown_count(plan.replicas, 'replica')}{batches}{of}"
+    last = f"; the last has {_shown_count(plan.last_step_samples, unit)}" if deal.steps else ""
     yield "Steps an epoch", f"{deal.steps:,}{last}"
-    limits = [] if plan.max_epochs is None else [_count(plan.max_epochs, "epoch")]
-    limits += [] if plan.max_steps is None else [f"at most {_count(plan.max_steps, 'step')}"]
+    limits = [] if plan.max_epochs is None else [_shown_count(plan.max_epochs, "epoch")]
+    limits += [] if plan.max_steps is None else [f"at most {_shown_count(plan.max_steps, 'step')}"]
     total = plan.total_steps
     yield "Steps in all", "no limit in epochs or steps" if total is None else f"{total:,} ({', '.join(limits)})"
 
@@ -232,22 +236,22 @@ def render_seen(plan: Plan, rank: int, step: int, epoch: int) -> str:
     """Return what a rank sees at a step of an epoch as text for a terminal."""
     turns = plan.seen(rank, step, epoch)
     before = epoch * plan.deal.steps + step
-    count = _count(sum(turn.samples for turn, _ in turns), plan.unit)
+    count = _shown_count(sum(turn.samples for turn, _ in turns), plan.unit)
     count += ", as it is a server" if rank >= plan.processes - plan.servers else ""
     lines = [f"Rank {rank} at step {step:,} of epoch {epoch:,} (global_step {before:,} to {before + 1:,}): {count}"]
     for turn, found in turns:
-        head = f"  replica {turn.replica}, batch {turn.round:,}, positions {_span(turn.start, turn.stop)}: "
+        head = f"  replica {turn.replica}, batch {turn.round:,}, positions {_range_text(turn.start, turn.stop)}: "
         lines.append(
             textwrap.fill(head + " ".join(_shown_index(one) for one in found), WIDTH, subsequent_indent="    ")
         )
     return "\n".join(lines)
 
 
-def run(arguments: Sequence[str]) -> None:
+def run_plan(arguments: Sequence[str]) -> None:
     """Print the plan that a command line asks for."""
-    from .sources import Words, make
+    from .sources import PlanArguments, make
 
-    words, rest = Words.read(arguments)
+    words, rest = PlanArguments.read(arguments)
     plan = make(words, rest)
     asked = (words.rank, words.step, words.epoch)
     parts = [render(plan)]
@@ -258,8 +262,8 @@ def run(arguments: Sequence[str]) -> None:
         dropped = ", the short last one dropped," if plan.drop_last else ""
         limit = "" if plan.limit == 1.0 else f", with limit_train_batches={plan.limit}"
         raise DataError(
-            f"fit refuses this run, since an epoch has no step: {_count(plan.length, plan.unit)} in batches of "
-            f"{plan.batch_size:,}{dropped} for {_count(plan.replicas, 'replica')}{limit}."
+            f"fit refuses this run, since an epoch has no step: {_shown_count(plan.length, plan.unit)} in batches of "
+            f"{plan.batch_size:,}{dropped} for {_shown_count(plan.replicas, 'replica')}{limit}."
         )
 
 
@@ -270,15 +274,15 @@ def _shown_index(index: Any) -> str:
 
 
 def _ranks(ranks: range) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {_span(ranks.start, ranks.stop)}"
+    return f"rank{'s' * (len(ranks) > 1)} {_range_text(ranks.start, ranks.stop)}"
 
 
-def _span(start: int, stop: int) -> str:
+def _range_text(start: int, stop: int) -> str:
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
-def _count(count: int, word: str) -> str:
-    return f"{count:,} {word if count == 1 else MANY.get(word, word + 's')}"
+def _shown_count(count: int, word: str) -> str:
+    return f"{count:,} {word if count == 1 else PLURALS.get(word, word + 's')}"
 
 
 def _wrapped(text: str, indent: int) -> str:

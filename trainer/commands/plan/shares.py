@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...strategies.ddp_rpc.remote_modules import dealt, named_modules, options_of, refuse_optimizers
+from ...strategies.ddp_rpc.remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
 from ...strategies.mesh.dtensors import replace
 from ...strategies.mesh.sizes import Sizes, stages_each
 from ...strategies.mesh.tensor_plan import cut_dimensions
-from ...strategies.model_parallel.parts import Block, cut_task, refuse_idle, stage_places
+from ...strategies.model_parallel.parts import PartBlock, cut_task, refuse_idle, stage_places
 from .processes import Processes
 from .state_size import Share, StateSize, measure
 
@@ -33,7 +33,7 @@ MakeOptimizers = Callable[[], tuple[Sequence[Optimizer], str]]
 """Returns a task's optimizers for its present parameters; where it cannot, none and why."""
 
 
-def find_shares(
+def measure_shares(
     task: "Task", processes: Processes, options: Mapping[str, Any], make_optimizers: MakeOptimizers
 ) -> tuple[Share, ...]:
     """Return what the ranks hold, first ranks first; nothing where all hold all of it.
@@ -55,7 +55,7 @@ class _Cut:
 
     task: "Task"
     sizes: Sizes
-    stages: list[list[Block]]
+    stages: list[list[PartBlock]]
     """Of the pipeline; without one there is a single place, for all of the task."""
     cuts: dict[int, int]
     """The dimension of each parameter (by id) that is cut along the axis tensor."""
@@ -63,7 +63,7 @@ class _Cut:
     @classmethod
     def of(cls, task: "Task", sizes: Sizes, options: Mapping[str, Any]) -> "_Cut":
         """Cut a task as the strategy does in `place_task`."""
-        stages: list[list[Block]] = []
+        stages: list[list[PartBlock]] = []
         if sizes.pipeline > 1:
             count = sizes.pipeline * stages_each(options.get("schedule", "1f1b"))
             stages = cut_task(task, count, options.get("split", "auto"))
@@ -97,7 +97,7 @@ class _Cut:
                 own.add(id(part))
             return part
 
-        with _changed(self.task, change):
+        with _replaced_tensors(self.task, change):
             size = measure(self.task, *make_optimizers(), own)
         each = prod(self.sizes) // self.sizes.pipeline
         return Share(range(place * each, (place + 1) * each), self._told(place), size, any(uneven))
@@ -111,7 +111,7 @@ class _Cut:
 
 
 @contextmanager
-def _changed(task: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def _replaced_tensors(task: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Put `change(tensor)` in the place of each parameter and buffer, for a while."""
     before: dict[int, Tensor] = {}
     made: list[Tensor] = []  # lest an id be used twice
@@ -136,7 +136,7 @@ def _of_trainers_and_servers(task: "Task", processes: Processes, make_optimizers
     try:
         optimizers, unknown = make_optimizers()
         if optimizers:
-            refuse_optimizers(task, optimizers)
+            refuse_remote_optimizers(task, optimizers)
         trainers = processes.data_size
         found = [Share(range(trainers), "trainers", measure(task, optimizers, unknown))]
     finally:

@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...config.check import SECTIONS
-from ...config.config import Config, build, load
-from ...data.sampling import Layout, Order
+from ...config.config import Config, build_config, load_config
+from ...data.sampling import EpochIndices, Layout
 from ...errors import ConfigError, LegatoError, did_you_mean
 from .plan import Plan
 from .processes import Processes, count_parts, find_processes, read_strategy
-from .state_size import KEPT, Share, StateSize, by_hand, measure
+from .state_size import VALUES_PER_PARAMETER, Share, StateSize, by_hand, measure
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -34,7 +34,7 @@ WIDTHS = {"64": 8, "64-true": 8, "16-true": 2, "bf16-true": 2}
 
 
 @dataclass(frozen=True)
-class Words:
+class PlanArguments:
     """What stands on the command line of `legato plan` besides the config: numbers given by hand, and what to show."""
 
     length: int | None = None
@@ -48,7 +48,7 @@ class Words:
     epoch: int | None = None
 
     @classmethod
-    def read(cls, arguments: Sequence[str]) -> "tuple[Words, list[str]]":
+    def read(cls, arguments: Sequence[str]) -> "tuple[PlanArguments, list[str]]":
         """Return the words, and the arguments that are left for the config.
 
         Raises ConfigError for a word that is none, and for a value that is no count.
@@ -62,7 +62,9 @@ class Words:
                 rest.append(f"{OVERRIDES[word]}={text}")
             elif word in known and equals:
                 kind = known[word]
-                found[word] = text if "str" in kind else _truth(word, text) if "bool" in kind else _number(word, text)
+                found[word] = (
+                    text if "str" in kind else _truth(word, text) if "bool" in kind else _parse_count(word, text)
+                )
             elif equals and word.isidentifier() and word not in SECTIONS:
                 words = (*known, *OVERRIDES)
                 hint = did_you_mean(word, (*words, *SECTIONS)) or f" The words of plan are {', '.join(words)}."
@@ -72,7 +74,7 @@ class Words:
         return cls(**found), rest
 
 
-def _number(word: str, text: str) -> int:
+def _parse_count(word: str, text: str) -> int:
     """Read a count, written as 1000000, 1_000_000 or 1e6."""
     try:
         value = Decimal(text)
@@ -98,12 +100,12 @@ class Positions:
     drop_last: bool = False
     shuffle: bool = True
     unit: str = "sample"
-    own_order: Callable[[int], Order] | None = None
+    own_order: Callable[[int], EpochIndices] | None = None
 
 
-def make(words: Words, arguments: Sequence[str]) -> Plan:
+def make(words: PlanArguments, arguments: Sequence[str]) -> Plan:
     """Return the plan of a config. Raises ConfigError, and what building the data module or the task raises."""
-    config = load(arguments)
+    config = load_config(arguments)
     trainer = config.values["trainer"]
     processes = find_processes(trainer)
     replicas = processes.data_size if trainer["replicas"] is None else trainer["replicas"]
@@ -112,7 +114,7 @@ def make(words: Words, arguments: Sequence[str]) -> Plan:
         raise ConfigError(
             "use_distributed_sampler=False: each process's loader brings its own share, so there is nothing to plan."
         )
-    parts = Parts(config, processes)
+    parts = ConfigParts(config, processes)
     in_order = bool(trainer["overfit_batches"])
     if words.length is not None and words.batch_size is not None:
         positions = Positions(words.length, words.batch_size, shuffle=not in_order)
@@ -137,7 +139,7 @@ def make(words: Words, arguments: Sequence[str]) -> Plan:
         whole_rounds=trainer["sync_batchnorm"] or (words.parameters is None and not parts.task.automatic_optimization),
     )
     state = find_state(parts, words, plan.deal.rounds)
-    shares = find_shares(parts, words, plan.deal.rounds)
+    shares = shares_of_sources(parts, words, plan.deal.rounds)
     return replace(plan, state=state, parts=count_parts(trainer, processes), shares=shares)
 
 
@@ -149,7 +151,7 @@ def count_epochs(trainer: Mapping[str, Any]) -> int | None:
     return None if epochs == -1 else epochs
 
 
-def read_positions(parts: "Parts", words: Words, in_order: bool = False) -> Positions:
+def read_positions(parts: "ConfigParts", words: PlanArguments, in_order: bool = False) -> Positions:
     """Ask the training loader, built as fit would build it, what it yields; raises ConfigError where it cannot say."""
     from ...data.combined import CombinedSource, combined, is_dealable_by_batch
     from ...data.loaders import MapLoader, is_dealable, length_of
@@ -169,9 +171,9 @@ def read_positions(parts: "Parts", words: Words, in_order: bool = False) -> Posi
             )
         if is_dealable_by_batch(loader):
             drop_last = CombinedSource(loader, parts.seed).drop_last
-            return Positions(batches, 1, drop_last, unit="batch", own_order=_in_order)
+            return Positions(batches, 1, drop_last, unit="batch", own_order=_own_order)
         order = MapLoader(loader, parts.seed, in_order) if is_dealable(loader) else None
-        return Positions(batches, 1, unit="batch", own_order=_in_order if order is None else _drawn(order))
+        return Positions(batches, 1, unit="batch", own_order=_own_order if order is None else _drawn(order))
     source = MapLoader(loader, parts.seed, in_order)
     length = source.positions(0) if words.length is None else words.length
     if length is None:  # only drawing the order tells
@@ -181,22 +183,22 @@ def read_positions(parts: "Parts", words: Words, in_order: bool = False) -> Posi
     return Positions(length, batch_size, source.drop_last, source.shuffled is not False and not in_order, own_order=own)
 
 
-def _drawn(source: Any) -> Callable[[int], Order]:
+def _drawn(source: Any) -> Callable[[int], EpochIndices]:
     return lambda epoch: source.order(epoch).order
 
 
-def _in_order(epoch: int) -> Order:
+def _own_order(epoch: int) -> EpochIndices:
     return lambda positions: positions
 
 
-def find_state(parts: "Parts", words: Words, rounds: int) -> StateSize:
+def find_state(parts: "ConfigParts", words: PlanArguments, rounds: int) -> StateSize:
     """Return the state of the whole model, as one process has it: by hand, or measured on the task."""
     if words.parameters is not None:
         return by_hand(words.parameters, words.optimizer or "adamw", parts.width)
     return with_optimizer(parts.measure(rounds), words)
 
 
-def find_shares(parts: "Parts", words: Words, rounds: int) -> tuple[Share, ...]:
+def shares_of_sources(parts: "ConfigParts", words: PlanArguments, rounds: int) -> tuple[Share, ...]:
     """Return what ranks hold where that is not all of it, measured on the task; nothing by hand."""
     if words.parameters is not None:
         return ()
@@ -204,16 +206,16 @@ def find_shares(parts: "Parts", words: Words, rounds: int) -> tuple[Share, ...]:
     return tuple(replace(share, size=with_optimizer(share.size, words)) for share in shares)
 
 
-def with_optimizer(state: StateSize, words: Words) -> StateSize:
+def with_optimizer(state: StateSize, words: PlanArguments) -> StateSize:
     """Return a state with the optimizer that was named by hand, if one was."""
     if words.optimizer is None:
         return state
     kept = by_hand(0, words.optimizer)  # refuses an unknown word
-    values = int(words.optimizer) if words.optimizer.isdecimal() else KEPT[words.optimizer.lower()]
+    values = int(words.optimizer) if words.optimizer.isdecimal() else VALUES_PER_PARAMETER[words.optimizer.lower()]
     return replace(state, optimizer=kept.optimizer, optimizer_bytes=values * state.gradient_bytes)
 
 
-class Parts:
+class ConfigParts:
     """What a config describes, built piece by piece when it is asked for, on no device and in no process group."""
 
     def __init__(self, config: Config, processes: Processes) -> None:
@@ -231,7 +233,7 @@ class Parts:
         if self.config.values.get("data") is None:
             return None
         nothing = {"_target_": "legato.tasks.task.Task"}
-        run = build(replace(self.config, values={**self.config.values, "task": nothing}))
+        run = build_config(replace(self.config, values={**self.config.values, "task": nothing}))
         assert run.data is not None
         run.data.trainer = self.attach(run.trainer, run.task, 0)
         return run.data
@@ -249,7 +251,7 @@ class Parts:
         for device in ("meta", "cpu"):
             try:
                 with torch.device(device):
-                    run = build(replace(self.config, values=values))
+                    run = build_config(replace(self.config, values=values))
                     self.attach(run.trainer, run.task, 0)
                     run.task.configure_model()
                     build_here(run.task, self.seed)
@@ -292,9 +294,9 @@ class Parts:
 
     def find_shares(self, rounds: int) -> tuple[Share, ...]:
         """Return what the ranks hold where the strategy cuts the task; nothing where each holds all of it."""
-        from .shares import find_shares
+        from .shares import measure_shares
 
-        return find_shares(self.task, self.processes, self.strategy_options, lambda: self.make_optimizers(rounds))
+        return measure_shares(self.task, self.processes, self.strategy_options, lambda: self.make_optimizers(rounds))
 
     def make_optimizers(self, rounds: int) -> "tuple[Sequence[Optimizer], str]":
         """Return the task's optimizers for the parameters that it has now; where it cannot make them, none and why."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-KEPT = {
+VALUES_PER_PARAMETER = {
     "sgd": 0,
     "sgd_momentum": 1,
     "adam": 2,
@@ -84,11 +84,11 @@ def by_hand(parameters: int, optimizer: str = "adamw", width: int = 4) -> StateS
     """
     if parameters < 0:
         raise ConfigError(f"parameters={parameters}: expected a count.")
-    kept = int(optimizer) if optimizer.isdecimal() else KEPT.get(optimizer.lower())
+    kept = int(optimizer) if optimizer.isdecimal() else VALUES_PER_PARAMETER.get(optimizer.lower())
     if kept is None:
         raise ConfigError(
-            f"optimizer={optimizer!r} is not known.{did_you_mean(optimizer, KEPT)} There are {', '.join(KEPT)}, "
-            f"or say how many values it keeps for each parameter, as optimizer=2."
+            f"optimizer={optimizer!r} is not known.{did_you_mean(optimizer, VALUES_PER_PARAMETER)} There are "
+            f"{', '.join(VALUES_PER_PARAMETER)}, or say how many values it keeps for each parameter, as optimizer=2."
         )
     name = f"{kept} values a parameter" if optimizer.isdecimal() else optimizer
     size = parameters * width
@@ -120,18 +120,18 @@ def measure(
             if not all(optimizer.state.get(one) for one in owners):
                 unknown = f"{name} cannot be measured without data ({type(error).__name__}); say optimizer=NAME"
     states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
-    kept = _bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
+    kept = _read_bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
     return StateSize(
         sum(parameter.numel() for parameter in parameters),
-        _bytes(parameters),
-        _bytes(task.buffers()),
-        _bytes(trained),
+        _read_bytes(parameters),
+        _read_bytes(task.buffers()),
+        _read_bytes(trained),
         None if unknown else kept,
         unknown or name,
     )
 
 
-def _bytes(tensors: "Iterable[Tensor]") -> int:
+def _read_bytes(tensors: "Iterable[Tensor]") -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...torch_private import Tensors, buffers_of
+from ...torch_private import Tensors, own_buffers
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-Place = tuple[Tensors, str, Tensor | None]
+BufferSlot = tuple[Tensors, str, Tensor | None]
 """Where a buffer lives: a module's buffers, the name among them, and the tensor that was there at first."""
 
 
@@ -27,8 +27,8 @@ class ReplicaBuffers:
     def __init__(self, task: "Task | None") -> None:
         """Without a task there is nothing to keep."""
         self.task = task
-        owners = [] if task is None else [buffers_of(module) for module in task.modules()]
-        self.places: list[Place] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
+        owners = [] if task is None else [own_buffers(module) for module in task.modules()]
+        self.places: list[BufferSlot] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
         self.start: list[Tensor | None] = []
         self.step = -1
         """The step that began with the buffers in `start`."""
@@ -90,7 +90,7 @@ class ReplicaBuffers:
             _put(place, value)
 
 
-def _put(place: Place, value: Tensor | None) -> None:
+def _put(place: BufferSlot, value: Tensor | None) -> None:
     owner, name, home = place
     if home is None or value is None or home.shape != value.shape or home.dtype != value.dtype:
         owner[name] = None if value is None else value.clone()

@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Node:
+class TreeNode:
     """A subtree over the replicas [start, start + 2^level), of which those beyond the last replica do not exist."""
 
     start: int
@@ -30,9 +30,9 @@ class Node:
 class CarryStack(Generic[Value]):
     """Subtrees that wait for their right sibling. What is pushed must come in the order of the replicas."""
 
-    waiting: list[tuple[Node, Value]] = field(default_factory=list)
+    waiting: list[tuple[TreeNode, Value]] = field(default_factory=list)
 
-    def push(self, node: Node, value: Value) -> None:
+    def push(self, node: TreeNode, value: Value) -> None:
         """Take the next subtree, and add up siblings as long as there are some."""
         while self.waiting:
             left, sum_so_far = self.waiting[-1]
@@ -43,7 +43,7 @@ class CarryStack(Generic[Value]):
             ):
                 break
             self.waiting.pop()
-            node, value = Node(left.start, left.level + 1), self.add(sum_so_far, value)
+            node, value = TreeNode(left.start, left.level + 1), self.add(sum_so_far, value)
         self.waiting.append((node, value))
 
     def total(self) -> Value:
@@ -79,11 +79,11 @@ class ShareStack(CarryStack[Tensor]):
         return left.add_(right)
 
 
-def partial_nodes(replicas: Iterable[int]) -> list[Node]:
+def partial_nodes(replicas: Iterable[int]) -> list[TreeNode]:
     """Return the largest subtrees that lie within a contiguous block of replicas."""
     stack = _CountingStack()
     for replica in replicas:
-        stack.push(Node(replica, 0), None)
+        stack.push(TreeNode(replica, 0), None)
     return [node for node, _ in stack.waiting]
 
 
@@ -133,8 +133,8 @@ class Bucket:
     def take(self, replica: int) -> None:
         """Take the gradients of `replica` from the parameters; replicas before it had no batch."""
         for absent in range(self.next_replica, replica):
-            self.stack.push(Node(absent, 0), [None] * len(self.parameters))
-        self.stack.push(Node(replica, 0), self._take_gradients())
+            self.stack.push(TreeNode(absent, 0), [None] * len(self.parameters))
+        self.stack.push(TreeNode(replica, 0), self._take_gradients())
         self.next_replica = replica + 1
 
     def _take_gradients(self) -> list[Tensor | None]:
@@ -146,7 +146,7 @@ class Bucket:
     def close(self) -> list[list[Tensor | None]]:
         """Count the replicas that come no more as absent, and return the partial nodes of this process."""
         for absent in range(self.next_replica, self.owned.stop):
-            self.stack.push(Node(absent, 0), [None] * len(self.parameters))
+            self.stack.push(TreeNode(absent, 0), [None] * len(self.parameters))
         self.next_replica = self.owned.start
         nodes = [values for _, values in self.stack.waiting]
         self.stack.waiting = []

@@ -12,7 +12,7 @@ from torch.nn import parallel
 
 from ...data.transfer import to_device
 from ...metrics.torchmetrics import is_metric
-from ...torch_private import buffers_of, copy_modules, newest_value_of, put_child, set_newest_value
+from ...torch_private import copy_modules, newest_value_of, own_buffers, put_child, set_newest_value
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -77,7 +77,7 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
     """Take over the buffers that a step assigned anew on the first copy; changes in place are there already."""
     for original, twin in zip(module.modules(), copy.modules(), strict=True):
-        own, new = buffers_of(original), buffers_of(twin)
+        own, new = own_buffers(original), own_buffers(twin)
         for name, buffer in list(own.items()):
             value = new[name]
             if value is not buffer and value is not None and (buffer is None or value.data_ptr() != buffer.data_ptr()):

@@ -97,7 +97,7 @@ class _ThreadState:
     def entered(self, index: int) -> Iterator[None]:
         """Hold for the thread of device `index`."""
         with ExitStack() as stack:
-            stack.enter_context(on_device(self.devices[index]))
+            stack.enter_context(device_context(self.devices[index]))
             if self.streams:
                 stack.enter_context(self.streams[index])
             if self.inference:
@@ -108,7 +108,7 @@ class _ThreadState:
             yield
 
 
-def on_device(device: torch.device) -> AbstractContextManager[Any]:
+def device_context(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which new tensors and kernels go to this device of its kind; nothing on CPU."""
     return ExitStack() if device.type == "cpu" else torch.accelerator.device_index(device.index)
 
@@ -230,7 +230,7 @@ class DataParallelStrategy(Strategy):
             return getattr(task, name)(*arguments)
         copy = copy_to_device(task, device)
         share_metrics(copy, self.metrics, root, self.metrics_lock)
-        with on_device(device):
+        with device_context(device):
             output = _step_of(copy, task, name)(*to_device(arguments, device))
         return to_device(output, root)
 

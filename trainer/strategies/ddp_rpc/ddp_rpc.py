@@ -22,19 +22,19 @@ from torch.optim import Optimizer
 from ...errors import ConfigError, TaskError
 from ...optimization.outputs import describe_bad_loss
 from ...processes.environment import Place, find_store
-from ...processes.signals import attended
+from ...processes.signals import handling_end_signals
 from ...processes.sync import Phase
 from ...torch_private import require_reduced
 from ..ddp import DDPStrategy
 from . import remote
-from .remote import Office, Remote, gone
-from .remote_modules import dealt, named_modules, options_of, refuse_optimizers
+from .remote import Office, Remote, peers_gone
+from .remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
 log = logging.getLogger("legato")
-_GLANCE = 0.05  # seconds between two looks of a server at whether the run is over
+_SERVER_POLL = 0.05  # seconds between two looks of a server at whether the run is over
 
 
 class DDPRPCStrategy(DDPStrategy):
@@ -127,9 +127,9 @@ class DDPRPCStrategy(DDPStrategy):
         names = dealt(task.remote_modules(), self.servers)
         remote.fill_shelf(task, names[place.rank - self._trainers(place)], seed)
         office = self._enter_office(place)
-        with attended(lambda number: None):  # trainers that are told to end save what is here
+        with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
             while not office.is_over():
-                time.sleep(_GLANCE)
+                time.sleep(_SERVER_POLL)
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open remote calls to the servers, then the trainers' own process group."""
@@ -202,7 +202,7 @@ class DDPRPCStrategy(DDPStrategy):
         for wrong, what in reasons:
             if wrong:
                 raise ConfigError(f"strategy ddp_rpc does not go with {what}.")
-        refuse_optimizers(task, optimizers)
+        refuse_remote_optimizers(task, optimizers)
 
     def _servers_used(self) -> list[str]:
         return sorted({one.server for one in self.remotes.values()})
@@ -231,7 +231,7 @@ class DDPRPCStrategy(DDPStrategy):
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
         context = self._open_context()
-        with gone("server"):
+        with peers_gone("server"):
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
         if last and self.module is not None:
@@ -304,7 +304,7 @@ class DDPRPCStrategy(DDPStrategy):
         """Update the dense weights here, and let the servers update theirs once all trainers have come."""
         scale, trainers = 1.0 / self.gradient_scale, self.place.world_size
         options = options_of(optimizer) if self.place.rank == 0 else None
-        with gone("server"):
+        with peers_gone("server"):
             waiting = [
                 rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, options))
                 for server in self._servers_used()
@@ -382,4 +382,4 @@ class DDPRPCStrategy(DDPStrategy):
 
     def _places(self) -> list[tuple[str | None, int]]:
         assert self.task is not None
-        return remote.places_of(self.task, self.remotes)
+        return remote.remote_indices(self.task, self.remotes)

@@ -168,7 +168,7 @@ class Remote(nn.Module):
         """`leads`: weights that are loaded go to the server from this trainer alone."""
         super().__init__()
         self.name, self.server, self.leads, self.device = name, server, leads, device
-        with gone(server):
+        with peers_gone(server):
             reference = rpc.remote(server, module_on_shelf, args=(name,))
             # in a list: nn.Module would take it for a part of the task, and RemoteModule refuses what is asked of one
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
@@ -178,13 +178,13 @@ class Remote(nn.Module):
         """Call the module on its server; tensors go there by the host."""
         here = [value.cpu() if isinstance(value, Tensor) else value for value in arguments]
         there = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
-        with gone(self.server):
+        with peers_gone(self.server):
             output = self.modules_there[0].forward(*here, **there)
         return output.to(self.device) if isinstance(output, Tensor) else output
 
     def parameters_there(self) -> list[Any]:
         """Return references to the parameters on the server."""
-        with gone(self.server):
+        with peers_gone(self.server):
             found: list[Any] = self.modules_there[0].remote_parameters()
         return found
 
@@ -203,7 +203,7 @@ class Remote(nn.Module):
             call(self.server, load_on_shelf, self.name, {key: state[prefix + key] for key in self.keys})
 
 
-def places_of(task: nn.Module, remotes: Mapping[str, Remote]) -> list[tuple[str | None, int]]:
+def remote_indices(task: nn.Module, remotes: Mapping[str, Remote]) -> list[tuple[str | None, int]]:
     """Return, for each parameter in the order that one process has, its server (None: here) and its index there."""
     ends: dict[str | None, int] = {None: 0}
     there: dict[str, range] = {}
@@ -238,7 +238,7 @@ def collecting_optimizer(parameters: Sequence[Any], rank: int) -> DistributedOpt
 
 # --- all of them ------------------------------------------------------------------------------------------------------
 @contextmanager
-def gone(server: str) -> Iterator[None]:
+def peers_gone(server: str) -> Iterator[None]:
     """Turn what RPC says of a peer that has gone into ConnectionError, which is never taken for the cause of an end."""
     try:
         yield
@@ -251,7 +251,7 @@ def gone(server: str) -> Iterator[None]:
 
 def call(server: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a function of this file on a server, and return what it returns."""
-    with gone(server):
+    with peers_gone(server):
         return rpc.rpc_sync(server, function, args=arguments)
 
 

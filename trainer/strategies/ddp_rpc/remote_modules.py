@@ -63,7 +63,7 @@ def options_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in optimizer.param_groups[0].items() if name in taken}
 
 
-def refuse_optimizers(task: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def refuse_remote_optimizers(task: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise ConfigError for optimizers from whose options the servers could not make theirs."""
     if len(optimizers) > 1:
         raise ConfigError(f"strategy ddp_rpc does not go with {len(optimizers)} optimizers: the servers have one.")

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError
-from ...torch_private import Tensors, buffers_of, local_part, parameters_of, unscale_each
+from ...torch_private import Tensors, local_part, own_buffers, own_parameters, unscale_each
 
-Change = Callable[[Tensor], Any]
+TensorChange = Callable[[Tensor], Any]
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def read_whole(value: Any) -> Any:
     return value.whole() if hasattr(value, "whole") else value
 
 
-def part_of(value: Tensor | Readable, like: DTensor) -> DTensor:
+def local_shard(value: Tensor | Readable, like: DTensor) -> DTensor:
     """Return this rank's part of the whole `value`, laid out as `like` is; no rank talks to another."""
     (chunk,) = like.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
     place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
@@ -61,7 +61,7 @@ def part_of(value: Tensor | Readable, like: DTensor) -> DTensor:
 def fill(target: Tensor, value: Tensor | Readable) -> None:
     """Copy the whole `value` into `target`, of which this rank may hold a part."""
     if isinstance(target, DTensor):
-        local_of(target).copy_(local_of(part_of(value, target)))
+        local_of(target).copy_(local_of(local_shard(value, target)))
     else:
         target.copy_(read_whole(value))
 
@@ -81,7 +81,7 @@ def gathered(tree: Any, keep: bool) -> Any:
     return _mapped(tree, take)
 
 
-def _mapped(tree: Any, change: Change) -> Any:
+def _mapped(tree: Any, change: TensorChange) -> Any:
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping):
@@ -91,7 +91,7 @@ def _mapped(tree: Any, change: Change) -> Any:
     return tree
 
 
-def load_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
+def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
     """Copy whole weights into a task of whose tensors this rank holds parts.
 
     What is no tensor (a module's extra state) goes by torch's own way.
@@ -131,23 +131,23 @@ def _laid_out(value: Any, parameter: Tensor) -> Any:
             f"{tuple(parameter.shape)}, which cannot be dealt out over the ranks of a mesh. Go on with strategy single "
             f"or ddp, or with an optimizer whose values have the parameters' shapes."
         )
-    return part_of(value, parameter)
+    return local_shard(value, parameter)
 
 
-def places_of(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
+def tensor_slots(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
     """Yield each parameter and buffer of a task: those of its module, its name among them, and the tensor."""
     for module in task.modules():
-        for owner in (parameters_of(module), buffers_of(module)):
+        for owner in (own_parameters(module), own_buffers(module)):
             for name, tensor in list(owner.items()):
                 if tensor is not None:
                     yield owner, name, tensor
 
 
-def replace(task: nn.Module, change: Change) -> None:
+def replace(task: nn.Module, change: TensorChange) -> None:
     """Put `change(tensor)` in the place of each parameter and buffer; what was shared stays shared."""
     made: dict[int, Any] = {}
     kept: list[Tensor] = []  # lest an id be used twice
-    for owner, name, tensor in list(places_of(task)):
+    for owner, name, tensor in list(tensor_slots(task)):
         if id(tensor) not in made:
             made[id(tensor)] = change(tensor)
             kept.append(tensor)
@@ -181,7 +181,7 @@ def make_empty(task: nn.Module) -> None:
     replace(task, change)
 
 
-def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+def empty_on_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor like this one or this rank's part of it, its values unset, on `device`; on "meta" none."""
     made: Tensor = torch.empty_like(local_of(tensor).detach(), device=device)
     if isinstance(tensor, DTensor):
@@ -190,7 +190,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def count_bytes(tensors: Iterable[Tensor]) -> int:
+def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return how many bytes this rank holds of some tensors."""
     locals_ = list(map(local_of, tensors))  # what a pipeline has elsewhere is one number, however large it looks
     return sum(min(local.numel() * local.element_size(), local.untyped_storage().nbytes()) for local in locals_)

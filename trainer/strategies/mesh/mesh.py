@@ -59,7 +59,7 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
     return GroupCollectives(index, sizes.replicating, mine)
 
 
-def refuse_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
+def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
     """Refuse what a strategy that `gathers` parameters around whole steps cannot do; raises ConfigError."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
@@ -145,7 +145,7 @@ class MeshStrategy(GroupStrategy):
         """The process group that the mesh was made in."""
         self.among = SINGLE
         self.saving: Collectives | None = None
-        self.steps: Steps | None = None
+        self.steps: MeshSteps | None = None
         """What calls the task's steps, and is the outermost sharded module; None in one process."""
         self.wrapping: Wrapping | None = None
         self.sends = True
@@ -218,7 +218,7 @@ class MeshStrategy(GroupStrategy):
             kernels.compile_forwards(task, options)
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
-        self.steps = Steps(task)
+        self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
             self.sharding.apply(self.steps, task, self.mesh[axes], self.precision)
@@ -231,19 +231,19 @@ class MeshStrategy(GroupStrategy):
             parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
-    def take_replicas(self, layout: Layout, bitwise: bool) -> None:
+    def set_layout(self, layout: Layout, bitwise: bool) -> None:
         """Know which replicas run where."""
         if bitwise and self.mesh is not None:
             raise ConfigError(
                 f"reproducible: bitwise needs gradients that meet in one order on any number of processes; strategy "
                 f"{self.name!r} adds them up in torch's own order. Use reproducible: order, or strategy ddp."
             )
-        super().take_replicas(layout, bitwise)
+        super().set_layout(layout, bitwise)
 
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
         if self.mesh is not None:
-            refuse_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
+            refuse_mesh_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
             self._use_single_tensor_steps(optimizers)
@@ -409,7 +409,7 @@ class MeshStrategy(GroupStrategy):
     def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
         """Take this process's part of whole weights."""
         assert self.task is not None
-        dtensors.load_weights(self.task, weights, strict)
+        dtensors.load_sharded_weights(self.task, weights, strict)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer`, with this rank's parts."""
@@ -426,7 +426,7 @@ class MeshStrategy(GroupStrategy):
             self._use_single_tensor_steps([optimizer])
 
 
-class Steps(nn.Module):
+class MeshSteps(nn.Module):
     """Calls the steps of a task, as the forward of the outermost sharded module."""
 
     def __init__(self, task: "Task") -> None:

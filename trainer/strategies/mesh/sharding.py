@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ...optimization.kernels import modules_named
 from ...optimization.precision import Precision
 from ...torch_private import may_be_view
-from .dtensors import places_of
+from .dtensors import tensor_slots
 
 Blocks = Sequence[str] | int
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -46,7 +46,7 @@ class Sharding:
         options: dict[str, Any] = {"mesh": mesh, "mp_policy": self._policy(precision)}
         pinned = mesh.device_type != "cpu"
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
-        for block in find_blocks(task, self.blocks):
+        for block in find_sharded_blocks(task, self.blocks):
             block.register_forward_hook(owned)
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         root.register_forward_hook(owned)
@@ -88,13 +88,13 @@ def sharded(root: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in root.modules() if isinstance(module, FSDPModule))
 
 
-def find_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
+def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
     """Return the modules that become blocks, inner ones first, as `fully_shard` wants them.
 
     By class name; or by size: from the inside out, what has at least so many parameters that no block has yet. Single
     layers are left to the module around them: fewer messages, each larger.
     """
-    places = Counter(id(tensor) for *_, tensor in places_of(task))
+    places = Counter(id(tensor) for *_, tensor in tensor_slots(task))
     if not isinstance(blocks, int):
         named = modules_named(task, list(blocks), "shard_blocks")
         for module in named:
@@ -122,5 +122,5 @@ def find_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 def shares(module: nn.Module, places: Counter[int]) -> bool:
     """Return whether a tensor of the module stands in a module outside of it too; `places` counts those of a task."""
-    inside = Counter(id(tensor) for *_, tensor in places_of(module))
+    inside = Counter(id(tensor) for *_, tensor in tensor_slots(module))
     return any(places[tensor] > count for tensor, count in inside.items())

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 
 from ...errors import ConfigError, did_you_mean
 
-WORDS = ("column", "row", "sequence", "split", "gather")
+PLAN_WORDS = ("column", "row", "sequence", "split", "gather")
 CUT = {"column": (nn.Linear,), "row": (nn.Linear,), "sequence": (nn.LayerNorm, nn.Dropout, nn.RMSNorm)}
 SEQUENCE = 1
 """The dimension of the sequence, after that of the samples."""
@@ -87,9 +87,9 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
     modules = {name: module for name, module in task.named_modules() if name}
     found: dict[str, str] = {}
     for pattern, word in plan.items():
-        if word not in WORDS:
-            hint = did_you_mean(str(word), WORDS)
-            raise ConfigError(f"{kind}.tensor_plan: {pattern!r}: {word!r} is none of {', '.join(WORDS)}.{hint}")
+        if word not in PLAN_WORDS:
+            hint = did_you_mean(str(word), PLAN_WORDS)
+            raise ConfigError(f"{kind}.tensor_plan: {pattern!r}: {word!r} is none of {', '.join(PLAN_WORDS)}.{hint}")
         names = [name for name in modules if fnmatchcase(name, pattern)]
         if not names:
             raise ConfigError(

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from . import dtensors
 
-SENT_AT_ONCE = 1 << 26
+BROADCAST_BYTES = 1 << 26
 """Bytes of weights that rank 0 hands out in one message."""
 META = torch.device("meta")
 
@@ -19,7 +19,7 @@ def share(task: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
     waiting: list[Tensor] = []
     for tensor in (*task.parameters(), *task.buffers()):
         waiting.append(tensor)
-        if dtensors.count_bytes(waiting) > SENT_AT_ONCE:
+        if dtensors.local_bytes(waiting) > BROADCAST_BYTES:
             broadcast(waiting)
             waiting = []
     broadcast(waiting)
@@ -27,8 +27,8 @@ def share(task: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
 
 def send_off(task: nn.Module) -> list[Tensor]:
     """Put tensors without memory in the place of all of a task's; return those that were there."""
-    values = {id(tensor): tensor for *_, tensor in dtensors.places_of(task)}
-    dtensors.replace(task, lambda tensor: dtensors.on_device(tensor, META))
+    values = {id(tensor): tensor for *_, tensor in dtensors.tensor_slots(task)}
+    dtensors.replace(task, lambda tensor: dtensors.empty_on_device(tensor, META))
     return list(values.values())
 
 
@@ -41,10 +41,10 @@ def bring_back(
     """
 
     def with_memory(tensor: Tensor) -> Tensor:
-        return dtensors.on_device(tensor, device_of_parts if isinstance(tensor, DTensor) else device)
+        return dtensors.empty_on_device(tensor, device_of_parts if isinstance(tensor, DTensor) else device)
 
     dtensors.replace(task, with_memory)
-    targets = {id(tensor): tensor for *_, tensor in dtensors.places_of(task)}
+    targets = {id(tensor): tensor for *_, tensor in dtensors.tensor_slots(task)}
     for index, target in enumerate(targets.values()):
         if values is None:
             value = torch.empty(target.shape, dtype=target.dtype)

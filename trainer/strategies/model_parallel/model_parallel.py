@@ -15,10 +15,10 @@ from ...data.transfer import count_samples, to_device
 from ...errors import ConfigError
 from ...optimization.precision import Precision
 from ...processes.environment import Place
-from ...torch_private import buffers_of
+from ...torch_private import own_buffers
 from ..data_parallel.chunks import chunk_sizes, combine, split
-from ..ddp import DDPStrategy, Steps
-from .parts import check_counts, cut, find_blocks, no_blocks, refuse_shared
+from ..ddp import DDPSteps, DDPStrategy
+from .parts import check_counts, cut, find_part_blocks, no_blocks, refuse_shared
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -67,7 +67,7 @@ def _move_rest(module: nn.Module, placed: set[nn.Module], device: torch.device) 
         return
     for parameter in module.parameters(recurse=False):
         parameter.data = parameter.data.to(device)
-    buffers = buffers_of(module)
+    buffers = own_buffers(module)
     for name, buffer in list(buffers.items()):
         buffers[name] = None if buffer is None else buffer.to(device)
     for child in module.children():
@@ -183,7 +183,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         if len(used) > 1:
             self._keep_placement(task)
             return
-        blocks = find_blocks(task)
+        blocks = find_part_blocks(task)
         if blocks:
             parts = cut(blocks, len(self.parts), self.split)
             refuse_shared(task, parts)
@@ -191,7 +191,9 @@ class DDPModelParallelStrategy(DDPStrategy):
             if self.place.rank == 0:
                 for index, part in enumerate(parts):
                     size = sum(block.size for block in part)
-                    log.info("Part %d: %s (%s bytes)", index, _span([block.name for block in part]), f"{size:,}")
+                    log.info(
+                        "Part %d: %s (%s bytes)", index, _first_to_last([block.name for block in part]), f"{size:,}"
+                    )
             return
         from ....tasks.task import Task
 
@@ -248,9 +250,9 @@ class DDPModelParallelStrategy(DDPStrategy):
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def steps_of(self, task: "Task") -> Steps:
+    def steps_of(self, task: "Task") -> DDPSteps:
         """Return what gives DDP a forward that calls a step of the task, piece by piece."""
-        return Steps(task, self.buffers) if self.micro_batches == 1 else _SteppedByPieces(self, task)
+        return DDPSteps(task, self.buffers) if self.micro_batches == 1 else _SteppedByPieces(self, task)
 
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
         """Call training_step, with each piece of the batch where there are `micro_batches`."""
@@ -272,7 +274,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         return combine(outputs, sizes, self.device)
 
 
-class _SteppedByPieces(Steps):
+class _SteppedByPieces(DDPSteps):
     """Calls training_step with each piece of a batch."""
 
     def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
@@ -292,7 +294,7 @@ def _together(contexts: Sequence[Callable[[], AbstractContextManager[Any]]]) -> 
         yield
 
 
-def _span(names: Sequence[str]) -> str:
+def _first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
 
 

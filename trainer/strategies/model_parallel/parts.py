@@ -23,7 +23,7 @@ Split = Literal["auto"] | list[int]
 
 
 @dataclass(frozen=True)
-class Block:
+class PartBlock:
     """A module of the task through which every sample goes, after the block before it."""
 
     name: str
@@ -33,7 +33,7 @@ class Block:
     """Bytes of its parameters and buffers."""
 
 
-def find_blocks(task: "Task") -> list[Block]:
+def find_part_blocks(task: "Task") -> list[PartBlock]:
     """Return the blocks that the task's configure_blocks gives, or those of its nn.Sequential that has all parameters.
 
     An empty list where there is neither. Raises TaskError where configure_blocks returns something else than modules
@@ -62,7 +62,7 @@ def find_blocks(task: "Task") -> list[Block]:
     if len(set(inner)) < len(inner):
         twice = next(names[one] for one in inner if inner.count(one) > 1)
         raise TaskError(f"{where} must return each module once, and none within another; {twice} comes twice.")
-    return [Block(names[id(module)], module, count_bytes(module)) for module in modules]
+    return [PartBlock(names[id(module)], module, module_bytes(module)) for module in modules]
 
 
 def no_blocks(task: "Task") -> str:
@@ -75,13 +75,13 @@ def no_blocks(task: "Task") -> str:
     )
 
 
-def count_bytes(module: nn.Module) -> int:
+def module_bytes(module: nn.Module) -> int:
     """Return the bytes of the parameters and buffers of a module; what is shared within it counts once."""
     tensors = {id(tensor): tensor for tensor in tensors_of(module)}
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
-def cut(blocks: Sequence[Block], parts: int, split: Split = "auto") -> list[list[Block]]:
+def cut(blocks: Sequence[PartBlock], parts: int, split: Split = "auto") -> list[list[PartBlock]]:
     """Return the blocks of each part. Raises ConfigError, with the sums, where they cannot be cut so."""
     if len(blocks) < parts:
         names = ", ".join(block.name for block in blocks)
@@ -102,9 +102,9 @@ def cut(blocks: Sequence[Block], parts: int, split: Split = "auto") -> list[list
     return [list(blocks[end - count : end]) for end, count in zip(ends, counts, strict=True)]
 
 
-def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[Block]]:
+def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[PartBlock]]:
     """Return the blocks of each part of a task, none of which needs a tensor of another; raises ConfigError."""
-    blocks = find_blocks(task)
+    blocks = find_part_blocks(task)
     if not blocks:
         raise ConfigError(no_blocks(task))
     found = cut(blocks, parts, split)
@@ -112,7 +112,7 @@ def cut_task(task: "Task", parts: int, split: Split = "auto") -> list[list[Block
     return found
 
 
-def stage_places(stages: Sequence[Sequence[Block]], places: int) -> dict[int, int]:
+def stage_places(stages: Sequence[Sequence[PartBlock]], places: int) -> dict[int, int]:
     """Return, for each tensor (by id) of some stages, its place in a pipeline: stages are dealt out in turn."""
     return {
         id(tensor): index % places
@@ -122,7 +122,7 @@ def stage_places(stages: Sequence[Sequence[Block]], places: int) -> dict[int, in
     }
 
 
-def refuse_idle(stages: Sequence[Sequence[Block]], places: int) -> None:
+def refuse_idle(stages: Sequence[Sequence[PartBlock]], places: int) -> None:
     """Raise ConfigError where a place of a pipeline has nothing to train."""
     for place in range(places):
         own = [block for stage in stages[place::places] for block in stage]
@@ -166,7 +166,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
     return list(best[len(sizes)][2])
 
 
-def refuse_shared(task: nn.Module, parts: Sequence[Sequence[Block]]) -> None:
+def refuse_shared(task: nn.Module, parts: Sequence[Sequence[PartBlock]]) -> None:
     """Raise ConfigError, with its names, where a parameter or buffer would have to be in two parts at once.
 
     What is in no block counts to the last part.
@@ -190,7 +190,7 @@ def tensors_of(module: nn.Module, recurse: bool = True) -> list[Tensor]:
     return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
-def tensors_outside(task: nn.Module, parts: Iterable[Iterable[Block]]) -> list[Tensor]:
+def tensors_outside(task: nn.Module, parts: Iterable[Iterable[PartBlock]]) -> list[Tensor]:
     """Return the parameters and buffers that belong to no block."""
     inside = {child for part in parts for block in part for child in block.module.modules()}
     return [tensor for module in task.modules() if module not in inside for tensor in tensors_of(module, False)]

@@ -32,7 +32,7 @@ Logged = list[tuple[str, float, tuple[Any, ...], dict[str, Any]]]
 """Name and value of what was logged, and the other arguments of `log`."""
 
 
-class Turn:
+class BatchRun:
     """The pieces of a batch, and what training_step makes of them."""
 
     def __init__(self, strategy: "PipelineMeshStrategy", task: "Task", arguments: Sequence[Any]) -> None:

@@ -21,16 +21,18 @@ from torch import Tensor, nn
 
 from ...errors import TaskError
 from ...torch_private import intercept_calls
-from ..model_parallel.parts import Block
+from ..model_parallel.parts import PartBlock
 
-Relay = Callable[[int, Tensor | None], Tensor]
+BlockRelay = Callable[[int, Tensor | None], Tensor]
 """Takes the number of a stage and, on its process, its output; returns the output everywhere."""
 
 
 class Gates:
     """The gates before the blocks of a task, until `close`."""
 
-    def __init__(self, stages: Sequence[Sequence[Block]], own_stages: Mapping[int, nn.Module], relay: Relay) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[PartBlock]], own_stages: Mapping[int, nn.Module], relay: BlockRelay
+    ) -> None:
         """`own_stages`: what runs the stages of this process, by number."""
         self.blocks = [block for stage in stages for block in stage]
         self.stage_of = [index for index, stage in enumerate(stages) for _ in stage]

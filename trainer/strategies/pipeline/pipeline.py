@@ -31,8 +31,8 @@ from ..mesh.sharding import sharded
 from ..mesh.sizes import Schedule, Sizes, stages_each
 from ..mesh.tensor_plan import apply_plan
 from ..mesh.unwrap import Wrapping
-from ..model_parallel.parts import Block, check_counts, cut_task, refuse_idle, stage_places, tensors_of
-from .batch_run import Turn
+from ..model_parallel.parts import PartBlock, check_counts, cut_task, refuse_idle, stage_places, tensors_of
+from .batch_run import BatchRun
 from .intercept import Gates
 from .stages import Stage, Stages
 
@@ -136,7 +136,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self.stages = Stages(self.schedule, modules, len(stages), self.gates, self.device, self.line)
         self.opening = True
 
-    def _keep_own(self, task: "Task", stages: Sequence[Sequence[Block]]) -> None:
+    def _keep_own(self, task: "Task", stages: Sequence[Sequence[PartBlock]]) -> None:
         """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
         self.owner = stage_places(stages, self.sizes.pipeline)
         self.kept = tensors_of(task)  # lest an id be used twice
@@ -231,7 +231,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.opening:
             self.opening = False
             self.align_buffers()
-        turn = Turn(self, self.task, arguments)
+        turn = BatchRun(self, self.task, arguments)
         fresh = [one for one in self.kept if isinstance(one, nn.Parameter) and one.grad is None]
         with self.precision.forward_context():
             self.stages.run(turn.given(), len(turn.sizes), turn.kind, turn.loss, turn.known)
@@ -241,7 +241,7 @@ class PipelineMeshStrategy(MeshStrategy):
                 parameter.grad = None  # and not zero, by which momentum would move it
         return output
 
-    def _told(self, turn: Turn) -> Any:
+    def _told(self, turn: BatchRun) -> Any:
         """Let every process of the pipeline log what the last stage has, and return the turn's loss."""
         assert self.stages is not None
         assert self.task is not None

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ..mesh.sizes import Schedule
-from ..model_parallel.parts import Block
+from ..model_parallel.parts import PartBlock
 from .intercept import Gates
 
-KEPT = 8
+KEPT_SHAPES = 8
 """Schedules that are kept, each with room for the activations that it receives."""
 PieceLoss = Callable[[Tensor, int], Tensor]
 """Takes the output of the pipeline for a piece, and which piece it is; returns its part of the batch's loss."""
@@ -31,7 +31,7 @@ PieceLoss = Callable[[Tensor, int], Tensor]
 class Stage(nn.Module):
     """Runs some blocks, one after the other; each is given what the one before has returned."""
 
-    def __init__(self, blocks: Sequence[Block]) -> None:
+    def __init__(self, blocks: Sequence[PartBlock]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(block.module for block in blocks)
         self.calls = 0
@@ -99,7 +99,7 @@ class Stages:
         """
         old = self.ready.pop(kind, None)
         ready = self.ready[kind] = old if known and old is not None else self._make_ready(pieces)  # the newest last
-        if len(self.ready) > KEPT:
+        if len(self.ready) > KEPT_SHAPES:
             del self.ready[next(iter(self.ready))]
         before = [] if known else self._put_gradients_aside()
         for module in self.modules.values():
