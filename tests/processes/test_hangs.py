@@ -15,6 +15,7 @@ import torch
 from tiny import Tiny, Validated, make_data, make_loader
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset
+from waiting import free_port
 
 from legato.trainer.errors import ConfigError, DataError, DisagreementError, HangError, LegatoError
 from legato.trainer.processes.environment import warm_up
@@ -221,6 +222,38 @@ def test_a_start_up_in_which_nobody_answers(tmp_path):
     said += process.communicate(timeout=20)[1]
     assert process.returncode in (75, 128 + signal.SIGTERM)
     assert re.search(r"rank 1 waits for the other processes to meet it \(.*rendezvous.* at start-up", said), said
+
+
+LATE = """
+import os, sys
+sys.path.insert(0, {tests!r})
+from tiny import Tiny, make_loader, make_trainer
+from waiting import runs, wait_until
+
+class Late(Tiny):
+    def teardown(self, stage):
+        if self.global_rank == 1:  # when rank 0, which holds the store, has ended
+            assert wait_until(lambda: not runs(int(os.environ["FIRST"])), 60)
+
+os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT={port!r})
+trainer = make_trainer({folder!r}, strategy="ddp", devices=2)
+trainer.fit(Late(), make_loader(8))
+"""
+
+
+def test_a_rank_ends_though_the_one_with_the_store_has_ended_before(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(LATE.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), port=str(free_port())))
+    first = subprocess.Popen([sys.executable, script], env=os.environ | {"RANK": "0"})
+    late = subprocess.Popen([sys.executable, script], env=os.environ | {"RANK": "1", "FIRST": str(first.pid)})
+    try:
+        assert first.wait(60) == 0
+        assert late.wait(30) == 0
+    finally:
+        first.kill()
+        late.kill()
+        first.wait()
+        late.wait()
 
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])

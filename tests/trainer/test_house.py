@@ -1,6 +1,7 @@
-"""Rules about the code as a whole: rooms of tests, and names that tests leave alone."""
+"""Rules about the code as a whole: rooms of tests, names that tests leave alone, the map in docs/architecture.md."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,17 @@ def test_each_room_has_tests_of_its_own():
 @pytest.mark.parametrize("path", sorted(TESTS.glob("test_*.py")), ids=lambda path: path.name)
 def test_no_test_lies_outside_of_a_room(path):
     pytest.fail(f"{path.name}: put it into the folder of the room that it tests")
+
+
+@pytest.mark.parametrize("document", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_the_map_names_files_that_are_there(document):
+    named = set(re.findall(r"`((?:trainer|callbacks|tasks|tests|docs)/[\w/.]*)`", (PACKAGE / document).read_text()))
+    wanted = {name for name in named if "NAME" not in name and "ROOM" not in name and name != "tests/__init__.py"}
+    assert wanted
+    assert [name for name in sorted(wanted) if not (PACKAGE / name).exists()] == []
+
+
+def test_each_room_is_on_the_map():
+    text = (PACKAGE / "docs" / "architecture.md").read_text()
+    rooms = {f"{path.parent.relative_to(PACKAGE)}/" for path in MODULES if path.parent.parent.name != "strategies"}
+    assert [room for room in sorted(rooms) if room not in text and not room.startswith("trainer/commands/")] == []

@@ -204,6 +204,7 @@ class Watchdog:
         self.stacks: Any = None
         self.store: Any = None
         self.store_of: Any = None
+        self.connecting = threading.Lock()
 
     def __enter__(self) -> "Watchdog":
         self.stacks = tempfile.TemporaryFile("w+")
@@ -217,8 +218,7 @@ class Watchdog:
     ) -> None:
         self.done.set()
         self.thread.join()
-        with suppress(RuntimeError):
-            self._connect()
+        with suppress(RuntimeError):  # no new connection: rank 0, which has the store, may have ended
             if self.succeeded:
                 self._say({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""}, "done")
         dump_stacks_to(None)
@@ -228,6 +228,8 @@ class Watchdog:
     def begin(self) -> None:
         """Note that start-up is over: from now on `hang_timeout` holds, for all ranks alike."""
         self.begun = True
+        with suppress(RuntimeError):  # while all ranks are there: in a short run the thread may not come to it
+            self._connect()
 
     def _watch(self) -> None:
         interval = min(1.0, self.report_after / 10, (self.end_after or 10.0) / 10)
@@ -299,14 +301,15 @@ class Watchdog:
 
     def _connect(self) -> None:
         """Open a connection of our own to the store at which the ranks have met; the other one's user may be stuck."""
-        group = distributed.group.WORLD if distributed.is_initialized() else None
-        if group is not self.store_of:
-            self.store, self.store_of = None, group
-            if group is not None:
-                store = default_store()
-                if store is not None:
-                    self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
-                self.reports = 0
+        with self.connecting:
+            group = distributed.group.WORLD if distributed.is_initialized() else None
+            if group is not self.store_of:
+                self.store, self.store_of = None, group
+                if group is not None:
+                    store = default_store()
+                    if store is not None:
+                        self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                    self.reports = 0
 
     # --- what it tells ----------------------------------------------------------------------------------------------
     def _end(self, stalled: float) -> None:
