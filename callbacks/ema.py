@@ -63,11 +63,10 @@ class ExponentialMovingAverage(Callback):
                 f"{trainer.strategy.name!r} has some only (those of its own stages, or none of the remote modules'): "
                 f"leave it out, set pipeline to 1, or keep the modules here."
             )
-        if trainer.strategy.elastic is not None and stage == "fit":
-            raise ConfigError(
-                "ExponentialMovingAverage cannot hand its averages to processes that join an elastic run: leave it "
-                "out, or elastic=true."
-            )
+        trainer.strategy.elastic.for_stage(stage).refuse(
+            "ExponentialMovingAverage cannot hand its averages to processes that join an elastic run: leave it out, or "
+            "elastic=true."
+        )
         if stage == "fit":
             self.updates, self.averages, self._whole, self._step = 0, {}, {}, 0
 

@@ -55,10 +55,9 @@ class StragglerMonitor(Callback):
         """Join the agreement of the ranks."""
         if trainer.world_size == 1:
             return
-        if trainer.strategy.elastic is not None:
-            raise ConfigError(
-                "StragglerMonitor compares ranks, which change in an elastic run: leave it out, or elastic=true."
-            )
+        trainer.strategy.elastic.refuse(
+            "StragglerMonitor compares ranks, which change in an elastic run: leave it out, or elastic=true."
+        )
         self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
         self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, -1
         agreement = trainer.current_run.agreement

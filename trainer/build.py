@@ -81,10 +81,7 @@ def join(run: Run, request: Request) -> None:
     if wants_public_torch():
         take_public_ways()
     run.undo.enter_context(run.preemption.attend())
-    if strategy.elastic is not None:
-        from .elastic.members import membership_of
-
-        run.membership = membership_of(run)
+    run.membership = strategy.elastic.for_stage(run.stage).membership(run)
     run.watchdog.place = located(find_place(trainer.cluster) or Place())
     run.undo.enter_context(run.watchdog)
     place = run.membership.connect(run.watchdog.place)
@@ -103,8 +100,7 @@ def join(run: Run, request: Request) -> None:
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     run.layout = Layout(state.replicas, strategy.data_ranks.size)
     run.local_replicas = len(run.layout.owned(strategy.data_ranks.rank))
-    shares = strategy.elastic is not None and run.stage == "fit"
-    run.metrics = Metrics(strategy.data_ranks, strategy.data_ranks.size, run.task, shares)
+    run.metrics = Metrics(strategy.data_ranks, strategy.data_ranks.size, run.task, run.membership.changes)
     run.metrics.describe_place = run.describe_place
     run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_ranks.rank).start
     newest = run.membership.newest
@@ -180,7 +176,10 @@ def find_directory(run: Run, request: Request) -> None:
         run.goes_on = trainer.run_dir is not None and trainer.run_dir.resolve() in run.source.resolve().parents
         try:
             run.checkpoint = read_for_all(
-                run.strategy.collectives, run.source, run.task.state_dict().keys(), run.strategy.reads_in_parts
+                run.strategy.collectives,
+                run.source,
+                run.task.state_dict().keys(),
+                run.strategy.state_dicts.read_in_parts,
             )
         except CheckpointError as error:
             if not decided.is_chosen:
@@ -288,9 +287,8 @@ def set_up(run: Run) -> None:
     for hook in run.hooks.of_task["setup"]:
         hook(stage)
     strategy.build_model(task)
-    strategy.build_remote_modules(task, trainer.seed)
     if trainer.activation_checkpointing and stage == "fit":
-        strategy.recompute(task, trainer.activation_checkpointing)
+        strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
     if trainer.sync_batchnorm and stage == "fit":
         run.undo.callback(strategy.sync_batch_norm(task, run.state.replicas))
     strategy.place_task(task)
@@ -299,22 +297,22 @@ def set_up(run: Run) -> None:
     if run.checkpoint is not None:
         run.hooks.call("on_load_checkpoint", run.checkpoint)
         run.other_dtypes = fingerprint.other_dtypes(task, run.checkpoint)
-        restore.load_task_weights(task, run.checkpoint, task.strict_loading, strategy.load_model_state)
+        restore.load_task_weights(task, run.checkpoint, task.strict_loading, strategy.state_dicts)
         del run.checkpoint["state_dict"]  # before there are optimizers
     make_loaders(run)
     if stage == "fit":
         make_optimizers(run)
     choose_transfer(run)
-    one_order = run.bitwise or strategy.elastic is not None
+    one_order = run.bitwise or run.membership.changes
     run.by_replica = stage == "fit" and task.automatic_optimization and (run.local_replicas > 1 or one_order)
-    strategy.set_layout(run.layout, bitwise=one_order and run.by_replica)
-    strategy.setup(task, run.optimization.optimizers, run.local_replicas)
-    run.gradient_scale = strategy.gradient_scale
+    strategy.setup(task, run.optimization.optimizers, run.layout, one_order and run.by_replica)
+    run.gradient_scale = strategy.reducer.scale
     if stage == "fit":
         run.numerics = contents.numerics_of(trainer)
     if run.bitwise and stage == "fit":
         kernels.require_same_ranks(strategy.collectives.gather_objects(run.numerics))
-    strategy.compile(task, trainer.compile)
+    if not strategy.compiles_blocks:
+        kernels.compile_in_place(task, trainer.compile)
     if run.checkpoint is not None and stage == "fit":
         restore.load_rest(trainer, run.checkpoint)
     run.checkpoint = None
@@ -402,7 +400,7 @@ def make_training_data(run: Run) -> None:
     ranks = run.strategy.collectives if brings_own_shares(run) else None
     run.loaders["train"] = given
     run.data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
-    run.lengths["train"] = run.data.rounds
+    run.trainer.lengths["train"] = run.data.rounds
     run.keys_forward = run.keyed and not run.data.forward_is_keyed
     run.samples = fingerprint.samples_of(run)
     if run.data.rounds == 0:
@@ -425,7 +423,7 @@ def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool
     run.loaders[word] = found
     if loaders:
         run.evaluations[word] = EvaluationData(loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit)
-        run.lengths[word] = run.evaluations[word].counts()
+        run.trainer.lengths[word] = run.evaluations[word].counts()
 
 
 def find_loader(run: Run, word: str) -> Any:

@@ -31,6 +31,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     build.check_task(request.task, request)
     run = trainer.run = Run(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+    trainer.lengths = {}
     errors = Errors()
     try:
         build.join(run, request)

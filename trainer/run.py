@@ -4,10 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ..tasks.data_module import DataModule
@@ -145,8 +147,6 @@ class Run:
         self.data: TrainingData | None = None
         self.evaluations: dict[str, EvaluationData] = {}
         self.loaders: dict[str, Any] = {}
-        self.lengths: dict[str, Any] = {}
-        """By "train", "validation" and so on what the trainer says of the loaders' lengths when the run is over."""
         self.transfer: Callable[[Any, int], Any] | None = None
         self.validation_rounds: int | None = None
         self.epoch_skipped = False
@@ -396,6 +396,11 @@ class Run:
             state.epoch_ended = self.epoch_skipped = False
 
     # --- evaluation -------------------------------------------------------------------------------------------------
+    def no_gradients(self) -> AbstractContextManager[Any]:
+        """Return the context of an evaluation."""
+        inference_mode = self.trainer.inference_mode and self.strategy.allows_inference_mode
+        return torch.inference_mode() if inference_mode else torch.no_grad()
+
     def evaluation_mode(self) -> None:
         """Switch the task to evaluation mode, and remember the mode of each of its modules."""
         self.training_modes = [(module, module.training) for module in self.task.modules()]

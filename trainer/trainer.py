@@ -42,6 +42,7 @@ class Trainer(TrainerView):
         self.run = self.run_dir = None
         self.given_dir: Path | None = None
         self.config_text: str | None = None
+        self.lengths: dict[str, Any] = {}
         self.callback_metrics: dict[str, Tensor] = {}
         self.logged_metrics: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
@@ -282,7 +283,7 @@ class Trainer(TrainerView):
         hooks, metrics, data = run.hooks, run.metrics, run.evaluations[word]
         step, arity = f"{word}_step", run.arity_of(f"{word}_step")
         begin, end = run.batch_hooks(word)
-        with run.strategy.no_gradients(self.inference_mode):
+        with run.no_gradients():
             run.strategy.align_buffers()
             hooks.call(f"on_{word}_model_eval")
             metrics.open(word, loaders=len(data.loaders))

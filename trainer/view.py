@@ -29,6 +29,8 @@ class TrainerView(TrainerArguments):
     run: "Run | None"
     state: State
     run_dir: Path | None
+    lengths: dict[str, Any]
+    """By "train", "validation" and so on the lengths of the newest run's loaders."""
     strategy: "Strategy"
     saver: "Saver"
     callbacks: "list[Callback]"
@@ -198,8 +200,8 @@ class TrainerView(TrainerArguments):
     @property
     def num_training_batches(self) -> int | float:
         """Batches that each replica has in an epoch; infinity where the loader does not say."""
-        run = self.current_run
-        rounds = run.lengths.get("train") if run.data is None else run.data.rounds
+        data = None if self.lengths and self.run is None else self.current_run.data
+        rounds = self.lengths.get("train") if data is None else data.rounds
         return float("inf") if rounds is None else rounds
 
     @property
@@ -274,9 +276,8 @@ class TrainerView(TrainerArguments):
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def _counts(self, word: str) -> list[int | float]:
-        run = self.current_run
-        data = run.evaluations.get(word)
-        return list(run.lengths.get(word, [])) if data is None else data.counts()
+        data = None if self.lengths and self.run is None else self.current_run.evaluations.get(word)
+        return list(self.lengths.get(word, [])) if data is None else data.counts()
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's `value` on every rank."""

@@ -11,6 +11,8 @@ from torch import nn
 
 import legato as lg
 from legato.trainer.arguments import TrainerArguments
+from legato.trainer.data.sampling import Layout
+from legato.trainer.data.transfer import to_device
 from legato.trainer.errors import ConfigError, DataError
 from legato.trainer.metrics.log import Metrics
 from legato.trainer.processes.environment import Place
@@ -58,7 +60,7 @@ def attached(task, devices, replicas=1, strategy=None, **arguments):
     run.metrics = Metrics(strategy.collectives, 1, task)
     try:
         strategy.place_task(task)
-        strategy.setup(task, [task.configure_optimizers()], replicas)
+        strategy.setup(task, [task.configure_optimizers()], Layout(replicas, 1))
         yield strategy
     finally:
         strategy.teardown()
@@ -291,7 +293,7 @@ def test_the_callers_modes_hold_in_the_threads():
     task = Modes()
     task.seen = []
     with attached(task, 2, precision="bf16-true", reproducible="off") as strategy:
-        strategy.training_step((strategy.to_device(make_batch(4)), 0), last=True)
+        strategy.training_step((strategy.precision.convert_batch(make_batch(4)), 0), last=True)
     assert task.seen == [(half, half, True, False)] * 2
     assert torch.zeros(1).dtype == single
 
@@ -388,7 +390,7 @@ def test_gpus_train_like_one_cpu(replicas):
                 optimizer.zero_grad()
                 for replica in range(replicas):
                     strategy.buffers.open_replica(replica)
-                    batch = strategy.to_device(make_batch(7, seed=10 * step + replica))
+                    batch = to_device(make_batch(7, seed=10 * step + replica), strategy.device)
                     strategy.backward(strategy.training_step((batch, 0), last=True))
                 strategy.buffers.close_step()
                 strategy.optimizer_step(optimizer)

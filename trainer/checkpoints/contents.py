@@ -18,7 +18,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     """Return what a checkpoint of this moment holds; every rank calls it."""
     run, strategy = trainer.current_run, trainer.strategy
     found: dict[str, Any] = {
-        "state_dict": run.task.state_dict() if strategy.task is None else strategy.model_state(),
+        "state_dict": strategy.state_dicts.model(run.task),
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         **hyperparameters_of(run.task),
@@ -35,7 +35,9 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "run_id": trainer.saver.run_id,
             "numerics": run.numerics,
             "fingerprint": {**run.fingerprint, "samples": run.samples_of_epoch or run.samples},
-            "optimizer_states": [strategy.optimizer_state(optimizer) for optimizer in run.optimization.optimizers],
+            "optimizer_states": [
+                strategy.state_dicts.optimizer(optimizer) for optimizer in run.optimization.optimizers
+            ],
             "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
             "precision": strategy.precision.state_dict(),
             "metrics": run.metrics.state_dict(),

@@ -115,7 +115,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
 
 
 def _describe_optimizer(run: "Run", optimizer: Optimizer) -> dict[str, Any]:
-    names = run.strategy.parameter_names(optimizer)
+    names = run.strategy.state_dicts.parameter_names(run.task, optimizer)
     return {
         "class": kernels.class_of(optimizer),
         "groups": [settings_of(group) for group in optimizer.param_groups],

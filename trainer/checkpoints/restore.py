@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -23,6 +22,7 @@ from .fingerprint import Changes, SettingChange
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
     from ...tasks.task import Task
+    from ..strategies.state_dicts import StateDicts
     from ..trainer import Trainer
 
 
@@ -167,12 +167,9 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
 
 
 def load_task_weights(
-    task: nn.Module,
-    saved: Mapping[str, Any],
-    strict: bool,
-    load: Callable[[Mapping[str, Any], bool], Any] | None = None,
+    task: "Task", saved: Mapping[str, Any], strict: bool, state_dicts: "StateDicts | None" = None
 ) -> None:
-    """Load a checkpoint's weights, by `load` where a task's tensors are in parts.
+    """Load a checkpoint's weights, by `state_dicts` where a task's tensors may be in parts.
 
     Raises CheckpointError that names the parameters that differ.
     """
@@ -193,10 +190,10 @@ def load_task_weights(
         raise CheckpointError(
             f"The checkpoint is of another model than {type(task).__name__}: {'; '.join(parts)}.{hint}"
         )
-    if load is None:
+    if state_dicts is None:
         task.load_state_dict(dict(weights), strict=strict)
     else:
-        load(weights, strict)
+        state_dicts.load_model(task, weights, strict)
 
 
 def _few(words: str, names: list[str]) -> str:
@@ -334,7 +331,7 @@ def load_optimizers(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
         was = before[index]["parameters"] if index < len(before) else None
         state = by_names(optimizer, state, was, run.fingerprint["optimizers"][index]["parameters"])
         try:
-            trainer.strategy.load_optimizer_state(optimizer, state)
+            trainer.strategy.state_dicts.load_optimizer(optimizer, state)
         except ValueError as error:
             raise CheckpointError(f"The checkpoint's {type(optimizer).__name__} state does not fit: {error}") from error
         # Else a learning rate scheduler warns, where the resumed run begins with the end of an epoch.

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError
 from ..optimization.nonfinite import require_finite
-from ..processes.collectives import SINGLE
 from . import manifest, store
 from .background import Writer
 from .commit import Owner, make_folder, remove
@@ -133,13 +132,12 @@ class Saver:
                 with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
                     for logger in trainer.loggers:
                         logger.save()
-            if trainer.strategy.writers is not None or trainer.is_global_zero:
+            if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
                 self._write(path, found, asynchronous)
             trainer.strategy.collectives.barrier()
 
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
-        writers, owner = self.trainer.strategy.writers, Owner(self.run_id, self._owns(path.parent))
-        ranks = SINGLE if writers is None else writers
+        ranks, owner = self.trainer.strategy.state_dicts.writers, Owner(self.run_id, self._owns(path.parent))
         if self.trainer.running:
             self.require_run_dir()
         for lock in self.locks.values():

@@ -7,11 +7,12 @@ goes on as after a resume in the middle of an epoch.
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -27,11 +28,12 @@ from ..run import Run
 from ..strategies.strategy import Strategy
 from ..torch_private import reset_group_names, set_group_timeout
 from . import recovery
-from .membership import Membership, RunFinished
+from .membership import Elasticity, Membership, RunFinished
 from .recovery import MetricSnapshot
-from .store import ElasticWorker, Generation, MembershipStore, connect_to_store
+from .store import ElasticOptions, ElasticWorker, Generation, MembershipStore, connect_to_store
 
 log = logging.getLogger("legato")
+T = TypeVar("T")
 
 GENERATION_WAIT = 1.0
 """Seconds after a broken connection in which the host mostly knows who has died."""
@@ -53,6 +55,8 @@ class MembershipChanged(Exception):
 
 class ElasticMembership(Membership):
     """Membership in an elastic run; as a context manager it recovers from broken connections and new generations."""
+
+    changes = True
 
     def __init__(self, run: Run, elastic_worker: ElasticWorker, timeout: float) -> None:
         """`timeout`: seconds that a collective may take."""
@@ -183,7 +187,7 @@ class ElasticMembership(Membership):
     def _recover(self) -> None:
         """Form the group of the newest generation and stand there where the newest of its members stands."""
         run = self.run
-        run.strategy.release()
+        recovery.release(run.strategy)
         environment.leave_process_group()
         renewals = self.renewals if self.renewed_at == run.state.global_step else 0
         self._form(self._next_generation(), FORM_TIMEOUT * 2**renewals)
@@ -262,17 +266,41 @@ class ElasticMembership(Membership):
         return word == "answer"
 
 
-def membership_of(run: Run) -> Membership:
-    """Return this process's membership. Raises ConfigError where an elastic run was started by somebody else."""
-    options, elastic_worker = run.strategy.elastic, environment.find_elastic_worker()
-    if options is None or run.stage != "fit":
-        return Membership()
-    if elastic_worker is None:
-        raise ConfigError(
-            "elastic: true needs processes that Legato has started and watches: start the script itself (or `legato "
-            "fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
-        )
-    return ElasticMembership(run, elastic_worker, options.timeout)
+class ElasticProcesses(Elasticity):
+    """Processes that leave and join while a run trains; in the other stages they stay the same."""
+
+    changes = True
+
+    def __init__(self, terms: ElasticOptions) -> None:
+        self.terms, self.joins = terms, terms.join is not None
+
+    def for_stage(self, stage: str) -> Elasticity:
+        """Return this for "fit", and a no-op for the other stages."""
+        return self if stage == "fit" else Elasticity()
+
+    def refuse(self, reason: str) -> None:
+        """Raise ConfigError."""
+        raise ConfigError(reason)
+
+    def membership(self, run: Run) -> Membership:
+        """Return this process's membership. Raises ConfigError where another program has started the process."""
+        elastic_worker = environment.find_elastic_worker()
+        if elastic_worker is None:
+            raise ConfigError(
+                "elastic: true needs processes that Legato has started and watches: start the script itself (or "
+                "`legato fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
+            )
+        return ElasticMembership(run, elastic_worker, self.terms.timeout)
+
+    def launch(
+        self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
+    ) -> T | None:
+        """Call `function` in new processes that may die and be replaced, or that join another launcher's."""
+        return environment.run_elastic_workers(function, processes, self.terms, max_restarts=max_restarts, grace=grace)
+
+    def node_rank(self, nodes: int) -> int:
+        """Return 0: the processes of all launchers are equal."""
+        return 0
 
 
 def _is_in_update(trace: TracebackType | None) -> bool:

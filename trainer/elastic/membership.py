@@ -1,8 +1,14 @@
-"""Membership in a run whose processes may leave and come while it trains; where they may not, nothing of it acts."""
+"""The interface to elastic runs, with no-op implementations for runs whose processes stay the same."""
 
+from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
 
-from ..processes.environment import Place
+if TYPE_CHECKING:
+    from ..processes.environment import Place
+    from ..run import Run
+
+T = TypeVar("T")
 
 
 class RunFinished(Exception):
@@ -10,9 +16,12 @@ class RunFinished(Exception):
 
 
 class Membership:
-    """Membership in a run whose processes stay the same: nothing happens. elastic.py has the other kind."""
+    """This process's membership in a run whose processes stay the same: nothing happens."""
 
-    def connect(self, place: Place) -> Place:
+    changes = False
+    """Whether processes may leave and join while the run trains."""
+
+    def connect(self, place: "Place") -> "Place":
         """Form the group and return this process's place in it."""
         return place
 
@@ -37,3 +46,37 @@ class Membership:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return None
+
+
+class Elasticity:
+    """How a strategy deals with processes that leave or join while a run trains. This one has none that do."""
+
+    changes = False
+    """Whether processes may leave and join."""
+    joins = False
+    """Whether the processes of this launcher join a run that another one has begun."""
+
+    def for_stage(self, stage: str) -> "Elasticity":
+        """Return what holds in "fit", "validate", "test" or "predict"."""
+        return self
+
+    def refuse(self, reason: str) -> None:
+        """Raise ConfigError, with the reason, where processes may leave and join."""
+
+    def membership(self, run: "Run") -> Membership:
+        """Return this process's membership in a run."""
+        return Membership()
+
+    def launch(
+        self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
+    ) -> T | None:
+        """Call `function` in new processes, `processes` on each node; return what rank 0 returned."""
+        from ..processes.environment import run_workers
+
+        return run_workers(function, processes, max_restarts=max_restarts, nodes=nodes, grace=grace)
+
+    def node_rank(self, nodes: int) -> int:
+        """Return which of `nodes` machines this is."""
+        from ..processes.environment import node_rank
+
+        return node_rank(nodes)

@@ -14,6 +14,7 @@ from ..processes.sync import Agreement
 
 if TYPE_CHECKING:
     from ..run import Run
+    from ..strategies.strategy import Strategy
 
 
 class MetricSnapshot:
@@ -86,6 +87,19 @@ class MemberState:
         return cls(whole, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.point, first_step)
 
 
+def release(strategy: "Strategy") -> None:
+    """Drop what uses the process group: only then do its connections close, and the others see that this one left."""
+    strategy.reducer.release()
+    strategy.buffers.rewind()
+
+
+def regroup(strategy: "Strategy", place: Place, layout: Layout) -> None:
+    """Put this process at its place in a new process group, with its replicas."""
+    strategy.place, strategy.layout = place, layout
+    strategy.collectives.move(place.rank, place.world_size)
+    strategy.reducer.move(layout, place.rank)
+
+
 def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, whole: bool, opens_loggers: bool) -> None:
     """Find out who is the newest, and stand where it stands; every member of the new group calls it.
 
@@ -96,7 +110,7 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, whole: bo
     if validating:
         run.preemption.leave_evaluation()
     layout = Layout(run.state.replicas, place.world_size)
-    strategy.regroup(place, layout)
+    regroup(strategy, place, layout)
     own = MemberState.of(run, whole)
     states: list[MemberState] = strategy.collectives.gather_objects(own)
     source = max(range(len(states)), key=lambda rank: (states[rank].whole, states[rank].progress, -rank))

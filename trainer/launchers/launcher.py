@@ -78,11 +78,10 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
         )
     kind = "cpu" if accelerator == "cpu" else "cuda"
     strategy = _strategy_of(trainer, count)
-    if strategy.elastic is not None:
-        raise ConfigError(
-            f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
-            f"each machine by `legato fit` itself. Leave one of the two out."
-        )
+    strategy.elastic.refuse(
+        f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
+        f"each machine by `legato fit` itself. Leave one of the two out."
+    )
     processes = strategy.local_processes([torch.device(kind, index) for index in range(count)])
     return Machines(trainer["num_nodes"], count, processes, count if kind == "cuda" else 0)
 

@@ -89,7 +89,7 @@ class SkippingGuard(StepGuard):
     def drops_step(self) -> bool:
         """Return whether the step is dropped. Raises NonFiniteError where too many were in a row."""
         run, state = self.run, self.state
-        if run.strategy.gradients_are_finite(self.parameters) or not self._is_to_blame():
+        if run.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
             state.skipped_in_a_row = 0
             return False
         with torch.no_grad():

@@ -64,9 +64,11 @@ class Optimization:
         """Drop the gradients before a step's first backward; a hook may have frozen or unfrozen some parameters."""
         if self.guard is not None:
             self.guard.begin_step()
-        if self.run.strategy.has_frozen or self.epoch != self.run.state.epoch:
+        strategy = self.run.strategy
+        if strategy.reducer.has_frozen or self.epoch != self.run.state.epoch:
             self.epoch = self.run.state.epoch
-            self.run.strategy.refresh_trainable()
+            if strategy.reducer.is_outdated():
+                strategy.make_reducer()
         if self.own_zero_grad:
             self._call_zero_grad(step)
         else:  # torch's zero_grad spends 12 us on marks for its profiler
@@ -87,8 +89,8 @@ class Optimization:
     def due(self, step: StepInput) -> Iterable[Optimizer]:
         """Return the optimizers that are to step now, each when the gradients of the whole step are ready for it."""
         strategy = self.run.strategy
-        if strategy.has_frozen:
-            strategy.forget_early_gradients()
+        if strategy.reducer.has_frozen:
+            strategy.reducer.drop_early_gradients()
         if self.guard is not None and self.guard.drops_step():
             return ()
         return self._prepared(step) if self.prepares_steps else self.optimizers
@@ -98,7 +100,7 @@ class Optimization:
         self.run.metrics.leave_turns(step.samples)
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
-                strategy.unscale(optimizer)
+                strategy.precision.unscale(optimizer)
                 self.run.hooks.call("on_before_optimizer_step", optimizer)
                 self.task.configure_gradient_clipping(
                     optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
@@ -165,7 +167,7 @@ class Optimization:
         strategy = self.run.strategy
         if self.automatic:
             return strategy.optimizer_step(optimizer, closure)
-        strategy.reduce_gradients(optimizer)
+        strategy.reducer.average(optimizer_parameters(optimizer))
         if self.guard is not None:
             self.guard.drops_step()
         self.run.hooks.call("on_before_optimizer_step", optimizer)
@@ -190,8 +192,8 @@ class Optimization:
             return
         optimizer, strategy = getattr(optimizer, "optimizer", optimizer), self.run.strategy
         if not self.automatic:
-            strategy.reduce_gradients(optimizer)
-            strategy.unscale(optimizer)
+            strategy.reducer.average(optimizer_parameters(optimizer))
+            strategy.precision.unscale(optimizer)
         strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)
 
 

@@ -111,8 +111,8 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
             f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. Use "
             f"strategy ddp, whose processes have whole batches."
         )
-    if run.doing == "train" and (run.local_replicas > 1 or strategy.elastic is not None):
-        processes = f"{strategy.data_ranks.size} processes" + (" that may die" if strategy.elastic else "")
+    if run.doing == "train" and (run.local_replicas > 1 or run.membership.changes):
+        processes = f"{strategy.data_ranks.size} processes" + (" that may die" if run.membership.changes else "")
         raise TaskError(
             f"training_step calls all_gather {how}over {run.state.replicas} replicas, which run on {processes}, one "
             f"after the other: what a later one computes is not there yet. Start {run.state.replicas} processes "

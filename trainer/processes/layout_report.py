@@ -23,7 +23,7 @@ def check_place(trainer: "Trainer", place: Place) -> None:
 
     `devices=auto` and `num_nodes=1`, their defaults, ask for nothing: there the launcher alone knows.
     """
-    if place.origin in ("alone", "legato") or trainer.strategy.elastic is not None:
+    if place.origin in ("alone", "legato") or trainer.strategy.elastic.changes:
         return
     automatic, devices = trainer.devices in ("auto", -1, "-1"), trainer.device_list
     local = len(devices) if automatic else trainer.strategy.local_processes(devices)

@@ -51,8 +51,8 @@ def is_needed(trainer: "Trainer", request: Request) -> bool:
     """
     place = environment.find_place(trainer.cluster)
     if place is not None:
-        return trainer.strategy.serves(place)
-    if trainer.strategy.elastic is not None and request.stage == "fit":
+        return trainer.strategy.servers.serves(place)
+    if trainer.strategy.elastic.for_stage(request.stage).changes:
         return True
     return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
 
@@ -72,32 +72,26 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     build.check_task(request.task, request)
     place = environment.find_place(trainer.cluster)
     if place is not None:
-        trainer.strategy.serve(place, request.task, trainer.seed)
+        trainer.strategy.servers.serve(place, request.task, trainer.seed)
         return None if request.stage == "fit" else []
     source: Path | None = None
-    elastic = trainer.strategy.elastic if request.stage == "fit" else None
+    elastic = trainer.strategy.elastic.for_stage(request.stage)
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
-    node = 0 if elastic is not None else environment.node_rank(trainer.num_nodes)
+    node = elastic.node_rank(trainer.num_nodes)
     before, trainer.run = trainer.given_dir, None  # the workers make their own
     processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:
         if node > 0:  # node 0 decides for all, and speaks for all
             trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
-        elif elastic is None or elastic.join is None:
+        elif not elastic.joins:
             trainer.run_dir, source = build.decide_directory(trainer, request)
             if source is not None and request.source_is_chosen:
                 source = source.parent  # the workers read it, and find out whether an older one has to do
         trainer.given_dir = trainer.run_dir
         task = partial(work, trainer, request, source)
-        if elastic is not None:
-            outcome = environment.run_elastic_workers(
-                task, processes, elastic, max_restarts=trainer.max_restarts, grace=grace
-            )
-        else:
-            outcome = environment.run_workers(
-                task, processes, max_restarts=trainer.max_restarts, nodes=trainer.num_nodes, grace=grace
-            )
+        restarts, nodes = trainer.max_restarts, trainer.num_nodes
+        outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
     finally:
         trainer.given_dir = before
         trainer.saver.release()
@@ -109,7 +103,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         set_module_parts(request.task, outcome.parts)
     request.task.trainer = trainer
     trainer.run = Run(trainer, request)
-    trainer.run.open, trainer.run.lengths = False, outcome.lengths
+    trainer.run.open, trainer.lengths = False, outcome.lengths
     trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics = outcome.logged_metrics
@@ -162,6 +156,6 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
         trainer.saver.run_id,
         trainer.callback_metrics,
         trainer.logged_metrics,
-        trainer.run.lengths,
+        trainer.lengths,
         [(callback.state_key, state) for callback in trainer.callbacks if (state := callback.state_dict())],
     )

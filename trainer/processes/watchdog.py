@@ -262,7 +262,7 @@ class Watchdog:
         """
         state, size = self.run.state, self._size
         self._connect()
-        if self.store is None or size == 1 or self.run.strategy.elastic is not None:
+        if self.store is None or size == 1 or self.run.membership.changes:
             return
         topic = f"leave {state.epoch} {state.global_step}"
         self.left = topic

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
 from ..errors import ConfigError, TaskError, did_you_mean
+from ..processes.collectives import Collectives
 from ..processes.environment import Place
 from ..processes.sync import Phase
 from ..torch_private import multiply_each, require_reduced
@@ -21,6 +22,7 @@ from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers
 from .group import GroupStrategy
+from .reducers import AveragingReducer, Reducer
 from .strategy import trainable
 
 if TYPE_CHECKING:
@@ -75,18 +77,15 @@ class DDPStrategy(GroupStrategy):
             )
         self.comm_hook, self.comm_hook_options = comm_hook, comm_hook_options or {}
         if elastic:
-            self.elastic = self._terms(min_processes, join)
+            from ..elastic.members import ElasticProcesses
+
+            self.elastic = ElasticProcesses(self._terms(min_processes, join))
         elif join is not None or min_processes != 1:
             raise ConfigError("join and min_processes are for elastic runs: set elastic=true.")
-        self.module: DistributedDataParallel | None = None
-        self.trained: list[str] = []
-        """The names of the parameters that DDP reduces, in its order."""
+        self.ddp: DDPReducer | None = None
+        """The reducer, where it is torch's."""
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
-        self.averaging: FlatAverage | TreeAverage | None = None
-        """What averages gradients under manual optimization."""
-        self.nothing: Tensor | None = None
-        """In the place of the loss of a batch that training_step left out."""
 
     def _terms(self, min_processes: int, join: str | None) -> ElasticOptions:
         """Return the terms of an elastic run. Raises ConfigError where other arguments do not go with it."""
@@ -117,29 +116,29 @@ class DDPStrategy(GroupStrategy):
             )
         super().join(place, devices, precision)
 
-    def backend(self) -> str:
+    def _backend(self) -> str:
         """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
-        return "gloo" if self.elastic is not None else super().backend()
+        return "gloo" if self.elastic.changes else super()._backend()
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Make the placed task ready to be trained. Raises ConfigError where options do not go together."""
-        if self.bitwise and self.comm_hook is not None:
+        if one_order and self.comm_hook is not None:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r} rounds gradients on their way, so that their bits depend on the number "
                 f"of processes; reproducible: bitwise does not allow that. Leave one of the two out."
             )
-        if self.elastic is not None and not task.automatic_optimization:
+        if self.elastic.changes and not task.automatic_optimization:
             raise ConfigError(
                 "elastic=true needs automatic optimization: where training_step updates the weights itself, a step in "
                 "which another process has died cannot be repeated."
             )
-        super().setup(task, optimizers, local_replicas)
+        super().setup(task, optimizers, layout, one_order)
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
         """Let batch norm have its statistics over all processes; return what undoes it."""
         if replicas != self.data_ranks.size or replicas == 1:
             return super().sync_batch_norm(task, replicas)
-        if self.elastic is not None or task.trainer.reproducible == "bitwise":
+        if self.elastic.changes or task.trainer.reproducible == "bitwise":
             raise ConfigError(
                 "sync_batchnorm=true ties a run to one number of processes, each with one replica; it does not go with "
                 "elastic=true or reproducible: bitwise. Leave one of the two out."
@@ -148,125 +147,75 @@ class DDPStrategy(GroupStrategy):
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
         return synchronize(task, self.device, self.batch_norm_group[1])
 
-    def prepare(self, task: "Task") -> None:
+    def make_reducer(self) -> None:
+        """Make the reducer for the parameters that are trained now, and give every rank the weights of rank 0."""
+        self.ddp = None
+        super().make_reducer()
+        if self.task is not None and self.ddp is None and any(True for _ in trainable(self.task)):
+            self.collectives.broadcast_tensors([*self.task.parameters(), *self.task.buffers()])  # as DDP does
+
+    def _reducer_for(self, task: "Task") -> Reducer:
+        trains = any(True for _ in trainable(task))
+        if self.place.world_size == 1 or (task.automatic_optimization and (self.one_order or not trains)):
+            return super()._reducer_for(task)
+        if task.automatic_optimization:
+            self.ddp = self._wrap(task)
+            return self.ddp
+        # backward runs inside training_step, which DDP's forward cannot wrap
+        ranks = self.data_ranks
+        if task.trainer.reproducible == "bitwise":
+            return AveragingReducer(task.parameters(), TreeAverage(self.layout, ranks.rank))
+        return AveragingReducer(task.parameters(), FlatAverage(task, ranks.size))
+
+    def _wrap(self, task: "Task") -> "DDPReducer":
         """Wrap the task so that DDP sees its steps; the task itself stays as it is."""
-        self.module = self.averaging = None
-        super().prepare(task)
-        if self.place.world_size > 1 and not task.automatic_optimization:
-            one_order = task.trainer.reproducible == "bitwise"
-            self.averaging = (
-                TreeAverage(self.layout, self.data_ranks.rank) if one_order else FlatAverage(task, self.data_ranks.size)
-            )
-        if self.place.world_size == 1 or not any(True for _ in trainable(task)):
-            return
-        if self.tree is not None or not task.automatic_optimization:
-            # The tree reduces by itself. Under manual optimization backward runs inside training_step, which DDP's
-            # forward cannot wrap: see reduce_gradients.
-            self.collectives.broadcast_tensors([*task.parameters(), *task.buffers()])
-            return
         turns = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
         if self.module_options["static_graph"] and turns > 1:
             raise ConfigError(
                 f"static_graph takes one batch a process and step, here are up to {turns}, and torch counts the "
                 f"gradients of one. Start a process for each replica without accumulation, or leave static_graph out."
             )
-        self.trained = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
         options = {name: value for name, value in self.module_options.items() if value is not None}
         with warnings.catch_warnings():
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
-            self.module = DistributedDataParallel(self.steps_of(task), device_ids=self.device_ids(), **options)
+            module = DistributedDataParallel(self._steps_of(task), device_ids=self._device_ids(), **options)
         if self.comm_hook is not None:
             state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options)
-            self.module.register_comm_hook(state, hook)
+            module.register_comm_hook(state, hook)
+        return DDPReducer(task, module, self.collectives, is_scaled=self.precision.scaler is not None)
 
-    def steps_of(self, task: "Task") -> "DDPSteps":
-        """Return what gives DDP a forward that calls a step of the task."""
+    def _steps_of(self, task: "Task") -> "DDPSteps":
+        """Return the module whose forward calls a step of the task."""
         return DDPSteps(task, self.buffers)
 
-    def device_ids(self) -> list[torch.device] | None:
+    def _device_ids(self) -> list[torch.device] | None:
         """Return the device to which DDP may move inputs; None: they stay where they are."""
         return [self.device] if self.device.type == "cuda" else None
 
     def teardown(self) -> None:
         """Drop the wrapper, and with it the reducer's hooks on the parameters."""
-        self.module = self.nothing = self.averaging = None
+        self.ddp = None
         super().teardown()
-
-    def release(self) -> None:
-        """Drop what holds the process group: only then do its connections close, and others see that this one left."""
-        if self.tree is not None:
-            self.tree.close()
-        self.tree = self.replica = None
-        self.buffers.rewind()
-
-    def regroup(self, place: Place, layout: Layout) -> None:
-        """Take the place of this process in a new group, and its replicas."""
-        assert self.task is not None
-        self.place = place
-        self.collectives.move(place.rank, place.world_size)
-        self.set_layout(layout, self.bitwise)
-        self.build_reduction_tree(self.task)
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
         """Call training_step through DDP, which prepares the reduction when this is the `last` local turn."""
-        if self.module is None:
+        if self.ddp is None:
             return super().training_step(arguments, last)
-        # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
-        self.module.require_backward_grad_sync = last
+        self.ddp.set_sync(last)
         self.buffers.settle()
         with self.precision.forward_context():
-            output = self.module("training_step", *arguments)
-        if type(output) is not _Nothing:
-            return output
-        self.nothing = output.loss
-        return None
+            return self.ddp.training_step(arguments)
 
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Add the gradient of `loss`; with the `last` one of a step DDP averages them over the processes.
-
-        Raises TaskError, with their names, where parameters got no gradient: the other processes wait for them.
-        """
+        """Add the gradient of `loss`; with the `last` one of a step DDP averages them over the processes."""
         super().backward(loss, last, inputs, retain_graph)
-        if last and not retain_graph and self.module is not None:
-            try:
-                require_reduced(self.module)
-            except RuntimeError as error:
-                self._name_unused(error)
-                raise
-            self._undo_division()
-
-    def _name_unused(self, error: RuntimeError) -> None:
-        found = UNUSED.search(str(error))
-        if found is not None and self.task is not None:
-            unused = [self.trained[int(index)] for index in found.group(1).split()]
-            names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
-            raise TaskError(
-                f"Step {self.task.global_step + 1} gave rank {self.place.rank} no gradient for {names}. Freeze what no "
-                f"loss uses (requires_grad_(False)) or remove it; if only some batches use it, set "
-                f"find_unused_parameters=true for strategy ddp."
-            ) from error
-
-    @property
-    def gradient_scale(self) -> float:
-        """DDP divides the sum over processes by their number."""
-        undone_here = self.module is not None and self.precision.scaler is None
-        return float(self.place.world_size) if undone_here else 1.0
-
-    def _undo_division(self) -> None:
-        """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
-        if self.precision.scaler is not None and self.task is not None:
-            gradients = [parameter.grad for parameter in self.task.parameters() if parameter.grad is not None]
-            multiply_each(gradients, float(self.place.world_size))
-
-    def reduce_gradients(self, optimizer: Optimizer) -> None:
-        """Average the gradients of `optimizer`'s parameters over ranks; a rank without one counts as zero."""
-        if self.averaging is not None:
-            self.averaging.average([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        if last and not retain_graph:
+            self.reducer.complete()
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Give the other ranks' reduction a gradient of zero, since it waits for every parameter of every rank."""
@@ -275,14 +224,74 @@ class DDPStrategy(GroupStrategy):
                 f"training_step left a batch out of step {self.task.global_step + 1} after its forward, in which other "
                 f"ranks count on it: with sync_batchnorm=true every batch has a backward. Return a loss times 0.0."
             )
-        if self.module is None or not last:
-            return
-        self.module.require_backward_grad_sync = True
+        if self.ddp is not None and last:
+            self.ddp.zero_loss(after_forward).backward()
+            self.ddp.undo_division()
+
+
+class DDPReducer(Reducer):
+    """Lets torch's DistributedDataParallel average gradients over ranks, while backward computes them."""
+
+    def __init__(
+        self, task: "Task", module: DistributedDataParallel, collectives: Collectives, is_scaled: bool
+    ) -> None:
+        """`is_scaled`: losses are multiplied by the factor of 16-mixed."""
+        super().__init__(task.parameters())
+        self.task, self.module, self.collectives, self.is_scaled = task, module, collectives, is_scaled
+        # DDP divides the sum over processes by their number
+        self.scale = 1.0 if is_scaled else float(collectives.size)
+        self.names = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+        """The names of the parameters that DDP reduces, in its order."""
+        self.nothing: Tensor | None = None
+        """Zero loss that stands in when training_step returns None."""
+
+    def set_sync(self, last: bool) -> None:
+        """Choose whether the next forward and its backward send gradients."""
+        # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
+        self.module.require_backward_grad_sync = last
+
+    def training_step(self, arguments: Sequence[Any]) -> Any:
+        """Call the task's training_step within DDP's forward."""
+        output = self.module("training_step", *arguments)
+        if type(output) is not _Nothing:
+            return output
+        self.nothing = output.loss
+        return None
+
+    def complete(self) -> None:
+        """Check that all gradients were sent, and make means of samples out of them."""
+        self.require_reduced()
+        self.undo_division()
+
+    def require_reduced(self) -> None:
+        """Raise TaskError, with their names, where parameters got no gradient: the other ranks wait for them."""
+        try:
+            require_reduced(self.module)
+        except RuntimeError as error:
+            found = UNUSED.search(str(error))
+            if found is None:
+                raise
+            unused = [self.names[int(index)] for index in found.group(1).split()]
+            names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            raise TaskError(
+                f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} no gradient for {names}. Freeze "
+                f"what no loss uses (requires_grad_(False)) or remove it; if only some batches use it, set "
+                f"find_unused_parameters=true for strategy ddp."
+            ) from error
+
+    def undo_division(self) -> None:
+        """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
+        if self.is_scaled:
+            gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+            multiply_each(gradients, float(self.collectives.size))
+
+    def zero_loss(self, after_forward: bool) -> Tensor:
+        """Return a loss whose backward sends zeros for this rank's last batch."""
+        self.set_sync(True)
         nothing = self.nothing if after_forward else self.module("nothing").loss
         self.nothing = None
         assert nothing is not None
-        nothing.backward()
-        self._undo_division()
+        return nothing
 
 
 class DDPSteps(nn.Module):

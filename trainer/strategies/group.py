@@ -48,7 +48,7 @@ class GroupStrategy(Strategy):
         self.precision = Precision(precision, self.device.type)
         rank, host_group = place.rank, None
         if place.world_size > 1:
-            self.meeting = join_process_group(place, self.backend(), self.timeouts["startup"], self.init_method)
+            self.meeting = join_process_group(place, self._backend(), self.timeouts["startup"], self.init_method)
             if own_group.find_group() is not None:
                 own_group.require_backend(self.device, self.process_group_backend)
             host_group = own_group.host_group()
@@ -57,7 +57,7 @@ class GroupStrategy(Strategy):
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
         self.collectives = self.data_ranks = GroupCollectives(rank, place.world_size, None, host_group)
 
-    def backend(self) -> str:
+    def _backend(self) -> str:
         """Return the backend of the process group: small values on the host go by gloo in any case."""
         chosen = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
         return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen

@@ -7,10 +7,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,10 +17,14 @@ from ..checkpoints.shards import in_parts, made_whole, outlines
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions
 from ..errors import ConfigError
-from ..processes.collectives import Collectives, GroupCollectives
+from ..processes.collectives import SINGLE
 from ..processes.environment import Place
 from ..torch_private import mark_stepped
 from .ddp import DDPStrategy
+from .state_dicts import ShardedStateDicts
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers still use its own torch.jit.script
@@ -35,22 +38,23 @@ class Zero1Strategy(DDPStrategy):
     """
 
     name = "zero1"
-    reads_in_parts = ("optimizer_states",)
-    saving: Collectives | None = None
-    saved_in: dist.ProcessGroup | None = None
-    """The process group in which `saving` was made."""
+
+    def __init__(self, **options: Any) -> None:
+        """The arguments are those of strategy ddp, without `elastic`."""
+        super().__init__(**options)
+        self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
     def _terms(self, min_processes: int, join: str | None) -> ElasticOptions:
         """Refuse an elastic run."""
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
-    def set_layout(self, layout: Layout, bitwise: bool) -> None:
-        """Know which replicas run where."""
-        if bitwise and self.place.world_size > 1:
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+        """Prepare the placed task for training."""
+        if one_order and self.place.world_size > 1:
             raise ConfigError(
                 "reproducible: bitwise is for strategies single, data_parallel and ddp; zero1 is not one."
             )
-        super().set_layout(layout, bitwise)
+        super().setup(task, optimizers, layout, one_order)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's part and takes the rest from the others.
@@ -69,23 +73,26 @@ class Zero1Strategy(DDPStrategy):
         mark_stepped(optimizer)  # else its schedulers warn that it never steps
         return wrapped
 
-    # --- checkpoints: each rank writes the states that it keeps -------------------------------------------------------
-    @property
-    def writers(self) -> Collectives | None:
-        """All ranks, by a process group of their own: a save in the background must not meet training's collectives."""
-        return self.saving
-
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group, and one for saving."""
         super().join(place, devices, precision)
-        if place.world_size > 1 and (self.saving is None or self.saved_in is not dist.group.WORLD):
-            self.saving = GroupCollectives(place.rank, place.world_size, dist.new_group(backend="gloo"))
-            self.saved_in = dist.group.WORLD
+        self.state_dicts.collectives = self.collectives
+        self.state_dicts.open_writers(place.rank, place.world_size)
 
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of `optimizer`: of other ranks' values an empty part; every rank calls it."""
+
+class Zero1StateDicts(ShardedStateDicts):
+    """State dicts of optimizers; each rank has the states of its own parameters, and placeholders for the others."""
+
+    read_in_parts = ("optimizer_states",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives = SINGLE
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict of `optimizer`, with placeholders for other ranks' values; every rank calls it."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
-            return super().optimizer_state(optimizer)
+            return super().optimizer(optimizer)
         own = {index: optimizer.optim.state[one] for one, index in _numbered(optimizer) if one in optimizer.optim.state}
         numbers = {index: outlines(values) for index, values in own.items()}
         known = {index: values for each in self.collectives.gather_objects(numbers) for index, values in each.items()}
@@ -94,10 +101,10 @@ class Zero1Strategy(DDPStrategy):
             "param_groups": _numbered_groups(optimizer),
         }
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this process's part of what `optimizer_state` returned, on any layout."""
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load this rank's part of an optimizer's state."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
-            super().load_optimizer_state(optimizer, state)
+            super().load_optimizer(optimizer, state)
             return
         kept = {id(one) for group in optimizer.optim.param_groups for one in group["params"]}
         own = {index for one, index in _numbered(optimizer) if id(one) in kept}

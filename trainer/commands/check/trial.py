@@ -17,6 +17,7 @@ from ....callbacks.model_summary import ModelSummary
 from ....callbacks.progress_bar import ProgressBar
 from ... import loggers
 from ...arguments import ARGUMENT_NAMES
+from ...elastic.membership import Elasticity
 from ...strategies.strategy import trainable
 from ...trainer import Trainer
 
@@ -178,8 +179,8 @@ def make_trial(
     watching = [callback for callback in original.callbacks if not isinstance(callback, LEFT_OUT)]
     saving = [Checkpoint(every_n_epochs=0)] if original.checkpoint_callback is not None else []
     strategy: Any = copy.copy(original.strategy)
-    elastic, strategy.elastic = getattr(strategy, "elastic", None), None  # nobody leaves or joins a trial
-    if find_unused or elastic is not None:
+    elastic, strategy.elastic = strategy.elastic, Elasticity()  # no process leaves or joins a trial
+    if find_unused or elastic.changes:
         strategy.module_options = {**strategy.module_options, "find_unused_parameters": True}
     arguments |= {
         "strategy": strategy,
@@ -213,7 +214,7 @@ def needs_every_gradient(trainer: Trainer) -> bool:
     options = getattr(trainer.strategy, "module_options", None)
     if options is None or options["find_unused_parameters"] or options["static_graph"]:
         return False
-    return trainer.reproducible != "bitwise" and getattr(trainer.strategy, "elastic", None) is None
+    return trainer.reproducible != "bitwise" and not trainer.strategy.elastic.changes
 
 
 def peak_memory() -> int:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ...config.check import SECTIONS
@@ -243,7 +242,7 @@ class ConfigParts:
         """The task on the meta device, its weights in the run's precision."""
         import torch
 
-        from ...strategies.ddp_rpc.remote_modules import build_here
+        from ...strategies.servers import build_remote_modules
 
         run = None
         values = {name: value for name, value in self.config.values.items() if name != "data"}
@@ -254,7 +253,7 @@ class ConfigParts:
                     run = build_config(replace(self.config, values=values))
                     self.attach(run.trainer, run.task, 0)
                     run.task.configure_model()
-                    build_here(run.task, self.seed)
+                    build_remote_modules(run.task, self.seed)
                 break
             except LegatoError:
                 raise
@@ -312,13 +311,10 @@ class ConfigParts:
     def attach(self, trainer: "Trainer", task: "Task", rounds: int) -> "Trainer":
         """Let the trainer answer as it would in the planned run: processes, steps of an epoch and of the whole run."""
         from ...processes.environment import Place
-        from ...run import Request, Run
 
         nodes, world_size = self.processes.nodes, self.processes.count - self.processes.servers
         trainer.strategy.place = Place(world_size=world_size, local_world_size=world_size // nodes, nodes=nodes)
         trainer.num_nodes = nodes
-        run: Any = Run(trainer, Request.of("fit", task, None))
-        run.data = SimpleNamespace(rounds=rounds)
-        trainer.run = run
+        trainer.lengths = {"train": rounds}
         task.trainer = trainer
         return trainer

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
 from ...errors import ConfigError
 from ...torch_private import is_compiled
@@ -159,9 +160,10 @@ class DataParallelStrategy(Strategy):
         self.turn_device = device
 
     # --- the task ---------------------------------------------------------------------------------------------------
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Start with no thread running; raise ConfigError for what cannot be done on several devices."""
-        super().setup(task, optimizers, local_replicas)
+        super().setup(task, optimizers, layout, one_order)
+        local_replicas = len(layout.owned(self.data_ranks.rank))
         reproducible = task.trainer.reproducible
         on_cpu = self.devices[0].type == "cpu"
         if len(self.devices) > 1:

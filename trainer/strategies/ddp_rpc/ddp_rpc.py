@@ -19,13 +19,16 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
+from ...data.sampling import Layout
 from ...errors import ConfigError, TaskError
 from ...optimization.outputs import describe_bad_loss
+from ...processes.collectives import Collectives
 from ...processes.environment import Place, find_store
 from ...processes.signals import handling_end_signals
-from ...processes.sync import Phase
-from ...torch_private import require_reduced
+from ...processes.sync import Phase, Timeouts
 from ..ddp import DDPStrategy
+from ..servers import Servers
+from ..state_dicts import StateDicts
 from . import remote
 from .remote import Office, Remote, peers_gone
 from .remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
@@ -35,6 +38,58 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("legato")
 _SERVER_POLL = 0.05  # seconds between two looks of a server at whether the run is over
+
+
+class RpcServers(Servers):
+    """The last processes of a run, which hold its remote modules."""
+
+    def __init__(self, count: int, init_method: str | None, timeouts: Timeouts) -> None:
+        self.count, self.init_method, self.timeouts = count, init_method, timeouts
+
+    def serves(self, place: Place) -> bool:
+        """Return whether the process at this place is a server."""
+        if place.origin == "script":
+            raise ConfigError(
+                "strategy ddp_rpc makes process groups of its own, for trainers and servers; call it without a process "
+                "group, or set trainer.cluster=off."
+            )
+        return place.rank >= self.trainers(place)
+
+    def trainers(self, place: Place) -> int:
+        """Return the number of trainers, which are the first processes; raises ConfigError where there is none."""
+        trainers = place.world_size - self.count
+        if place.nodes > 1:
+            raise ConfigError(
+                f"strategy ddp_rpc runs on one node, here are {place.nodes}: remote calls between nodes are not "
+                f"supported yet. Set num_nodes to 1."
+            )
+        if trainers < 1:
+            raise ConfigError(
+                f"strategy ddp_rpc needs a trainer besides its servers: {place.world_size} processes - {self.count} "
+                f"servers = {trainers}. Start trainer.devices + servers processes."
+            )
+        return trainers
+
+    def enter(self, place: Place) -> Office:
+        """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
+        trainers, limit = self.trainers(place), self.timeouts["startup"]
+        name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
+        if Office.opened is None:
+            _, store = find_store(place, limit, self.init_method)
+            seconds = self.timeouts["step"].total_seconds()
+            Office.opened = Office(store, place.rank, place.world_size, name, seconds)
+        servers = [f"server{index}" for index in range(self.count)]
+        Office.opened.begin_stage(servers, limit, own=name if name in servers else None)
+        return Office.opened
+
+    def serve(self, place: Place, task: "Task", seed: int) -> None:
+        """Hold this server's modules until the trainers have ended the run, whatever signals say."""
+        names = dealt(task.remote_modules(), self.count)
+        remote.fill_shelf(task, names[place.rank - self.trainers(place)], seed)
+        office = self.enter(place)
+        with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
+            while not office.is_over():
+                time.sleep(_SERVER_POLL)
 
 
 class DDPRPCStrategy(DDPStrategy):
@@ -64,7 +119,8 @@ class DDPRPCStrategy(DDPStrategy):
         )
         if isinstance(servers, bool) or servers < 1:
             raise ConfigError(f"servers={servers!r}: expected at least 1 process for the remote modules.")
-        self.servers = servers
+        self.servers: RpcServers = RpcServers(servers, init_method, self.timeouts)
+        self.has_all_weights = False  # those of remote modules are on servers
         self.office: Office | None = None
         self.finished = False
         """Whether the run has come to its end, for good."""
@@ -80,72 +136,26 @@ class DDPRPCStrategy(DDPStrategy):
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """One trainer a device, and the servers."""
-        return len(devices) + self.servers
-
-    @property
-    def has_all_weights(self) -> bool:
-        """Those of remote modules are on servers."""
-        return False
-
-    def serves(self, place: Place) -> bool:
-        """Tell whether the process at this place is a server."""
-        if place.origin == "script":
-            raise ConfigError(
-                "strategy ddp_rpc makes process groups of its own, for trainers and servers; call it without a process "
-                "group, or set trainer.cluster=off."
-            )
-        return place.rank >= self._trainers(place)
-
-    def _trainers(self, place: Place) -> int:
-        trainers = place.world_size - self.servers
-        if place.nodes > 1:
-            raise ConfigError(
-                f"strategy ddp_rpc runs on one node, here are {place.nodes}: remote calls between nodes are not "
-                f"supported yet. Set num_nodes to 1."
-            )
-        if trainers < 1:
-            raise ConfigError(
-                f"strategy ddp_rpc needs a trainer besides its servers: {place.world_size} processes - {self.servers} "
-                f"servers = {trainers}. Start trainer.devices + servers processes."
-            )
-        return trainers
-
-    def _enter_office(self, place: Place) -> Office:
-        """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
-        trainers, limit = self._trainers(place), self.timeouts["startup"]
-        name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
-        if Office.opened is None:
-            _, store = find_store(place, limit, self.init_method)
-            seconds = self.timeouts["step"].total_seconds()
-            Office.opened = Office(store, place.rank, place.world_size, name, seconds)
-        servers = [f"server{index}" for index in range(self.servers)]
-        Office.opened.begin_stage(servers, limit, own=name if name in servers else None)
-        return Office.opened
-
-    def serve(self, place: Place, task: "Task", seed: int) -> None:
-        """Hold this server's modules until the trainers have ended the run, whatever signals say."""
-        names = dealt(task.remote_modules(), self.servers)
-        remote.fill_shelf(task, names[place.rank - self._trainers(place)], seed)
-        office = self._enter_office(place)
-        with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
-            while not office.is_over():
-                time.sleep(_SERVER_POLL)
+        return len(devices) + self.servers.count
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open remote calls to the servers, then the trainers' own process group."""
-        self.office, self.finished = self._enter_office(place), False
-        trainers = self._trainers(place)
+        self.office, self.finished = self.servers.enter(place), False
+        trainers = self.servers.trainers(place)
         super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
         if self.meeting:
-            self.meeting += f"; besides them {self.servers} with remote modules"
+            self.meeting += f"; besides them {self.servers.count} with remote modules"
 
     # --- the task ---------------------------------------------------------------------------------------------------
-    def build_remote_modules(self, task: "Task", seed: int) -> None:
-        """Put what calls the servers in the place of the modules that the task names."""
+    def build_model(self, task: "Task") -> None:
+        """Build the task's modules, with proxies that call the servers for those that it names as remote."""
+        task.configure_model()
         self.makers = named_modules(task)
         self.remotes = {}
         homes = {
-            name: f"server{index}" for index, names in enumerate(dealt(self.makers, self.servers)) for name in names
+            name: f"server{index}"
+            for index, names in enumerate(dealt(self.makers, self.servers.count))
+            for name in names
         }
         for name in self.makers:
             before = dict(task.named_children()).get(name)
@@ -153,28 +163,24 @@ class DDPRPCStrategy(DDPStrategy):
             setattr(task, name, self.remotes[name])
             if self.place.rank == 0 and before is not None and not isinstance(before, Remote):
                 self.remotes[name].load_state_dict(before.state_dict())  # of an earlier run of this task
-        self.collectives.barrier()
-
-    def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
-        """Load weights, those of remote modules from rank 0 to their servers."""
-        super().load_model_state(weights, strict)
+        self.state_dicts = RemoteStateDicts(task, self.remotes, self.collectives)
         self.collectives.barrier()
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
         """Refuse: the sums of batch norm's gradients would meet within distributed autograd."""
         raise ConfigError("sync_batchnorm=true does not go with strategy ddp_rpc. Leave it out, or use strategy ddp.")
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Make the servers' optimizers. Raises ConfigError for what does not go with remote modules."""
         if optimizers:
             self._refuse(task, optimizers)
-        super().setup(task, optimizers, local_replicas)
+        super().setup(task, optimizers, layout, one_order)
         self.context, self.held = None, {}
         if not optimizers:
             return
         (optimizer,) = optimizers
         if self.place.rank == 0:
-            for server in self._servers_used():
+            for server in servers_of(self.remotes):
                 remote.call(server, remote.make_optimizer, type(optimizer), options_of(optimizer))
         self.collectives.barrier()
         there = [parameter for one in self.remotes.values() for parameter in one.parameters_there()]
@@ -204,9 +210,6 @@ class DDPRPCStrategy(DDPStrategy):
                 raise ConfigError(f"strategy ddp_rpc does not go with {what}.")
         refuse_remote_optimizers(task, optimizers)
 
-    def _servers_used(self) -> list[str]:
-        return sorted({one.server for one in self.remotes.values()})
-
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
         """Call training_step in a distributed autograd context of its own."""
@@ -234,12 +237,8 @@ class DDPRPCStrategy(DDPStrategy):
         with peers_gone("server"):
             dist_autograd.backward(context, [loss])  # type: ignore[attr-defined]
             self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
-        if last and self.module is not None:
-            try:
-                require_reduced(self.module)
-            except RuntimeError as error:
-                self._name_unused(error)
-                raise
+        if last and self.ddp is not None:
+            self.ddp.require_reduced()
         self._take(dist_autograd.get_gradients(context), last)  # type: ignore[attr-defined]
         self._close_context()
 
@@ -265,7 +264,7 @@ class DDPRPCStrategy(DDPStrategy):
     def _add_held(self) -> None:
         """Add the gradients of the turns before the last one: in its context DDP reduces that one's alone."""
         held, self.held = self.held, {}
-        for parameter in self.parameters:
+        for parameter in self.reducer.parameters:
             if not parameter.requires_grad:
                 continue
             before = held.get(parameter)
@@ -277,22 +276,18 @@ class DDPRPCStrategy(DDPStrategy):
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Take part in the trainers' reduction without a gradient."""
-        if self.module is None or not last:
+        if self.ddp is None or not last:
             self._close_context()
             return
-        self.module.require_backward_grad_sync = True
         self._open_context()
-        nothing = self.nothing if after_forward else self.module("nothing").loss
-        self.nothing = None
-        assert nothing is not None
-        self.backward(nothing, last=True)
+        self.backward(self.ddp.zero_loss(after_forward), last=True)
 
     def abandon_step(self) -> None:
         """Drop the gradients of a step that ends before its last turn, here and on the servers."""
         super().abandon_step()
         self._close_context()
         self.held = {}
-        for server in self._servers_used():
+        for server in servers_of(self.remotes):
             remote.call(server, remote.drop_gradients, self.place.rank)
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
@@ -302,12 +297,12 @@ class DDPRPCStrategy(DDPStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
         """Update the dense weights here, and let the servers update theirs once all trainers have come."""
-        scale, trainers = 1.0 / self.gradient_scale, self.place.world_size
+        scale, trainers = 1.0 / self.reducer.scale, self.place.world_size
         options = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):
             waiting = [
                 rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, options))
-                for server in self._servers_used()
+                for server in servers_of(self.remotes)
             ]
             returned = super().optimizer_step(optimizer, closure)
             for one in waiting:
@@ -337,15 +332,32 @@ class DDPRPCStrategy(DDPStrategy):
             self.office.end_stage(whole=self.finished)
         self.office = None
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+
+def servers_of(remotes: Mapping[str, Remote]) -> list[str]:
+    """Return the names of the servers that hold remote modules."""
+    return sorted({one.server for one in remotes.values()})
+
+
+class RemoteStateDicts(StateDicts):
+    """State dicts of a task whose remote modules, and their optimizers' states, are on servers."""
+
+    def __init__(self, task: "Task", remotes: Mapping[str, Remote], collectives: Collectives) -> None:
+        super().__init__()
+        self.task, self.remotes, self.collectives = task, remotes, collectives
+
+    def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
+        """Load weights, those of remote modules from rank 0 to their servers."""
+        super().load_model(task, weights, strict)
+        self.collectives.barrier()
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of `optimizer` and of the servers', as one process has it; of rank 0 it is whole."""
         own = optimizer.state_dict()
-        if self.place.rank > 0:
+        if self.collectives.rank > 0:
             return own
         whole: dict[str, Any] = {"state": {}, "param_groups": [dict(own["param_groups"][0])]}
         states, count = (
-            {server: remote.call(server, remote.optimizer_state_on_shelf) for server in self._servers_used()},
+            {server: remote.call(server, remote.optimizer_state_on_shelf) for server in servers_of(self.remotes)},
             0,
         )
         for position, (server, index) in enumerate(self._places()):
@@ -356,10 +368,13 @@ class DDPRPCStrategy(DDPStrategy):
         whole["param_groups"][0]["params"] = list(range(count))
         return whole
 
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Take over the state that one process would have, each part where it belongs."""
         group = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
-        parts: dict[str | None, dict[int, Any]] = {None: {}, **{server: {} for server in self._servers_used()}}
+        parts: dict[str | None, dict[int, Any]] = {
+            None: {},
+            **{server: {} for server in servers_of(self.remotes)},
+        }
         places = self._places()
         if len(places) != len(state["param_groups"][0]["params"]):
             raise ValueError(f"it is of {len(state['param_groups'][0]['params'])} parameters, here are {len(places)}")
@@ -372,14 +387,13 @@ class DDPRPCStrategy(DDPStrategy):
             own = {"state": part, "param_groups": [{**group, "params": list(range(sizes[server]))}]}
             if server is None:
                 optimizer.load_state_dict(own)
-            elif self.place.rank == 0:
+            elif self.collectives.rank == 0:
                 remote.call(server, remote.load_optimizer_on_shelf, own)
         self.collectives.barrier()
 
-    def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
+    def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
         """Return None: those on servers have none here, and their order is that of the task."""
         return None
 
     def _places(self) -> list[tuple[str | None, int]]:
-        assert self.task is not None
         return remote.remote_indices(self.task, self.remotes)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from ...errors import ConfigError
 from ...torch_private import batch_norms, dropouts
-from .remote_modules import make_module
+from ..servers import make_module
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch itself still uses its own torch.jit.script

@@ -1,42 +1,18 @@
-"""The modules that a task marks as remote: made with the same weights wherever they come to live."""
+"""Remote modules as strategy ddp_rpc uses them: which there are, on which server, and what their optimizers need."""
 
 import inspect
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...data.sampling import mix
-from ...errors import ConfigError, TaskError
+from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
 
-def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Return the module that a task names, with the weights that it has under every strategy; raises TaskError."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
-        module = make() if callable(make) and not isinstance(make, nn.Module) else None
-    if not isinstance(module, nn.Module) or not name.isidentifier():
-        raise TaskError(
-            f"remote_modules must return attribute names, each with a function that makes a module; it returned "
-            f"{name!r}: {make!r}."
-        )
-    return module
-
-
-def build_here(task: "Task", seed: int) -> None:
-    """Give a task the modules that it marks as remote, in this process."""
-    for name, make in task.remote_modules().items():
-        if not isinstance(getattr(task, name, None), nn.Module):
-            setattr(task, name, make_module(name, make, seed))
-
-
-# --- as strategy ddp_rpc has them -------------------------------------------------------------------------------------
 def named_modules(task: "Task") -> dict[str, Callable[[], nn.Module]]:
     """Return the remote modules that a task names; raises ConfigError where there are none to be had by servers."""
     found = dict(task.remote_modules())

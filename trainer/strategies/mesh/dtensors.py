@@ -1,6 +1,6 @@
 """DTensors on a mesh: whole tensors taken apart and put together, and norms of gradients held in parts."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, ConfigError
 from ...torch_private import Tensors, local_part, own_buffers, own_parameters, unscale_each
 
 TensorChange = Callable[[Tensor], Any]
@@ -333,3 +333,42 @@ class MeshScaler(torch.amp.GradScaler):
         self.set_growth_factor(state_dict["growth_factor"])
         self.set_backoff_factor(state_dict["backoff_factor"])
         self.set_growth_interval(state_dict["growth_interval"])
+
+
+class SingleTensorSteps:
+    """Lets optimizers update one parameter after the other where a group's parameters lie on several meshes.
+
+    torch's `foreach` and `fused` kernels take tensors of one mesh only.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[dict[str, Any]] = []
+        """The parameter groups whose `foreach` was None, and must be False here."""
+
+    def start(self, optimizers: Sequence[Optimizer]) -> None:
+        """Apply it to other optimizers, and forget those before."""
+        self.groups = []
+        self.apply(optimizers)
+
+    def apply(self, optimizers: Sequence[Optimizer]) -> None:
+        """Set `foreach` to False where that is needed; raises ConfigError where the user has set it to True."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
+                if len(meshes) < 2:
+                    continue
+                for option in ("foreach", "fused"):
+                    if group.get(option):
+                        raise ConfigError(
+                            f"{type(optimizer).__name__}({option}=True): its kernels take tensors of one mesh, but "
+                            f"under this strategy's tensor parallelism these lie on {len(meshes)}. Leave {option} out."
+                        )
+                if group.get("foreach", False) is None:
+                    group["foreach"] = False
+                    self.groups.append(group)
+
+    def restore_options(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Let an optimizer's state dict say what the user has said."""
+        for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+            if any(group is own for own in self.groups):
+                saved["foreach"] = None

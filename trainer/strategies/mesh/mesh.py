@@ -1,7 +1,7 @@
 """Mesh: parameters sharded (FSDP2), layers cut (tensor parallelism), batches dealt out: each an axis of the mesh."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...data import masked
@@ -23,9 +22,14 @@ from ...processes.sync import Phase
 from ...torch_private import drop_sharded_gradients
 from ..bitwise.buffers import ReplicaBuffers
 from ..group import GroupStrategy
+from ..reducers import Reducer
+from ..servers import build_remote_modules
+from ..state_dicts import ShardedStateDicts
 from . import dtensors, weight_broadcast
+from .reducer import MeshReducer
 from .sharding import Sharding, as_sharded, sharded
 from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
+from .state_dicts import MeshStateDicts
 from .tensor_plan import apply_plan
 from .unwrap import Wrapping
 
@@ -106,7 +110,6 @@ class MeshStrategy(GroupStrategy):
     """
 
     name = "mesh"
-    reads_in_parts = ("state_dict", "optimizer_states")
 
     def __init__(  # noqa: PLR0913 (each a key of the config)
         self,
@@ -144,26 +147,18 @@ class MeshStrategy(GroupStrategy):
         self.group: dist.ProcessGroup | None = None
         """The process group that the mesh was made in."""
         self.among = SINGLE
-        self.saving: Collectives | None = None
         self.steps: MeshSteps | None = None
         """What calls the task's steps, and is the outermost sharded module; None in one process."""
         self.wrapping: Wrapping | None = None
-        self.sends = True
-        """Whether gradients meet in the next backward."""
         self.between_steps = True
-        self.single_tensor_groups: list[dict[str, Any]] = []
-        """The parameter groups whose `foreach` was None, and must be False here."""
+        self.single_tensor_steps = dtensors.SingleTensorSteps()
+        self.state_dicts: ShardedStateDicts = MeshStateDicts(self.single_tensor_steps)
 
     # --- processes --------------------------------------------------------------------------------------------------
-    @property
-    def lockstep(self) -> bool:
-        """Whether all processes must take equally many turns: a forward gathers the parameters from all of them."""
-        return self.data_ranks.size > 1
-
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)
-        self.check_sizes(self.sizes)
+        self._check_sizes(self.sizes)
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
@@ -175,12 +170,14 @@ class MeshStrategy(GroupStrategy):
         if self.mesh is None or self.group is not dist.group.WORLD:  # one mesh serves all stages of a trainer
             self.mesh, self.group = make_mesh(self.sizes, self.device.type), dist.group.WORLD
             self.among = data_ranks(self.sizes, place.rank)
-            self.saving = GroupCollectives(place.rank, place.world_size, dist.new_group(backend="gloo"))
+            self.state_dicts.open_writers(place.rank, place.world_size)
         self.data_ranks = self.among
+        # a forward gathers parameters from all processes; what it gathers in inference mode could not be trained again
+        self.lockstep, self.allows_inference_mode, self.compiles_blocks = self.data_ranks.size > 1, False, True
         if self.precision.scaler is not None:
             self.precision.scaler = dtensors.MeshScaler(self.device.type)
 
-    def check_sizes(self, sizes: Sizes) -> None:
+    def _check_sizes(self, sizes: Sizes) -> None:
         """Refuse an axis `pipeline` of more than one process."""
         if sizes.pipeline > 1:
             raise ConfigError(
@@ -190,14 +187,14 @@ class MeshStrategy(GroupStrategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def build_model(self, task: "Task") -> None:
-        """Call the task's configure_model; with `meta_init` on rank 0 only, elsewhere no weight takes memory."""
-        if self.meta_init and self.place.rank > 0:
-            with torch.device("meta"):
-                task.configure_model()
-        else:
+        """Build the task's modules; with `meta_init` on rank 0 only, elsewhere no weight takes memory."""
+        if not self.meta_init:
+            super().build_model(task)
+            return
+        with nullcontext() if self.place.rank == 0 else torch.device("meta"):
             task.configure_model()
-        if self.meta_init and self.place.world_size > 1:
-            torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
+        torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
+        build_remote_modules(task, task.trainer.seed)
 
     def place_task(self, task: "Task") -> None:
         """Give this process its part of the task's weights, which are those of rank 0."""
@@ -231,52 +228,28 @@ class MeshStrategy(GroupStrategy):
             parts = torch.device("cpu") if self.sharding.cpu_offload and self.data_ranks.size > 1 else self.device
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
-    def set_layout(self, layout: Layout, bitwise: bool) -> None:
-        """Know which replicas run where."""
-        if bitwise and self.mesh is not None:
-            raise ConfigError(
-                f"reproducible: bitwise needs gradients that meet in one order on any number of processes; strategy "
-                f"{self.name!r} adds them up in torch's own order. Use reproducible: order, or strategy ddp."
-            )
-        super().set_layout(layout, bitwise)
-
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
-        """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
+        """Prepare the placed task for training. Raises ConfigError for what does not go together."""
         if self.mesh is not None:
+            if one_order:
+                raise ConfigError(
+                    f"reproducible: bitwise needs gradients that meet in one order on any number of processes; "
+                    f"strategy {self.name!r} adds them up in torch's own order. Use reproducible: order, or strategy "
+                    f"ddp."
+                )
             refuse_mesh_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
-            self._use_single_tensor_steps(optimizers)
-        super().setup(task, optimizers, local_replicas)
+            self.single_tensor_steps.start(optimizers)
+        super().setup(task, optimizers, layout, one_order)
         if self.steps is not None:
             self.steps.replica_buffers = self.buffers
-        self.sends = self.between_steps = True
+        self.between_steps = True
 
-    def compile(self, task: "Task", options: bool | Mapping[str, Any]) -> None:
-        """Compile nothing more: blocks were compiled before hooks were put on them."""
+    def _reducer_for(self, task: "Task") -> Reducer:
         if self.mesh is None:
-            super().compile(task, options)
-
-    def _use_single_tensor_steps(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers update one parameter after the other where parameters lie on several meshes.
-
-        torch's `foreach` and `fused` kernels take tensors of one mesh only.
-        """
-        self.single_tensor_groups = []
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                meshes = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
-                if len(meshes) < 2:
-                    continue
-                for option in ("foreach", "fused"):
-                    if group.get(option):
-                        raise ConfigError(
-                            f"{type(optimizer).__name__}({option}=True): its kernels take tensors of one mesh, but "
-                            f"with tensor={self.sizes.tensor} these lie on {len(meshes)}. Leave {option} out."
-                        )
-                if group.get("foreach", False) is None:
-                    group["foreach"] = False
-                    self.single_tensor_groups.append(group)
+            return super()._reducer_for(task)
+        return MeshReducer(task.parameters(), as_sharded(self.steps), self.sizes.tensor > 1, self.collectives)
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host, or one without values; every rank calls it."""
@@ -304,7 +277,7 @@ class MeshStrategy(GroupStrategy):
         """
         if self.steps is None:
             return super().training_step(arguments, last)
-        self._send_gradients(last)
+        self.reducer.set_sync(last)
         self.buffers.settle()
         if self.between_steps:
             self.align_buffers()
@@ -317,12 +290,6 @@ class MeshStrategy(GroupStrategy):
                 f"processes wait for this one in backward. Return the loss times 0.0 instead."
             )
         return output
-
-    def _send_gradients(self, last: bool) -> None:
-        root = as_sharded(self.steps)
-        if self.sends is not last and root is not None:
-            root.set_requires_gradient_sync(last)
-        self.sends = last
 
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
@@ -342,14 +309,7 @@ class MeshStrategy(GroupStrategy):
 
     def _close_step(self) -> None:
         self.between_steps = True
-        if self.sizes.tensor == 1 or self.task is None:
-            return
-        for parameter in self.task.parameters():
-            gradient = parameter.grad
-            if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-                continue
-            if gradient.placements != parameter.placements:  # sums over the sequence that are partial yet
-                parameter.grad = gradient.redistribute(placements=parameter.placements)
+        self.reducer.complete()
 
     def abandon_step(self) -> None:
         """Drop the gradients of the turns of a step that ends before its last one."""
@@ -369,10 +329,6 @@ class MeshStrategy(GroupStrategy):
             super().repeat_step(arguments) if self.steps is None else self.evaluation_step("training_step", arguments)
         )
 
-    def no_gradients(self, inference_mode: bool) -> AbstractContextManager[Any]:
-        """Return what an evaluation runs under: parameters gathered in inference mode could not be trained again."""
-        return super().no_gradients(inference_mode and self.mesh is None)
-
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` of the task."""
         if self.steps is None:
@@ -384,13 +340,6 @@ class MeshStrategy(GroupStrategy):
             root.reshard()  # no backward will drop what the outermost block has gathered
         return output
 
-    def gradients_are_finite(self, parameters: Iterable[Tensor]) -> bool:
-        """Return whether the gradient is finite in every rank's part of it."""
-        finite = super().gradients_are_finite(parameters)
-        if self.mesh is None:
-            return finite
-        return not self.collectives.all_reduce(torch.tensor([float(not finite)]), "max").item()
-
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:
         """Clip the gradients of `optimizer`'s parameters by the norm of all their parts, or by value."""
         if self.mesh is None:
@@ -399,31 +348,6 @@ class MeshStrategy(GroupStrategy):
             dtensors.clip_value(optimizer, limit)
             return None
         return dtensors.clip_norm(optimizer, limit, self.place.world_size)
-
-    # --- checkpoints: each rank writes its parts ----------------------------------------------------------------------
-    @property
-    def writers(self) -> Collectives | None:
-        """All ranks, by a process group of their own: a save in the background must not meet training's collectives."""
-        return self.saving
-
-    def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
-        """Take this process's part of whole weights."""
-        assert self.task is not None
-        dtensors.load_sharded_weights(self.task, weights, strict)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of `optimizer`, with this rank's parts."""
-        found = super().optimizer_state(optimizer)
-        for group, saved in zip(optimizer.param_groups, found["param_groups"], strict=True):
-            if any(group is own for own in self.single_tensor_groups):
-                saved["foreach"] = None
-        return found
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take this process's part of what `optimizer_state` returned, on any layout."""
-        dtensors.load_optimizer(optimizer, state)
-        if self.mesh is not None:
-            self._use_single_tensor_steps([optimizer])
 
 
 class MeshSteps(nn.Module):

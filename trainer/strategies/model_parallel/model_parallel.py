@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
 from ...errors import ConfigError
 from ...optimization.precision import Precision
@@ -98,8 +99,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         other options are those of ddp, but for elastic runs.
         """
         super().__init__(**options)
-        if self.elastic is not None:
-            raise ConfigError("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
+        self.elastic.refuse("elastic=true is for strategy ddp; ddp_model_parallel cannot heal a running group.")
         self.own_devices = None if part_devices is None else [read_device(name) for name in part_devices]
         self.parts_wanted = devices_per_replica or (len(self.own_devices) if self.own_devices else 2)
         if isinstance(self.parts_wanted, bool) or not isinstance(self.parts_wanted, int) or self.parts_wanted < 2:
@@ -122,9 +122,9 @@ class DDPModelParallelStrategy(DDPStrategy):
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """One process for every `devices_per_replica` devices. Raises ConfigError where that does not come out even."""
-        return len(self.share_out(self.own_devices or devices))
+        return len(self._share_out(self.own_devices or devices))
 
-    def share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
+    def _share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
         """Return the devices of each process of this machine, neighbours together."""
         size, whose = self.parts_wanted, "trainer.devices" if self.own_devices is None else "part_devices"
         processes, rest = divmod(len(devices), size)
@@ -141,7 +141,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         given, size = list(self.own_devices or devices), self.parts_wanted
         if {device.type for device in given} == {"cpu"}:  # as many as it takes, whoever started the processes
             given = [torch.device("cpu")] * (size * place.local_world_size)
-        groups = self.share_out(given)
+        groups = self._share_out(given)
         if place.local_world_size > len(groups):
             raise ConfigError(
                 f"{place.local_world_size} processes on this machine with devices_per_replica={size} need "
@@ -166,7 +166,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """The devices of the parts, from the first block to the loss."""
         return list(self.parts)
 
-    def device_ids(self) -> list[torch.device] | None:
+    def _device_ids(self) -> list[torch.device] | None:
         """None: DDP leaves inputs where they are, as it must for a module on several devices."""
         return None
 
@@ -223,14 +223,14 @@ class DDPModelParallelStrategy(DDPStrategy):
                 f"{f' and {len(astray) - 4} more' if len(astray) > 4 else ''}. Place them in configure_model."
             )
 
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Make the placed task ready to be trained. Raises ConfigError where micro-batches cannot be had."""
         if self.micro_batches > 1 and optimizers and not task.automatic_optimization:
             raise ConfigError(
                 f"micro_batches={self.micro_batches} calls training_step for each piece of a batch, but with manual "
                 f"optimization each call would update the weights. Leave micro_batches out."
             )
-        super().setup(task, optimizers, local_replicas)
+        super().setup(task, optimizers, layout, one_order)
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
         """Let batch norm have its statistics over all processes; return what undoes it."""
@@ -250,18 +250,18 @@ class DDPModelParallelStrategy(DDPStrategy):
         super().teardown()
 
     # --- the step ---------------------------------------------------------------------------------------------------
-    def steps_of(self, task: "Task") -> DDPSteps:
+    def _steps_of(self, task: "Task") -> DDPSteps:
         """Return what gives DDP a forward that calls a step of the task, piece by piece."""
         return DDPSteps(task, self.buffers) if self.micro_batches == 1 else _SteppedByPieces(self, task)
 
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
         """Call training_step, with each piece of the batch where there are `micro_batches`."""
-        if self.micro_batches == 1 or self.module is not None:
+        if self.micro_batches == 1 or self.ddp is not None:
             return super().training_step(arguments, last)
         with self.precision.forward_context():
-            return self.run_pieces("training_step", arguments)
+            return self._run_pieces("training_step", arguments)
 
-    def run_pieces(self, name: str, arguments: Sequence[Any]) -> Any:
+    def _run_pieces(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` with each piece of the batch; return what it would return for the whole of it."""
         assert self.task is not None
         batch, *others = arguments
@@ -279,10 +279,10 @@ class _SteppedByPieces(DDPSteps):
 
     def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
         super().__init__(task, strategy.buffers)
-        self.run_pieces = strategy.run_pieces
+        self._run_pieces = strategy._run_pieces
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
-        return self.run_pieces(name, arguments)
+        return self._run_pieces(name, arguments)
 
 
 @contextmanager

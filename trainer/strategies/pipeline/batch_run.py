@@ -54,7 +54,7 @@ class BatchRun:
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
         self.recorders = [LogRecorder() for _ in self.sizes]
-        seed_generators(mix(self.key, strategy.own_place))  # lest stages draw the same masks
+        seed_generators(mix(self.key, strategy.owners.own))  # lest stages draw the same masks
 
     def _of_all(self, number: int) -> list[int]:
         """Return this number of all pipelines that gather parameters together, and so must do the same."""
@@ -74,7 +74,7 @@ class BatchRun:
                     f"The input of a pipeline is cut along its first dimension; {self.gates.blocks[0].name!r} was "
                     f"given a tensor of shape {tuple(tensor.shape)} for {self.sizes[0]} samples. Make it in the block."
                 )
-        seed_generators(mix(self.key, self.strategy.own_place))
+        seed_generators(mix(self.key, self.strategy.owners.own))
         return found[0] if len(found) == 1 else tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
 
     def loss(self, output: Tensor, index: int) -> Tensor:

@@ -9,7 +9,7 @@ gates.py lets training_step run without its blocks, stages.py runs the blocks. E
 the parameters of other stages only their shapes. What the step logs is known on the last stage, which tells the others.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...checkpoints.shards import in_parts, outlines
+from ...data.sampling import Layout
 from ...data.transfer import map_tensors
 from ...errors import ConfigError
 from ...metrics.reduce import to_floats
 from ...optimization.outputs import losses_of
+from ...processes.environment import Place
 from ...torch_private import set_local_data
 from ..data_parallel.chunks import combine
 from ..mesh import dtensors, weight_broadcast
@@ -31,10 +32,11 @@ from ..mesh.sharding import sharded
 from ..mesh.sizes import Schedule, Sizes, stages_each
 from ..mesh.tensor_plan import apply_plan
 from ..mesh.unwrap import Wrapping
-from ..model_parallel.parts import PartBlock, check_counts, cut_task, refuse_idle, stage_places, tensors_of
+from ..model_parallel.parts import check_counts, cut_task, refuse_idle, tensors_of
 from .batch_run import BatchRun
 from .intercept import Gates
-from .stages import Stage, Stages
+from .stages import Stage, StageOwners, Stages
+from .state_dicts import PipelineStateDicts
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -68,19 +70,17 @@ class PipelineMeshStrategy(MeshStrategy):
             raise ConfigError("strategy mesh: schedule, micro_batches and split are for a pipeline; set pipeline, too.")
         self.schedule: Schedule = schedule
         self.pieces_wanted, self.split = micro_batches, split
-        self.owner: dict[int, int] = {}
-        """For each parameter and buffer (by id) the place on the axis `pipeline` that has it."""
+        self.owners = StageOwners([], [], 1, 0)
+        self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.single_tensor_steps)
         self.stages: Stages | None = None
         self.gates: Gates | None = None
         self.line: dist.ProcessGroup | None = None
         """The processes of one pipeline."""
-        self.kept: list[Tensor] = []
-        """The task's parameters and buffers."""
         self.opening = True
         """Whether the next turn is the first one of a step."""
 
     # --- processes --------------------------------------------------------------------------------------------------
-    def check_sizes(self, sizes: Sizes) -> None:
+    def _check_sizes(self, sizes: Sizes) -> None:
         """Refuse axes and options that do not go with a pipeline; raises ConfigError."""
         if sizes.pipeline == 1:
             return
@@ -88,25 +88,12 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.meta_init:
             raise ConfigError("strategy mesh: meta_init hands out parts of tensors, of which a pipeline has none.")
 
-    @property
-    def lockstep(self) -> bool:
-        """Pipelines take turns each for itself, but where they share parameters."""
-        return super().lockstep and (self.sizes.pipeline == 1 or self.sizes.shard > 1)
-
-    @property
-    def own_place(self) -> int:
-        """Where on the axis `pipeline` this process stands."""
-        return self.sizes.place_of(self.place.rank)["pipeline"]
-
-    @property
-    def last_place(self) -> int:
-        """Where on it the last stage is."""
-        return self.sizes.pipeline - 1
-
-    @property
-    def has_all_weights(self) -> bool:
-        """Not where there are stages."""
-        return self.sizes.pipeline == 1
+    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
+        """Open the process group and lay the mesh."""
+        super().join(place, devices, precision)
+        self.has_all_weights = self.sizes.pipeline == 1
+        # pipelines take turns independently unless they share parameters
+        self.lockstep = self.lockstep and (self.sizes.pipeline == 1 or self.sizes.shard > 1)
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def place_task(self, task: "Task") -> None:
@@ -124,38 +111,31 @@ class PipelineMeshStrategy(MeshStrategy):
         self.wrapping = Wrapping(task)
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
-        places = {index: stage for index, stage in enumerate(stages) if index % self.sizes.pipeline == self.own_place}
+        own_place = self.sizes.place_of(self.place.rank)["pipeline"]
+        places = {index: stage for index, stage in enumerate(stages) if index % self.sizes.pipeline == own_place}
         modules = {index: Stage(stage) for index, stage in places.items()}
         if self.sizes.shard > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
             for module in modules.values():
                 self.sharding.apply(module, module, self.mesh[axes], self.precision)
         self.wrapping.done()
-        self._keep_own(task, stages)
+        self.owners = StageOwners(tensors_of(task), stages, self.sizes.pipeline, own_place)
+        self.state_dicts.open_stages(self.owners, self.line)
+        self._keep_own()
         self.gates = Gates(stages, modules, self._relay)
         self.stages = Stages(self.schedule, modules, len(stages), self.gates, self.device, self.line)
         self.opening = True
 
-    def _keep_own(self, task: "Task", stages: Sequence[Sequence[PartBlock]]) -> None:
+    def _keep_own(self) -> None:
         """Put what belongs to this process on its device, and of other parameters keep no more than their shapes."""
-        self.owner = stage_places(stages, self.sizes.pipeline)
-        self.kept = tensors_of(task)  # lest an id be used twice
-        for tensor in self.kept:
+        for tensor in self.owners.tensors:
             local = dtensors.local_of(tensor)
-            if self._is_foreign(tensor):
+            if self.owners.is_foreign(tensor):
                 set_local_data(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
                 set_local_data(tensor, local.data.to(self.device))
 
-    def _is_foreign(self, tensor: Tensor) -> bool:
-        """Return whether this is a parameter of another process's stages."""
-        return isinstance(tensor, nn.Parameter) and self._place_of(tensor) != self.own_place
-
-    def _place_of(self, tensor: Tensor) -> int:
-        """Return who has a parameter or buffer; what is in no block is the last stage's, where the loss is."""
-        return self.owner.get(id(tensor), self.last_place)
-
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], local_replicas: int) -> None:
+    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Make the placed task ready to be trained. Raises ConfigError for what does not go together."""
         if self.stages is not None and optimizers:
             from ....tasks.task import Task
@@ -169,7 +149,7 @@ class PipelineMeshStrategy(MeshStrategy):
                     "A pipeline needs reproducible: order. All processes of one load the same batch, which without "
                     "keyed random numbers they would not."
                 )
-        super().setup(task, optimizers, local_replicas)
+        super().setup(task, optimizers, layout, one_order)
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host; every rank calls it."""
@@ -181,9 +161,9 @@ class PipelineMeshStrategy(MeshStrategy):
                 module.reshard()
 
         def change(tensor: Tensor) -> Tensor:
-            place = self._place_of(tensor)
+            place = self.owners.place_of(tensor)
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if place == self.own_place:
+            if place == self.owners.own:
                 value.copy_(dtensors.whole(tensor))
             dist.broadcast(value, group=self.line, group_src=place)
             value = value.cpu()
@@ -197,7 +177,8 @@ class PipelineMeshStrategy(MeshStrategy):
         """Take the gates off the task's blocks."""
         self._close()
         self.stages = self.gates = None
-        self.owner, self.kept = {}, []
+        self.owners = StageOwners([], [], 1, 0)
+        self.state_dicts.open_stages(None, None)
         super().teardown()
 
     def _close(self) -> None:
@@ -232,7 +213,7 @@ class PipelineMeshStrategy(MeshStrategy):
             self.opening = False
             self.align_buffers()
         turn = BatchRun(self, self.task, arguments)
-        fresh = [one for one in self.kept if isinstance(one, nn.Parameter) and one.grad is None]
+        fresh = [one for one in self.owners.tensors if isinstance(one, nn.Parameter) and one.grad is None]
         with self.precision.forward_context():
             self.stages.run(turn.given(), len(turn.sizes), turn.kind, turn.loss, turn.known)
         output = self._told(turn)
@@ -250,7 +231,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.stages.has_last:
             losses = losses_of(output, 1)
             message = [(to_floats([loss.detach() for loss in losses]), isinstance(output, dict), turn.logged())]
-        dist.broadcast_object_list(message, group=self.line, group_src=self.last_place, device=torch.device("cpu"))
+        dist.broadcast_object_list(message, group=self.line, group_src=self.owners.last, device=torch.device("cpu"))
         values, in_dict, logged = message[0]
         for name, value, args, options in logged:
             self.task.log(name, value, *args, **options)
@@ -291,7 +272,7 @@ class PipelineMeshStrategy(MeshStrategy):
         """Add up the gradients of all pipelines; one that a pipeline lacks counts as zero."""
         self.opening = True
         self._close_step()
-        own = [one for one in self.kept if isinstance(one, nn.Parameter) and not self._is_foreign(one)]
+        own = [one for one in self.owners.own_tensors() if isinstance(one, nn.Parameter)]
         if self.sizes.shard > 1:  # what is sharded has met
             own = [one for one in own if not isinstance(one, DTensor)]
         for group in self._replica_groups():
@@ -313,7 +294,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.stages is None:
             super().align_buffers()
             return
-        own = [one for one in self.kept if not isinstance(one, nn.Parameter) and self._place_of(one) == self.own_place]
+        own = [one for one in self.owners.own_tensors() if not isinstance(one, nn.Parameter)]
         for group in self._replica_groups() if own else ():
             for buffer in own:
                 dist.broadcast(buffer, group=group, group_src=0)
@@ -323,56 +304,3 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.stages is None or algorithm == "value":
             return super().clip(optimizer, limit, algorithm)
         return dtensors.clip_norm(optimizer, limit, self.place.world_size // self.sizes.pipeline)
-
-    # --- checkpoints: each rank writes its parts of its stages, under the task's own names --------------------------
-    def model_state(self) -> dict[str, Any]:
-        """Return the task's state_dict, of other stages' tensors an empty part; every rank calls it."""
-        if self.stages is None:
-            return super().model_state()
-        assert self.task is not None
-        state = self.task.state_dict(keep_vars=True)
-        own = {name: value for name, value in state.items() if self._place_of(value) == self.own_place}
-        return in_parts(self._known(outlines(own), state), own)
-
-    def _known(self, mine: Mapping[Any, Any], order: Iterable[Any]) -> dict[Any, Any]:
-        """Return what all processes of the pipeline have between them, in this order."""
-        every: list[Any] = [None] * self.sizes.pipeline
-        dist.all_gather_object(every, mine, group=self.line)
-        merged = {key: value for each in every for key, value in each.items()}
-        return {key: merged[key] for key in order if key in merged}
-
-    def load_model_state(self, weights: Mapping[str, Any], strict: bool) -> None:
-        """Take the weights of this process's stages."""
-        if self.stages is None:
-            super().load_model_state(weights, strict)
-            return
-        assert self.task is not None
-        state = self.task.state_dict(keep_vars=True)
-        others = {name: weights[name] for name in state.keys() & weights.keys() if not isinstance(state[name], Tensor)}
-        with torch.no_grad():
-            for name in state.keys() & weights.keys() - others.keys():
-                if not self._is_foreign(state[name]):
-                    dtensors.fill(state[name], weights[name])
-        if others:  # a module's extra state
-            self.task.load_state_dict(others, strict=False)
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of `optimizer`, of other stages' tensors an empty part; every rank calls it."""
-        if self.stages is None:
-            return super().optimizer_state(optimizer)
-        found = super().optimizer_state(optimizer)
-        own = found["state"]
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known({index: outlines(values) for index, values in own.items()}, range(count))
-        found["state"] = {index: in_parts(values, own.get(index, {})) for index, values in known.items()}
-        return found
-
-    def load_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take what belongs to the parameters of this process's stages."""
-        if self.stages is None:
-            super().load_optimizer_state(optimizer, state)
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        foreign = {index for index, parameter in enumerate(parameters) if self._is_foreign(parameter)}
-        own = {index: values for index, values in state["state"].items() if index not in foreign}
-        super().load_optimizer_state(optimizer, {**state, "state": own})

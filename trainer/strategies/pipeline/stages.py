@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from ..mesh.sizes import Schedule
-from ..model_parallel.parts import PartBlock
+from ..model_parallel.parts import PartBlock, stage_places
 from .intercept import Gates
 
 KEPT_SHAPES = 8
@@ -53,6 +53,27 @@ class Stage(nn.Module):
             # of a frozen stage: torch 2.12 wants a gradient to be sent to it all the same
             return output if output.requires_grad else output.detach().requires_grad_()
         return output
+
+
+class StageOwners:
+    """Which place on the axis `pipeline` owns each parameter and buffer of a task."""
+
+    def __init__(self, tensors: Sequence[Tensor], stages: Sequence[Sequence[PartBlock]], places: int, own: int) -> None:
+        """`own`: this process's place."""
+        self.tensors, self.own, self.last = tensors, own, places - 1  # holds the tensors, lest an id be used twice
+        self.by_id = stage_places(stages, places)
+
+    def place_of(self, tensor: Tensor) -> int:
+        """Return the owner's place; what is in no block is owned by the last stage, where the loss is computed."""
+        return self.by_id.get(id(tensor), self.last)
+
+    def own_tensors(self) -> list[Tensor]:
+        """Return what this process holds: its parameters, and every buffer that is not another's."""
+        return [tensor for tensor in self.tensors if self.place_of(tensor) == self.own]
+
+    def is_foreign(self, tensor: Tensor) -> bool:
+        """Return whether this is a parameter of another process's stages."""
+        return isinstance(tensor, nn.Parameter) and self.place_of(tensor) != self.own
 
 
 class Stages:

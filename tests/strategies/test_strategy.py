@@ -1,0 +1,90 @@
+"""The contract of strategies: how large it is, that every strategy keeps to it, and one of a user's own."""
+
+import inspect
+
+import pytest
+import torch
+from tiny import Tiny, make_loader
+
+import legato as lg
+from legato.trainer.processes.collectives import SINGLE, Collectives, GroupCollectives
+from legato.trainer.strategies import STRATEGIES
+from legato.trainer.strategies.reducers import Reducer
+from legato.trainer.strategies.strategy import Strategy
+
+MOST_METHODS = 25
+
+
+def methods_of(kind):
+    """The methods and properties that a class defines itself."""
+    return {name for name, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)}
+
+
+def test_a_strategy_has_few_methods():
+    assert len(methods_of(Strategy)) <= MOST_METHODS, sorted(methods_of(Strategy))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_adds_nothing_public(name):
+    """What others may call is in the contract: nobody has to know which strategy it is."""
+    kind = STRATEGIES[name].split(":")[1]
+    contract = set(dir(Strategy()))
+    for parent in getattr(lg.strategies, kind).__mro__:
+        if parent is Strategy:
+            break
+        added = {one for one in methods_of(parent) if not one.startswith("_")}
+        assert added <= contract, f"{parent.__name__} adds {sorted(added - contract)}"
+
+
+def test_the_collectives_of_a_group_of_one_do_what_those_of_one_process_do():
+    assert methods_of(GroupCollectives) - {"__init__", "_group_for"} == methods_of(Collectives)
+    for ranks in (SINGLE, GroupCollectives(0, 1)):
+        value = torch.arange(3)
+        assert (ranks.rank, ranks.size) == (0, 1)
+        assert ranks.broadcast("text") == "text"
+        assert ranks.gather_objects({"a": 1}) == [{"a": 1}]
+        assert torch.equal(ranks.all_gather(value), value[None])
+        assert ranks.all_reduce(value, "sum") is value
+        ranks.barrier()
+        ranks.broadcast_tensors([value])
+        assert value.tolist() == [0, 1, 2]
+
+
+def test_a_reducer_knows_when_others_are_trained():
+    layer = torch.nn.Linear(2, 1)
+    layer.bias.requires_grad_(False)
+    reducer = Reducer(layer.parameters())
+    assert reducer.has_frozen
+    assert not reducer.is_outdated()
+    layer(torch.ones(1, 2)).sum().backward()
+    layer.bias.grad = torch.ones(1)
+    reducer.drop_early_gradients()
+    assert layer.bias.grad is None
+    assert layer.weight.grad is not None
+    layer.bias.requires_grad_(True)
+    assert reducer.is_outdated()
+
+
+class InDouble(lg.strategies.SingleStrategy):
+    """Trains in double precision: the example of docs/strategies.md."""
+
+    name = "in_double"
+
+    def place_task(self, task):
+        super().place_task(task)
+        task.double()
+
+    def training_step(self, arguments, last):
+        (inputs, targets), *others = arguments
+        return super().training_step(((inputs.double(), targets.double()), *others), last)
+
+
+def test_a_strategy_of_ones_own(trainer):
+    task, plain = Tiny(), Tiny()
+    made = trainer(strategy=InDouble(), max_epochs=1)
+    made.fit(task, make_loader(18))
+    trainer(max_epochs=1).fit(plain, make_loader(18))
+    assert made.global_step > 0
+    for own, other in zip(task.parameters(), plain.parameters(), strict=True):
+        assert own.dtype == torch.float64
+        torch.testing.assert_close(own.float(), other)

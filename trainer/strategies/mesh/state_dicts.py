@@ -1,0 +1,37 @@
+"""State dicts on a mesh: every rank writes and reads its parts of tensors."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from ..state_dicts import ShardedStateDicts
+from . import dtensors
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+
+
+class MeshStateDicts(ShardedStateDicts):
+    """State dicts whose tensors are DTensors, with this rank's part of each."""
+
+    read_in_parts = ("state_dict", "optimizer_states")
+
+    def __init__(self, single_tensor_steps: dtensors.SingleTensorSteps) -> None:
+        super().__init__()
+        self.single_tensor_steps = single_tensor_steps
+
+    def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
+        """Load this rank's parts of whole weights."""
+        dtensors.load_sharded_weights(task, weights, strict)
+
+    def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state dict of `optimizer`, with this rank's parts."""
+        found = super().optimizer(optimizer)
+        self.single_tensor_steps.restore_options(optimizer, found)
+        return found
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load this rank's parts of an optimizer's state."""
+        dtensors.load_optimizer(optimizer, state)
+        self.single_tensor_steps.apply([optimizer])

@@ -1,0 +1,46 @@
+"""Servers: processes of a run that only hold remote modules for the others. Only strategy ddp_rpc has some."""
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..data.sampling import mix
+from ..errors import TaskError
+from ..processes.environment import Place
+
+if TYPE_CHECKING:
+    from ...tasks.task import Task
+
+
+class Servers:
+    """The servers of a run. Here there are none."""
+
+    def serves(self, place: Place) -> bool:
+        """Return whether the process at this place is a server, and takes no part in the loop."""
+        return False
+
+    def serve(self, place: Place, task: "Task", seed: int) -> None:
+        """Serve the other processes until their run is over."""
+
+
+def build_remote_modules(task: "Task", seed: int) -> None:
+    """Build a task's remote modules in this process."""
+    for name, make in task.remote_modules().items():
+        if not isinstance(getattr(task, name, None), nn.Module):
+            setattr(task, name, make_module(name, make, seed))
+
+
+def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """Return a remote module with the weights that it has under every strategy; raises TaskError."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
+        module = make() if callable(make) and not isinstance(make, nn.Module) else None
+    if not isinstance(module, nn.Module) or not name.isidentifier():
+        raise TaskError(
+            f"remote_modules must return attribute names, each with a function that makes a module; it returned "
+            f"{name!r}: {make!r}."
+        )
+    return module
