@@ -12,7 +12,8 @@ from .errors import ConfigError, LegatoError, did_you_mean
 from .messages import STDERR, STDOUT
 
 if TYPE_CHECKING:
-    from .config.config import Config, ConfiguredRun
+    from .config.build import ConfiguredRun
+    from .config.check import Config
     from .trainer import Trainer
 
 EXIT_FAILED = 1
@@ -63,7 +64,7 @@ def predict(arguments: Sequence[str]) -> None:
 
 def show_config(arguments: Sequence[str]) -> None:
     """Print the resolved config with the origin of each value."""
-    from .config.config import load_config
+    from .config.check import load_config
 
     print(load_config(arguments).text(origins=True), end="")
 
@@ -145,9 +146,8 @@ def usage(command: str | None = None) -> str:
         lines = ["legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]", ""]
         lines += [f"  {name:<10}{one.summary}" for name, one in COMMANDS.items()]
         return "\n".join([*lines, "", "legato COMMAND --help lists every key of a config."])
-    from .config.check import MOVED, SECTION_OF, SECTIONS
-    from .config.config import launcher_arguments, trainer_arguments
-    from .config.read import ready_configs
+    from .config.check import launcher_arguments, trainer_arguments
+    from .config.read import MOVED, SECTION_OF, SECTIONS, ready_configs
     from .launchers import LAUNCHERS
 
     ready = ", ".join(ready_configs()) or "none"
@@ -163,11 +163,11 @@ def usage(command: str | None = None) -> str:
     lines += ["", "Keys under trainer:"]
     for one in trainer_arguments():
         if one.name not in MOVED and one.name not in SECTION_OF:
-            lines += [f"  {one.name}: {one.type} = {one.default}", *(f"      {line}" for line in one.doc.splitlines())]
+            lines += [f"  {one}", *(f"      {line}" for line in one.doc.splitlines())]
     for name in LAUNCHERS:
         lines += ["", f"Keys under launcher: with name={name}:"]
         for one in launcher_arguments(name):
-            lines += [f"  {one.name}: {one.type} = {one.default}", *(f"      {line}" for line in one.doc.splitlines())]
+            lines += [f"  {one}", *(f"      {line}" for line in one.doc.splitlines())]
     return "\n".join(lines)
 
 
@@ -193,7 +193,7 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _load_config(arguments: Sequence[str], command: str) -> "Config":
     """Read the config; where it names a launcher, let that start the command elsewhere, and end here."""
-    from .config.config import load_config
+    from .config.check import load_config
 
     config = load_config(arguments)
     if config.values.get("launcher") is not None:
@@ -224,7 +224,7 @@ def _tie_to_run(config: "Config", command: str) -> None:
 
 
 def _build_run(config: "Config") -> "ConfiguredRun":
-    from .config.config import build_config
+    from .config.build import build_config
 
     return build_config(config)
 

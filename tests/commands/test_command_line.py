@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from legato.trainer.__main__ import COMMANDS, main
 from legato.trainer.arguments import ARGUMENT_NAMES
 from legato.trainer.commands.predictions import write_predictions
-from legato.trainer.config.check import SECTIONS
+from legato.trainer.config.read import SECTIONS
 from legato.trainer.errors import TaskError
 
 
@@ -83,7 +83,7 @@ def test_help_does_not_import_torch() -> None:
     )  # fmt: skip
     modules = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "legato.trainer.arguments" not in modules  # it is read, not run
-    assert "legato.trainer.config.config" in modules
+    assert "legato.trainer.config.check" in modules
     assert not modules & {"torch", "numpy", "omegaconf"}
 
 

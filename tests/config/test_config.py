@@ -1,5 +1,7 @@
 """Config: layers, interpolation, origins, the stored text, and building."""
 
+import ast
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,7 @@ import pytest
 from config_folder import write
 
 from legato.trainer.arguments import ARGUMENT_NAMES
-from legato.trainer.config import config
+from legato.trainer.config import build, check
 from legato.trainer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("config_folder")
@@ -18,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("config_folder")
 def test_files_merge_left_to_right_and_overrides_win() -> None:
     write("more.yaml", "trainer: {max_epochs: 4, devices: [0, 1]}\ntask: {lr: 1e-2}\n")
     write("last.yaml", "trainer: {devices: [2]}\n")
-    found = config.load_config(["base.yaml", "more.yaml", "last.yaml", "task.lr=0.5", "callbacks.note.times=2"])
+    found = check.load_config(["base.yaml", "more.yaml", "last.yaml", "task.lr=0.5", "callbacks.note.times=2"])
     assert found.values["trainer"]["max_epochs"] == 4
     assert found.values["trainer"]["devices"] == [2]
     assert found.values["task"]["lr"] == 0.5
@@ -30,7 +32,7 @@ def test_extends_is_relative_to_the_file_that_names_it(config_folder: Path) -> N
     (config_folder / "deep" / "er").mkdir(parents=True)
     write("deep/middle.yaml", "extends: ../base.yaml\ntask: {width: 9}\n")
     write("deep/er/top.yaml", "extends: [../middle.yaml, ../../base.yaml]\nseed: 5\n")
-    found = config.load_config(["deep/er/top.yaml"])
+    found = check.load_config(["deep/er/top.yaml"])
     assert (found.values["task"]["width"], found.values["seed"]) == (8, 5)
     assert found.origin(("task", "width")) == "base.yaml:3"
 
@@ -39,34 +41,34 @@ def test_a_circle_of_extends_is_refused() -> None:
     write("a.yaml", "extends: [b.yaml]\n")
     write("b.yaml", "extends: [a.yaml]\n")
     with pytest.raises(ConfigError, match=r"a\.yaml extends itself: a\.yaml -> b\.yaml -> a\.yaml"):
-        config.load_config(["a.yaml"])
+        check.load_config(["a.yaml"])
 
 
 def test_another_target_drops_the_arguments_of_the_old_one() -> None:
     write(
         "more.yaml", "callbacks: {note: {_target_: legato.callbacks.Checkpoint}}\ntrainer: {strategy: {name: single}}\n"
     )
-    found = config.load_config(["base.yaml", "more.yaml", "task.depth=5", "task._target_=models.Base"])
+    found = check.load_config(["base.yaml", "more.yaml", "task.depth=5", "task._target_=models.Base"])
     assert "text" not in found.values["callbacks"]["note"]
     assert found.values["trainer"]["strategy"] == {"name": "single"}
     assert found.values["task"] == {"_target_": "models.Base", "depth": 5, "mode": "fast"}
 
 
 def test_options_may_be_added_to_a_strategy_given_by_name() -> None:
-    found = config.load_config(["base.yaml", "trainer.strategy=ddp"])
+    found = check.load_config(["base.yaml", "trainer.strategy=ddp"])
     assert found.values["trainer"]["strategy"] == "ddp"
     write("more.yaml", "trainer: {strategy: ddp}\n")
-    found = config.load_config(["base.yaml", "more.yaml", "trainer.strategy.static_graph=true"])
+    found = check.load_config(["base.yaml", "more.yaml", "trainer.strategy.static_graph=true"])
     assert found.values["trainer"]["strategy"] == {"name": "ddp", "static_graph": True}
 
 
 def test_null_removes_a_callback_and_the_last_logger() -> None:
     write("more.yaml", "loggers: {mine: {_target_: legato.trainer.loggers.logger.Logger}}\n")
-    found = config.load_config(["base.yaml", "more.yaml", "callbacks.note=null", "loggers.mine=null"])
+    found = check.load_config(["base.yaml", "more.yaml", "callbacks.note=null", "loggers.mine=null"])
     assert found.values["callbacks"] == {}
     assert found.values["loggers"] == {}
-    assert "loggers" not in config.load_config(["base.yaml"]).values
-    assert config.load_config(["base.yaml", "loggers=null"]).values["loggers"] == {}
+    assert "loggers" not in check.load_config(["base.yaml"]).values
+    assert check.load_config(["base.yaml", "loggers=null"]).values["loggers"] == {}
 
 
 def test_interpolation() -> None:
@@ -74,7 +76,7 @@ def test_interpolation() -> None:
         "more.yaml",
         "task: {width: '${trainer.max_epochs}', label: 'w${.width} \\${kept}', table: {a: 1, b: '${.a}'}}\n",
     )
-    task = config.load_config(
+    task = check.load_config(
         ["base.yaml", "more.yaml", "trainer.max_epochs=7", "task.sizes=[1, '${seed}']", "seed=2"]
     ).values["task"]
     assert (task["width"], task["label"], task["sizes"]) == (7, "w7 ${kept}", [1, 2])
@@ -87,7 +89,7 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
         "trainer: {reproducible: off, cluster: off, max_time: 10:00:00:00}\n"
         "task: {lr: 1e-3, free: [yes, 010, 0x1F, 1_000, ~, .5]}\n",
     )
-    values = config.load_config(["base.yaml", "more.yaml"]).values
+    values = check.load_config(["base.yaml", "more.yaml"]).values
     assert [values["trainer"][name] for name in ("reproducible", "cluster", "max_time")] == [
         "off",
         "off",
@@ -98,7 +100,7 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
 
 
 def test_seed_and_run_may_stand_under_trainer() -> None:
-    found = config.load_config(["base.yaml", "trainer.seed=3", "trainer.run_name=x", "run.root=there"])
+    found = check.load_config(["base.yaml", "trainer.seed=3", "trainer.run_name=x", "run.root=there"])
     assert (found.values["seed"], found.values["run"]) == (3, {"root": "there", "name": "x"})
     assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
 
@@ -106,7 +108,7 @@ def test_seed_and_run_may_stand_under_trainer() -> None:
 # --- origins and the stored config ----------------------------------------------------------------------------------
 def test_every_value_has_its_origin() -> None:
     write("more.yaml", "extends: base.yaml\n\ntrainer:\n  max_steps: 9\n")
-    text = config.load_config(["more.yaml", "seed=3"]).text(origins=True)
+    text = check.load_config(["more.yaml", "seed=3"]).text(origins=True)
     lines = [line.split("  # ") for line in text.splitlines()]
     origins = {line[0].strip(): line[1] for line in lines if len(line) == 2}
     assert origins["seed: 3"] == "override"
@@ -128,19 +130,19 @@ def test_the_text_of_a_config_is_a_config(origins: bool) -> None:
     write(
         "more.yaml", "task: {label: 'a \\${b} # c', free: {x: [1, {y: [z, 'off', 1.0, 1e-9]}], '1': \"two\\nlines\"}}\n"
     )
-    first = config.load_config(["base.yaml", "more.yaml"])
+    first = check.load_config(["base.yaml", "more.yaml"])
     assert first.values["task"]["label"] == "a ${b} # c"
     write("stored.yaml", first.text(origins))
-    again = config.load_config(["stored.yaml"])
+    again = check.load_config(["stored.yaml"])
     assert again.values == first.values
     assert again.text() == first.text()
 
 
 def test_trainer_arguments_have_one_text() -> None:
-    found = {one.name: one for one in config.trainer_arguments()}
+    found = {one.name: one for one in check.trainer_arguments()}
     assert tuple(found) == ARGUMENT_NAMES
     assert all(one.doc for one in found.values())
-    assert found["max_steps"] == config.Argument("max_steps", "int", "-1", found["max_steps"].doc)
+    assert str(found["max_steps"]) == "max_steps: int = -1"
     assert found["max_steps"].doc.startswith("Stop after this many optimizer steps")
 
 
@@ -156,7 +158,7 @@ def test_trainer_arguments_have_one_text() -> None:
 )  # fmt: skip
 def test_right_values_are_accepted(override: str) -> None:
     extra = ["task.width=3"] if override == "task._target_=models.Alias" else []
-    config.load_config(["base.yaml", override, *extra])
+    check.load_config(["base.yaml", override, *extra])
 
 
 # --- building -------------------------------------------------------------------------------------------------------
@@ -176,8 +178,8 @@ def test_build_makes_what_the_config_says(config_folder: Path) -> None:
         "checkpoint=last",
         "seed=4",
     ]
-    found = config.load_config(["base.yaml", *overrides])
-    run = config.build_config(found)
+    found = check.load_config(["base.yaml", *overrides])
+    run = build.build_config(found)
     given: dict[str, Any] = run.task.given  # type: ignore[assignment]
     assert (given["folder"], given["pair"]) == (Path("a/b"), (5, "c"))
     assert given["every"] == timedelta(days=1, hours=2, minutes=3, seconds=4)
@@ -196,7 +198,28 @@ def test_the_seed_alone_decides_the_first_weights() -> None:
     head = "task.head={_target_: torch.nn.Linear, in_features: 2, out_features: 3}"
     settled = ["base.yaml", head, "trainer.strategy=single", "trainer.accelerator=cpu", "loggers=null"]
     weights = [
-        config.build_config(config.load_config([*settled, *more])).task.given["head"].weight.tolist()  # type: ignore[union-attr,operator]
+        build.build_config(check.load_config([*settled, *more])).task.given["head"].weight.tolist()  # type: ignore[union-attr,operator]
         for more in (["seed=1"], ["seed=1", "data={_target_: models.Data}", "callbacks.note=null"], ["seed=2"])
     ]
     assert weights[0] == weights[1] != weights[2]
+
+
+def test_each_source_file_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By check and build together, for a class in several places, and for one whose import has to tell."""
+    write("again.py", "import models\ndecorate = lambda cls: cls\n@decorate\nclass Other(models.Note):\n    pass\n")
+    monkeypatch.delitem(sys.modules, "again", raising=False)
+    parsed: list[str] = []
+    parse = ast.parse
+
+    def counted(source: Any, filename: Any = "<unknown>", *arguments: Any, **options: Any) -> Any:
+        parsed.append(str(filename))
+        return parse(source, filename, *arguments, **options)
+
+    monkeypatch.setattr(ast, "parse", counted)
+    overrides = ["task.head={_target_: torch.nn.ReLU}", "data={_target_: models.Data}", "loggers=null"]
+    more = ["callbacks.second={_target_: models.Note, text: b}", "callbacks.third={_target_: again.Other, text: c}"]
+    here = ["trainer.strategy=single", "trainer.accelerator=cpu"]
+    build.build_config(check.load_config(["base.yaml", *overrides, *more, *here]))
+    files = [name for name in parsed if name.endswith(("models.py", "again.py", "arguments.py", "callback.py"))]
+    assert {Path(name).name for name in files} == {"models.py", "again.py", "arguments.py", "callback.py"}
+    assert len(files) == len(set(files))

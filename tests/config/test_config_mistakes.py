@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from config_folder import write
 
-from legato.trainer.config import config
+from legato.trainer.config import build, check
 from legato.trainer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("config_folder")
@@ -143,7 +143,7 @@ def mistaken(mistake: list[str] | str) -> list[str]:
 def test_mistakes_are_named(name: str) -> None:
     mistake, words = MISTAKES[name]
     with pytest.raises(ConfigError) as caught:
-        config.load_config(mistaken(mistake))
+        check.load_config(mistaken(mistake))
     message = str(caught.value)
     assert len(message.splitlines()) <= 6
     for word in words:
@@ -162,11 +162,11 @@ def test_mistakes_are_found_without_torch(config_folder: Path) -> None:
     script = """
 import json, sys
 sys.path.insert(0, "")
-from legato.trainer.config import config
+from legato.trainer.config import check
 from legato.trainer.errors import ConfigError
 for name, arguments in json.load(open("cases.json")).items():
     try:
-        config.load_config(arguments)
+        check.load_config(arguments)
         print(name, "was accepted")
     except ConfigError:
         pass
@@ -180,12 +180,12 @@ print("all refused")
 def test_an_override_cannot_change_part_of_a_list() -> None:
     write("more.yaml", "task: {sizes: [1, 2]}\n")
     with pytest.raises(ConfigError, match=r"task\.sizes \(more\.yaml:1\) is a list: give it as a whole"):
-        config.load_config(["base.yaml", "more.yaml", "task.sizes.0=3"])
+        check.load_config(["base.yaml", "more.yaml", "task.sizes.0=3"])
 
 
 def test_all_mistakes_are_found_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
-        config.load_config(
+        check.load_config(
             ["base.yaml", "trainer.a=1", "trainer.b=1", "task.c=1", "d=1", "callbacks.note.e=1", "seed=x", "task.lr=x"]
         )
     lines = str(caught.value).splitlines()
@@ -197,31 +197,31 @@ def test_a_missing_file_names_those_that_are_there() -> None:
     with pytest.raises(
         ConfigError, match=r"'bas\.yaml' is not there, nor among the ready ones .*Did you mean 'base\.yaml'"
     ):
-        config.load_config(["bas.yaml"])
+        check.load_config(["bas.yaml"])
     with pytest.raises(ConfigError, match=r"'base' is neither .* Did you mean 'base\.yaml'"):
-        config.load_config(["base"])
+        check.load_config(["base"])
     with pytest.raises(ConfigError, match="No config file was given"):
-        config.load_config(["seed=1"])
+        check.load_config(["seed=1"])
     Path("folder.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.yaml"):
-        config.load_config(["folder.yaml"])
+        check.load_config(["folder.yaml"])
     with pytest.raises(ConfigError, match=r"'folder\.yaml' is a folder, not a YAML file\."):
-        config.load_config(["folder.yaml"])
+        check.load_config(["folder.yaml"])
     Path("folder.yaml/config.yaml").touch()
     with pytest.raises(ConfigError, match=r"is a folder, not a YAML file\. Did you mean 'folder\.yaml/config\.yaml'"):
-        config.load_config(["folder.yaml"])
+        check.load_config(["folder.yaml"])
     Path("link.yaml").symlink_to("gone.yaml")
     with pytest.raises(ConfigError, match=r"'link\.yaml' is a link to 'gone\.yaml', and that is no file"):
-        config.load_config(["link.yaml"])
+        check.load_config(["link.yaml"])
     Path("latin.yaml").write_bytes(b"run: {name: caf\xe9}")
     with pytest.raises(ConfigError, match=r"latin\.yaml is not a text file in UTF-8 \(byte 15\)"):
-        config.load_config(["latin.yaml"])
+        check.load_config(["latin.yaml"])
 
 
 def test_a_module_that_is_no_python_is_named_with_its_line() -> None:
     write("broken.py", "class Tiny:\n    def __init__(self:\n")
     with pytest.raises(ConfigError, match=r"task\._target_ cannot be imported: .*broken\.py:2 is not Python"):
-        config.load_config(["base.yaml", "task._target_=broken.Tiny"])
+        check.load_config(["base.yaml", "task._target_=broken.Tiny"])
 
 
 @pytest.mark.parametrize(
@@ -236,9 +236,9 @@ def test_a_module_that_is_no_python_is_named_with_its_line() -> None:
 def test_an_import_that_fails_says_why(text: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "failing", raising=False)
     write("failing.py", f"import legato\n{text}class Failing(legato.Task):\n    pass\n")
-    found = config.load_config(["base.yaml", "task={_target_: failing.Failing}"])
+    found = check.load_config(["base.yaml", "task={_target_: failing.Failing}"])
     with pytest.raises(ConfigError) as caught:
-        config.build_config(found)
+        build.build_config(found)
     message = str(caught.value)
     assert message.startswith("override: task._target_: importing 'failing' failed: ")
     assert words in message
@@ -258,7 +258,7 @@ globals()["Task"] = make(legato.Task)
 globals()["Other"] = make(object)
 """
     write("hidden.py", text)
-    assert config.load_config(["base.yaml", "task={_target_: hidden.Task, width: 3}"]).values["task"]["mode"] == "a"
+    assert check.load_config(["base.yaml", "task={_target_: hidden.Task, width: 3}"]).values["task"]["mode"] == "a"
     for override, words in {
         "task={_target_: hidden.Task, wdth: 3}": "2 mistakes",
         "task={_target_: hidden.Task, width: x}": "task.width must be int",
@@ -267,19 +267,19 @@ globals()["Other"] = make(object)
         "task={_target_: hidden.Tusk, width: 3}": "module 'hidden' has no 'Tusk'. Did you mean 'Task'?",
     }.items():
         with pytest.raises(ConfigError) as caught:
-            config.load_config(["base.yaml", override])
+            check.load_config(["base.yaml", override])
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match=r"'hidden\.Other' is not a subclass of legato\.tasks\.task\.Task"):
-        config.build_config(config.load_config(["base.yaml", "task={_target_: hidden.Other, width: 3}"]))
+        build.build_config(check.load_config(["base.yaml", "task={_target_: hidden.Other, width: 3}"]))
 
 
 def test_what_a_constructor_refuses_is_said_with_its_place() -> None:
     write("more.yaml", "callbacks:\n  c: {_target_: legato.callbacks.Checkpoint, save_top_k: -5}\n")
     with pytest.raises(ConfigError, match=r"^more\.yaml:2: callbacks\.c: Checkpoint: save_top_k must be"):
-        config.build_config(config.load_config(["base.yaml", "more.yaml"]))
+        build.build_config(check.load_config(["base.yaml", "more.yaml"]))
     write("more.yaml", "callbacks:\n  c: {_target_: legato.callbacks.EarlyStopping, monitor: x, patience: -1}\n")
     with pytest.raises(ConfigError, match=r"^more\.yaml:2: callbacks\.c: EarlyStopping: patience must be"):
-        config.build_config(config.load_config(["base.yaml", "more.yaml"]))
+        build.build_config(check.load_config(["base.yaml", "more.yaml"]))
     for text, words in {
         "max_time: 1h": "more.yaml:1: trainer.max_time: A duration must be",
         "max_time: {hours: -1}": "more.yaml:1: trainer.max_time: A duration cannot be negative",
@@ -287,17 +287,17 @@ def test_what_a_constructor_refuses_is_said_with_its_place() -> None:
     }.items():
         write("more.yaml", f"trainer: {{{text}}}\n")
         with pytest.raises(ConfigError) as caught:
-            config.build_config(config.load_config(["base.yaml", "more.yaml"]))
+            build.build_config(check.load_config(["base.yaml", "more.yaml"]))
         assert str(caught.value).startswith(words)
 
 
 def test_a_nested_class_must_descend_from_the_annotation() -> None:
     nested = "task.head={_target_: %s}"
     with pytest.raises(ConfigError, match=r"is not a subclass of torch\.nn\.Module"):
-        config.build_config(config.load_config(["base.yaml", nested % "collections.OrderedDict"]))
+        build.build_config(check.load_config(["base.yaml", nested % "collections.OrderedDict"]))
     marker = Path("ran")
     with pytest.raises(ConfigError, match="is not a class"):
-        config.build_config(config.load_config(["base.yaml", "task.head={_target_: pathlib.Path.touch, self: ran}"]))
+        build.build_config(check.load_config(["base.yaml", "task.head={_target_: pathlib.Path.touch, self: ran}"]))
     assert not marker.exists()
 
 
@@ -314,4 +314,4 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
 )
 def test_lightnings_keys_are_answered_by_ours(word, hint):
     with pytest.raises(ConfigError, match=re.escape(hint)):
-        config.load_config(["digits.yaml", word])
+        check.load_config(["digits.yaml", word])

@@ -11,8 +11,8 @@ from config_folder import write
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from legato.trainer.config import config, read
-from legato.trainer.config.read import Entry, dump_yaml, parse_yaml
+from legato.trainer.config import check, read
+from legato.trainer.config.read import Layer, dump_yaml, parse_yaml
 from legato.trainer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("config_folder")
@@ -59,13 +59,7 @@ yaml_like = st.lists(st.sampled_from(parts), max_size=40).map("".join)
 bounded = settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 
 
-def entry(value: Any) -> Entry:
-    if isinstance(value, dict):
-        return Entry({name: entry(item) for name, item in value.items()}, "file:1")
-    return Entry([entry(item) for item in value] if isinstance(value, list) else value, "file:1")
-
-
-def attempt(action: Callable[[], config.Config]) -> config.Config | None:
+def attempt(action: Callable[[], check.Config]) -> check.Config | None:
     """Any input makes a config or a ConfigError, which is short."""
     try:
         return action()
@@ -78,10 +72,10 @@ def attempt(action: Callable[[], config.Config]) -> config.Config | None:
 @bounded
 @given(nearly | st.dictionaries(keys, plain, max_size=5))
 def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> None:
-    found = attempt(lambda: config.check_entry(entry(values)))
+    found = attempt(lambda: check.check_config(Layer(values, {(): "file:1"})))
     if found is not None:
         Path("again.yaml").write_text(found.text(), newline="")
-        assert repr(config.load_config(["again.yaml"]).values) == repr(found.values)
+        assert repr(check.load_config(["again.yaml"]).values) == repr(found.values)
 
 
 @bounded
@@ -92,15 +86,15 @@ def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> N
 def test_any_file_and_override_make_a_config_or_a_config_error(content: str | bytes, overrides: list[str]) -> None:
     data = content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
     Path("any.yaml").write_bytes(data)
-    attempt(lambda: config.load_config(["base.yaml", "any.yaml", *overrides]))
-    attempt(lambda: config.load_config(["any.yaml"]))
+    attempt(lambda: check.load_config(["base.yaml", "any.yaml", *overrides]))
+    attempt(lambda: check.load_config(["any.yaml"]))
 
 
 @bounded
 @given(st.dictionaries(text | words, plain, max_size=5))
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
     Path("data.yaml").write_text(dump_yaml(values), newline="")
-    assert repr(parse_yaml(Path("data.yaml").read_bytes().decode(), "data.yaml").plain() or {}) == repr(values)
+    assert repr(parse_yaml(Path("data.yaml").read_bytes().decode(), "data.yaml").values or {}) == repr(values)
 
 
 @bounded
@@ -108,7 +102,7 @@ def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
 def test_what_is_escaped_is_no_interpolation(values: dict[str, Any]) -> None:
     values.pop("extends", None)
     Path("data.yaml").write_text(dump_yaml(read.escape(values)), newline="")
-    assert repr(read.read_config(["data.yaml"]).plain()) == repr(values)
+    assert repr(read.read_config(["data.yaml"]).values) == repr(values)
 
 
 @pytest.mark.parametrize("bomb", ["aliases", "interpolations", "brackets"])
@@ -120,13 +114,13 @@ def test_small_files_cannot_stand_for_large_data(bomb: str) -> None:
         lines.append(f"  {name}: {f'&{name} ' if bomb == 'aliases' else ''}[{', '.join([item] * 10)}]")
     write("bomb.yaml", "\n".join(lines) if bomb != "brackets" else "a: " + "[" * 5000)
     with pytest.raises(ConfigError, match=r"more than 100000 values|nested too deeply"):
-        config.load_config(["bomb.yaml"])
+        check.load_config(["bomb.yaml"])
 
 
 @given(st.floats(allow_nan=False))
 @settings(deadline=None, max_examples=100)
 def test_numbers_keep_their_value(number: float) -> None:
-    found = parse_yaml(dump_yaml({"a": number}), "x").plain()["a"]
+    found = parse_yaml(dump_yaml({"a": number}), "x").values["a"]
     assert isinstance(found, float)
     assert found == number
     assert math.copysign(1, found) == math.copysign(1, number)

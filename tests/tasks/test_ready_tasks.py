@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import legato as lg
 from legato.tasks.characters import ALPHABET, CharacterGPT, PydocText, decode, encode
 from legato.tasks.digits import DigitImages, Digits, DigitsData
-from legato.trainer.config import config
+from legato.trainer.config import build, check
 from legato.trainer.errors import DataError, TaskError
 
 ROOT = Path(lg.__file__).parent
@@ -251,14 +251,14 @@ def test_gpt_trains_with_decay_on_matrices_only_and_writes_samples(tmp_path):
 # --- configs and examples -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", ["digits", "characters"])
 def test_ready_config_is_found_by_name_and_builds(name, tmp_path):
-    run = config.build_config(config.load_config([f"{name}.yaml", f"run.root={tmp_path}"]))
+    run = build.build_config(check.load_config([f"{name}.yaml", f"run.root={tmp_path}"]))
     assert run.trainer.run_name == name
     assert run.data is not None
     assert run.task.hparams
 
 
 def test_characters_config_has_one_block_size():
-    values = config.load_config(["characters.yaml", "task.block_size=32"]).values
+    values = check.load_config(["characters.yaml", "task.block_size=32"]).values
     assert values["data"]["block_size"] == 32
 
 

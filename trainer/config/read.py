@@ -1,15 +1,18 @@
-"""Plain data from YAML text and back, with the place that each value came from.
+"""Reads YAML files and overrides into one layer of plain data, with the place that each value came from.
 
 The dialect is YAML 1.2's core schema: only true and false are booleans, so that `reproducible: off` is the word "off",
-and 1e-3 is a number; YAML 1.1, which PyYAML reads by itself, says otherwise to both, and takes 1:30 for 90. Tags,
-repeated keys and names of Python objects are refused.
+and 1e-3 is a number. YAML 1.1, PyYAML's default, reads both otherwise, and takes 1:30 for 90. Tags, repeated keys and
+names of Python objects are refused.
 """
 
 import difflib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +20,58 @@ import yaml
 
 from ..checkpoints.run_names import CONFIG, is_run_directory
 from ..errors import ConfigError, did_you_mean
-from .check import TARGET, Key, dotted
 
+Key = tuple[str | int, ...]
+"""The path of a value in a config: ("callbacks", "checkpoint", "monitor")."""
+TARGET = "_target_"
+"""The key under which a mapping names the class to build."""
+SECTIONS = {
+    "seed": "With config and data it makes the run: every random number follows from it.",
+    "run": "name and root: the run directory is root/name/version_N.",
+    "resume": '"auto": go on from the newest whole checkpoint of this run; a path: from that one; null: begin anew.',
+    "checkpoint": 'What validate, test and predict load: "best", "last", a path or "none". Null: best, else last.',
+    "task": "What is trained: `_target_`, a subclass of Task, and its arguments.",
+    "data": "Its data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task has its own loaders.",
+    "trainer": "The arguments of Trainer, as listed below.",
+    "callbacks": "What watches the run: names, each with `_target_`, a subclass of Callback, and its arguments.",
+    "loggers": "What writes its figures, likewise. Absent: TensorBoard and metrics.jsonl; null: nothing.",
+    "launcher": 'Where it runs: "slurm" or "ray", or a mapping of `name` and options. Absent: on this machine.',
+}
+"""The keys of a config, and what each means."""
+MOVED: dict[str, Key] = {"seed": ("seed",), "run_name": ("run", "name"), "default_root_dir": ("run", "root")}
+"""Arguments of Trainer that have a key of their own; under `trainer:` they are accepted too, but not in both places."""
+SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
+"""Arguments of Trainer that are whole sections of a config."""
+NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
+"""Keys whose value may be a name alone, short for a mapping with that `name`."""
+READY = Path(__file__).resolve().parents[2] / "configs"
+"""The folder of the configs that come with Legato; a file that is not found as given is looked up here."""
 MAX_VALUES = 100_000  # aliases of aliases can stand for more values than fit in memory
 _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
+_OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
+_PURE_RESOLVERS = {"oc.select"}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A value of a config and where it came from: "file:line" or "override". Containers hold entries."""
+class Layer:
+    """Plain data, and the origin of each key: "file:line" or "override"."""
 
-    value: Any
-    origin: str
+    values: Any
+    origins: dict[Key, str]
 
-    def plain(self) -> Any:
-        """The value without its origins."""
-        if isinstance(self.value, dict):
-            return {name: entry.plain() for name, entry in self.value.items()}
-        return [entry.plain() for entry in self.value] if isinstance(self.value, list) else self.value
-
-    def origins(self, key: Key = ()) -> dict[Key, str]:
-        """The origin of this value and of all within, by key."""
-        found = {key: self.origin}
-        if isinstance(self.value, dict | list):
-            for name, entry in self.value.items() if isinstance(self.value, dict) else enumerate(self.value):
-                found |= entry.origins((*key, name))
-        return found
+    def origin(self, key: Key) -> str:
+        """Return the origin of a key, or of the nearest key above it that has one."""
+        sizes = range(len(key), -1, -1)
+        return next((self.origins[key[:size]] for size in sizes if key[:size] in self.origins), "default")
 
 
+def dotted(key: Key) -> str:
+    """Return the key as a user writes it."""
+    return ".".join(str(part) if str(part).isprintable() else ascii(part) for part in key)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2."""
 
@@ -53,36 +79,28 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else, and writes no aliases."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
     }
 
     def ignore_aliases(self, data: Any) -> bool:
-        """Write a value as often as it stands there."""
+        """Write out a value each time it occurs."""
         return True
 
 
 _TAG = "tag:yaml.org,2002:"
-_SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "null": (r"~|null|Null|NULL|", lambda text: None),
-    "bool": (r"true|True|TRUE|false|False|FALSE", lambda text: {"true": True, "false": False}[text.lower()]),
-    "int": (
-        r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+",
-        lambda text: int(text.replace("_", ""), 0 if text[:2] in ("0x", "0o") else 10),
-    ),
-    "float": (
-        r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
-        lambda text: float(re.sub(r"_|\.(?=[inIN])", "", text)),
-    ),
-    "str": (r"(?!)", str),
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+",
+    "float": r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
 }
-for _name, (_pattern, _) in _SCALARS.items():
+for _name, _pattern in _SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _first = [*"-+0123456789.~nNtTfF", ""] if _name != "str" else []
-        _class.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), _first)
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), [*"-+0123456789.~nNtTfF", ""])
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -93,18 +111,15 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def parse_yaml(text: str, name: str, origin: str | None = None) -> Entry:
-    """Read one YAML document; `name` is the file for messages, `origin` takes the place of "file:line" where given.
+def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -> Layer:
+    """Read one YAML document whose values belong under `key`.
 
-    Raises:
-        ConfigError: it is not YAML, or more than plain data; the message names file and line.
+    `name` is the file, for messages and origins; `origin` replaces "file:line" where given.
+
+    Raises ConfigError where it is not YAML, or more than plain data; the message names file and line.
     """
     try:
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-        finally:
-            loader.dispose()
+        node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(part for part in (error.context, error.problem) if part)
@@ -114,72 +129,67 @@ def parse_yaml(text: str, name: str, origin: str | None = None) -> Entry:
         raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
     except RecursionError as error:
         raise ConfigError(f"{name} is nested too deeply.") from error
-    return Entry(None, origin or f"{name}:1") if node is None else _EntryBuilder(name, origin).entry(node)
+    if node is None:
+        return Layer(None, {key: origin or f"{name}:1"})
+    reader = _NodeReader(name, origin)
+    return Layer(reader.value(node, key, reader.place(node)), reader.origins)
 
 
-class _EntryBuilder:
-    """Makes entries of PyYAML's nodes, and counts them."""
+class _NodeReader:
+    """Makes plain data of PyYAML's nodes, and records the place of each value."""
 
     def __init__(self, name: str, origin: str | None) -> None:
-        self.name = name
-        self.origin = origin
+        self.name, self.origin = name, origin
+        self.origins: dict[Key, str] = {}
         self.count = 0
+        self.loader = _Loader("")
 
-    def entry(self, node: yaml.Node, depth: int = 0, place: str = "") -> Entry:
-        """The value of a node; `place` is where its key stands, if it has one."""
-        place = place or self.place(node)
+    def place(self, node: yaml.Node) -> str:
+        return self.origin or f"{self.name}:{node.start_mark.line + 1}"
+
+    def value(self, node: yaml.Node, key: Key, place: str) -> Any:
         self.count += 1
-        if self.count > MAX_VALUES or depth > _MAX_DEPTH:
+        if self.count > MAX_VALUES or len(key) > _MAX_DEPTH:
             raise ConfigError(f"{place}: the file holds more than {MAX_VALUES} values or is nested too deeply.")
-        if isinstance(node, yaml.MappingNode) and node.tag == f"{_TAG}map":
-            return Entry(self.mapping(node, depth), place)
+        self.origins[key] = place
         if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
-            return Entry([self.entry(item, depth + 1) for item in node.value], place)
-        return Entry(self.scalar(node), place)
-
-    def mapping(self, node: yaml.MappingNode, depth: int) -> dict[Any, Entry]:
-        """The entries of a mapping, each placed at its key."""
-        entries: dict[Any, Entry] = {}
-        for key_node, value_node in node.value:
-            place, key = self.place(key_node), self.scalar(key_node)
-            if key is None or key != key:
-                raise ConfigError(f"{place}: {key_node.value or 'null'!r} cannot be a key.")
-            if key in entries:
-                raise ConfigError(f"{place}: the key {key!r} is there twice, first at {entries[key].origin}. Keep one.")
-            entries[key] = self.entry(value_node, depth + 1, place)
-        return entries
+            return [self.value(item, (*key, index), self.place(item)) for index, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode) or node.tag != f"{_TAG}map":
+            return self.scalar(node)
+        values: dict[Any, Any] = {}
+        for name_node, value_node in node.value:
+            place, name = self.place(name_node), self.scalar(name_node)
+            inner = (*key, name)
+            if name is None or name != name:
+                raise ConfigError(f"{place}: {name_node.value or 'null'!r} cannot be a key.")
+            if name in values:
+                first = self.origins[inner]
+                raise ConfigError(f"{place}: the key {name!r} is there twice, first at {first}. Keep one.")
+            values[name] = self.value(value_node, inner, place)
+        return values
 
     def scalar(self, node: yaml.Node) -> Any:
-        """The value of a scalar node."""
-        known = _SCALARS.get(node.tag.removeprefix(_TAG)) if isinstance(node, yaml.ScalarNode) else None
-        if known is None:
+        if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(_TAG) not in (*_SCALARS, "str"):
             tag = node.tag.replace(_TAG, "!!")
-            raise ConfigError(
-                f"{self.place(node)}: {tag} is not allowed here: a config is plain text, numbers and lists."
-            )
+            raise ConfigError(f"{self.place(node)}: {tag} is refused: a config is plain text, numbers and lists.")
         try:
-            value = known[1](node.value)
+            value = self.loader.construct_object(node)
             str(value).encode()
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, IndexError) as error:
             text = ascii(node.value)[:60]
             raise ConfigError(f"{self.place(node)}: {text} is not a value that can be used.") from error
         return value
 
-    def place(self, node: yaml.Node) -> str:
-        """Where a node begins."""
-        return self.origin or f"{self.name}:{node.start_mark.line + 1}"
-
 
 def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
-    """Write plain data as YAML that `parse_yaml` reads back; with `origin`, each line says where its value is from."""
+    """Write plain data as YAML that `parse_yaml` reads back; with `origin`, a comment on each line names its origin."""
     lines: list[str] = []
 
     def write(value: Any, indent: str, head: str, key: Key) -> None:
-        nested = isinstance(value, dict | list) and any(isinstance(item, dict | list) for item in _entry_items(value))
-        if value and (nested or isinstance(value, dict)):
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if value and (isinstance(value, dict) or any(isinstance(item, dict | list) for item in items)):
             lines.append(f"{indent}{head}".rstrip())
-            pairs = value.items() if isinstance(value, dict) else enumerate(value)
-            for name, item in pairs:
+            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
                 write(item, indent + "  ", f"{_flow(name)}: " if isinstance(value, dict) else "- ", (*key, name))
             return
         line = f"{indent}{head}{_flow(value)}"
@@ -190,32 +200,28 @@ def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = N
     return "\n".join(lines) + "\n"
 
 
-def _entry_items(value: Any) -> Any:
-    return value.values() if isinstance(value, dict) else value
-
-
 def _flow(value: Any) -> str:
-    """One value on one line."""
+    """Return one value as YAML on one line."""
     text: str = yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
     )
     return text.strip()[1:-1]
 
 
-READY = Path(__file__).resolve().parents[2] / "configs"
-"""The configs that come with Legato; a file that is not found as given is looked up here."""
+def escape(value: Any) -> Any:
+    """Return a resolved value whose `${` is not taken for an interpolation when it is read again."""
+    if isinstance(value, dict):
+        return {name: escape(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
-NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
-"""Where a name alone stands for a mapping with that `name`."""
-_OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
-_PURE_RESOLVERS = {"oc.select"}
 
+# --- layers -----------------------------------------------------------------------------------------------------------
+def read_config(arguments: Sequence[str]) -> Layer:
+    """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
 
-def read_config(arguments: Sequence[str]) -> Entry:
-    """Lay the files among the arguments over each other, left to right, then the overrides, and resolve `${...}`.
-
-    Raises:
-        ConfigError: a file or an override cannot be read; the message says where.
+    Raises ConfigError where a file or an override cannot be read; the message says where.
     """
     overrides = _overrides_among(arguments)
     files = [one for one in arguments if one not in overrides]
@@ -224,85 +230,57 @@ def read_config(arguments: Sequence[str]) -> Entry:
     for one in files:
         if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
             raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_word_instead(one, arguments)}")
-    merged = _read_config_file(Path(files[0]), ())
-    for one in files[1:]:
-        merged = merge(merged, _read_config_file(Path(one), ()))
-    if overrides:
-        merged = merge(merged, _overrides(merged, overrides))
-    return _resolve(merged)
+    merged = reduce(merge, [_read_config_file(Path(one), ()) for one in files])
+    return _resolve(merge(merged, _overrides(merged, overrides)) if overrides else merged)
 
 
-def own_directory(arguments: Sequence[str], merged: Entry) -> Path | None:
-    """Return the run directory whose own config, as Legato stored it there, is among the arguments; None: none is.
+def merge(base: Layer, over: Layer) -> Layer:
+    """Return `over` on top of `base`: mappings are merged, everything else is replaced."""
+    replaced: set[Key] = set()
 
-    It must be what names the run: another file or an override with another `run.name` means another run.
-    """
-    run = merged.value["run"].value if "run" in merged.value else None
-    name = run.get("name") if isinstance(run, dict) else None
-    if name is None or not isinstance(name.value, str):
-        return None
-    overrides = _overrides_among(arguments)
-    for one in arguments:
-        if one in overrides or not name.origin.startswith(f"{_shown(_find_config_file(Path(one), ()))}:"):
-            continue
-        for path in (Path(os.path.abspath(one)), Path(one).resolve()):
-            if path.name == CONFIG and is_run_directory(path.parent, name.value):
-                return path.parent
-    return None
+    def lay(old: Any, new: Any, key: Key) -> Any:
+        if key in NAMED and isinstance(old, str) and isinstance(new, dict):
+            old = {"name": old}
+        if not isinstance(old, dict) or not isinstance(new, dict) or _names_another(old, new, key):
+            replaced.add(key)
+            return new
+        return old | {name: lay(old[name], one, (*key, name)) if name in old else one for name, one in new.items()}
 
-
-def merge(base: Entry, over: Entry, key: Key = ()) -> Entry:
-    """Lay one entry over another: mappings are merged, everything else is replaced."""
-    if key in NAMED and isinstance(base.value, str) and isinstance(over.value, dict):
-        base = Entry({"name": base}, base.origin)
-    if not isinstance(base.value, dict) or not isinstance(over.value, dict):
-        return over
-    # The arguments of another class say nothing to the new one.
-    names = ("name",) if key in NAMED else (TARGET,)
-    for name in names:
-        old, new = base.value.get(name), over.value.get(name)
-        if new is not None and (old is None or old.plain() != new.plain()) and (old is not None or name == TARGET):
-            return over
-    merged = dict(base.value)
-    for name, entry in over.value.items():
-        merged[name] = merge(merged[name], entry, (*key, name)) if name in merged else entry
-    return Entry(merged, base.origin)
+    values = lay(base.values, over.values, ())
+    origins = {
+        key: origin
+        for key, origin in base.origins.items()
+        if not any(key[:size] in replaced for size in range(len(key) + 1))
+    }
+    return Layer(values, {**over.origins, **origins})
 
 
-def escape(value: Any) -> Any:
-    """Write a resolved value so that its `${` is not taken for an interpolation when it is read again."""
-    if isinstance(value, dict):
-        return {name: escape(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [escape(item) for item in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
+    """Return whether `new` names another class than `old`, whose arguments then mean nothing to it."""
+    before, wanted = (one.get(TARGET) or (one.get("name") if key in NAMED else None) for one in (old, new))
+    return wanted is not None and wanted != before and (before is not None or TARGET in new)
 
 
-def _read_config_file(path: Path, above: tuple[Path, ...]) -> Entry:
+def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     found = _find_config_file(path, above)
     if found in above:
         circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
         raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
     try:
-        text = found.read_bytes().decode()
+        layer = parse_yaml(found.read_bytes().decode(), _shown(found))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{_shown(found)} is not a text file in UTF-8 (byte {error.start}).") from error
     except OSError as error:
         raise ConfigError(f"{_shown(found)} cannot be read: {error.strerror}.") from error
-    entry = parse_yaml(text, _shown(found))
-    if entry.value is None:
-        entry = Entry({}, entry.origin)
-    if not isinstance(entry.value, dict):
-        raise ConfigError(f"{entry.origin}: a config is a mapping with keys such as task: and trainer:.")
-    entry = Entry(dict(entry.value), entry.origin)
-    extends = entry.value.pop("extends", Entry([], ""))
-    names = [extends.plain()] if isinstance(extends.value, str) else extends.plain()
+    values = {} if layer.values is None else layer.values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{layer.origin(())}: a config is a mapping with keys such as task: and trainer:.")
+    names = values.pop("extends", [])
+    names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
-        raise ConfigError(f"{extends.origin}: extends must be a list of files, such as [base.yaml].")
-    merged = Entry({}, entry.origin)
-    for name in names:
-        merged = merge(merged, _read_config_file(found.parent / name, (*above, found)))
-    return merge(merged, entry)
+        raise ConfigError(f"{layer.origin(('extends',))}: extends must be a list of files, such as [base.yaml].")
+    bases = [_read_config_file(found.parent / name, (*above, found)) for name in names]
+    return reduce(merge, [*bases, Layer(values, layer.origins)])
 
 
 def _find_config_file(path: Path, above: tuple[Path, ...]) -> Path:
@@ -326,37 +304,98 @@ def _find_config_file(path: Path, above: tuple[Path, ...]) -> Path:
 
 
 def ready_configs() -> list[str]:
-    """The names of the configs that come with Legato."""
+    """Return the names of the configs that come with Legato."""
     return sorted(one.name for one in READY.glob("*.yaml"))
 
 
+def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
+    """Return the run directory whose stored config is among the arguments; None where there is none.
+
+    That config must name the run: another file or an override with another `run.name` means another run.
+    """
+    run = merged.values.get("run")
+    name = run.get("name") if isinstance(run, dict) else None
+    if not isinstance(name, str):
+        return None
+    for one in set(arguments) - set(_overrides_among(arguments)):
+        if merged.origin(("run", "name")).startswith(f"{_shown(_find_config_file(Path(one), ()))}:"):
+            for path in (Path(os.path.abspath(one)), Path(one).resolve()):
+                if path.name == CONFIG and is_run_directory(path.parent, name):
+                    return path.parent
+    return None
+
+
 def _shown(path: Path) -> str:
-    """The path as a user would type it."""
+    """Return the path as a user would type it."""
     try:
         return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
     except OSError:  # the current directory is gone
         return str(path)
 
 
+# --- overrides --------------------------------------------------------------------------------------------------------
+def _overrides_among(arguments: Sequence[str]) -> list[str]:
+    return [one for one in arguments if _OVERRIDE.match(one) and not os.path.exists(one)]
+
+
+def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
+    """Make one layer of all overrides, so that their order matters only where they name the same key."""
+    layer = Layer({}, {})
+    for override in overrides:
+        path, _, text = override.partition("=")
+        key: Key = tuple(path.split("."))
+        if not all(key):
+            raise ConfigError(f"override {override!r}: {path!r} is no key. Write key.subkey=value.")
+        if key[0] == "extends":
+            raise ConfigError(f"override {override!r}: only a file can extend others. Name the file before this one.")
+        try:
+            found = parse_yaml(text, f"override {override!r}", key, "override")
+        except ConfigError as error:
+            hint = f" Quote a value that has YAML's own characters: {path}='\"...\"'."
+            raise ConfigError(f"{error}{hint if 'not YAML' in str(error) else ''}") from error
+        below, holder = base.values, layer.values
+        for size, name in enumerate(key[:-1], 1):
+            below = below.get(name) if isinstance(below, dict) else None
+            named = key[:size] in NAMED and isinstance(below, str)
+            if below is not None and not isinstance(below, dict) and not named:
+                kind = "a list: give it as a whole" if isinstance(below, list) else "a single value"
+                place = f"{dotted(key[:size])} ({base.origin(key[:size])})"
+                raise ConfigError(f"override {override!r}: {place} is {kind}; {path} cannot be set.")
+            inner = holder.get(name)
+            if not isinstance(inner, dict):
+                inner = {"name": inner} if key[:size] in NAMED and isinstance(inner, str) else {}
+            holder[name], layer.origins[key[:size]] = inner, "override"
+            holder = inner
+        there = below if isinstance(below, dict) else {}
+        if found.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers") and key[1] not in there:
+            hint = did_you_mean(str(key[1]), there)
+            raise ConfigError(f"override '{path}=null': there is no {key[1]!r} to remove.{hint}")
+        holder[key[-1]] = found.values
+        layer.origins.update(found.origins)
+    return layer
+
+
 def _word_instead(argument: str, arguments: Sequence[str]) -> str:
     """Return what was probably meant by an argument that is neither a file nor an override, as a sentence."""
     if argument.startswith("="):
         return f" Name a key before the {argument!r}."
-    removal = re.fullmatch(r"~([A-Za-z_][\w.]*)(=.*)?", argument)
-    if removal:
-        return f" Write {removal[1]}=null to remove it."
-    option = re.fullmatch(r"(?:--?|[+]+)([A-Za-z_][\w.-]*)(?:=(.*))?", argument, re.DOTALL)
-    key = _known_key(option[1].replace("-", "_")) if option else None
-    if option and option[2] is not None:
-        return f" Write {key or option[1]}={option[2]} instead."
-    if option and key is not None:
+    option = re.fullmatch(
+        r"(--?|[+]+|~|)([A-Za-z_][\w.-]*)(?:\s*[=:\N{FULLWIDTH EQUALS SIGN}]\s*(.*))?", argument, re.DOTALL
+    )
+    sign, key, value = option.groups() if option else ("", "", None)
+    if sign == "~":
+        return f" Write {key}=null to remove it."
+    if sign:
+        meant = _known_key(key.replace("-", "_"))
         following = [*arguments, ""][arguments.index(argument) + 1]
-        return f" Write {key}={'value' if not following or following.startswith('-') else following} instead."
+        if value is None and meant is not None:
+            value = "value" if not following or following.startswith("-") else following
+        if value is not None:
+            return f" Write {meant or key}={value} instead."
     if argument.startswith("-"):
         return " Options stand right after `legato`, as in `legato fit --help`; all else is set by key=value."
-    pair = re.fullmatch(r"([A-Za-z_][\w.]*)\s*(?:=|:|\N{FULLWIDTH EQUALS SIGN})\s*(\S.*)", argument)
-    if pair:
-        return f" Write {pair[1]}={pair[2]} instead."
+    if value:
+        return f" Write {key}={value} instead."
     known = [*ready_configs(), *(one.name for one in Path().glob("*.y*ml"))]
     stems = {name.rpartition(".")[0]: name for name in known}
     if argument in stems:
@@ -367,158 +406,80 @@ def _word_instead(argument: str, arguments: Sequence[str]) -> str:
 def _known_key(key: str) -> str | None:
     """Return the key of a config that was probably meant: misspelt, or without its section; None: there is none."""
     from ..arguments import ARGUMENT_NAMES
-    from .check import MOVED, SECTION_OF, SECTIONS
 
+    known = {name: f"trainer.{name}" for name in ARGUMENT_NAMES} | SECTION_OF
+    known |= {name: dotted(place) for name, place in MOVED.items()} | {name: name for name in SECTIONS}
     section, _, rest = key.partition(".")
-    if not rest:
-        moved = {name: dotted(place) for name, place in MOVED.items()}
-        known = {**{name: f"trainer.{name}" for name in ARGUMENT_NAMES}, **SECTION_OF, **moved}
-        known |= {name: name for name in SECTIONS}
-        near = difflib.get_close_matches(section, known, n=1, cutoff=0.75)
+    near = difflib.get_close_matches(section, SECTIONS if rest else known, n=1, cutoff=0.75)
+    if not near or not rest:
         return known[near[0]] if near else None
-    near = difflib.get_close_matches(section, SECTIONS, n=1, cutoff=0.75)
-    if not near:
-        return None
-    if near[0] == "trainer" and "." not in rest:
+    if near[0] == "trainer":
         rest = next(iter(difflib.get_close_matches(rest, ARGUMENT_NAMES, n=1)), rest)
     return f"{near[0]}.{rest}"
 
 
-def _overrides_among(arguments: Sequence[str]) -> list[str]:
-    return [one for one in arguments if _OVERRIDE.match(one) and not os.path.exists(one)]
-
-
-def _overrides(base: Entry, overrides: Sequence[str]) -> Entry:
-    """Make one layer of all overrides, so that their order matters only where they name the same key."""
-    layer = Entry({}, "override")
-    for override in overrides:
-        path, _, text = override.partition("=")
-        keys = path.split(".")
-        if not all(keys):
-            raise ConfigError(f"override {override!r}: {path!r} is no key. Write key.subkey=value.")
-        if keys[0] == "extends":
-            raise ConfigError(f"override {override!r}: only a file can extend others. Name the file before this one.")
-        try:
-            value = parse_yaml(text, f"override {override!r}", "override")
-        except ConfigError as error:
-            hint = f" Quote a value that has YAML's own characters: {path}='\"...\"'."
-            raise ConfigError(f"{error}{hint if 'not YAML' in str(error) else ''}") from error
-        entries, below = layer.value, base
-        for depth, key in enumerate(keys):
-            below = below.value.get(key, Entry({}, "")) if isinstance(below.value, dict) else Entry({}, "")
-            if depth == len(keys) - 1:
-                break
-            named = tuple(keys[: depth + 1]) in NAMED and isinstance(below.value, str)
-            if below.value is not None and not isinstance(below.value, dict) and not named:
-                kind = "a list: give it as a whole" if isinstance(below.value, list) else "a single value"
-                place = ".".join(keys[: depth + 1])
-                raise ConfigError(f"override {override!r}: {place} ({below.origin}) is {kind}; {path} cannot be set.")
-            above = entries.setdefault(key, Entry({}, "override"))
-            if not isinstance(above.value, dict):
-                name = {"name": above} if tuple(keys[: depth + 1]) in NAMED and isinstance(above.value, str) else {}
-                above = entries[key] = Entry(dict(name), "override")
-            entries = above.value
-        _refuse_removal_of_nothing(base, keys, value)
-        entries[keys[-1]] = value
-    return layer
-
-
-def _refuse_removal_of_nothing(base: Entry, keys: Sequence[str], value: Entry) -> None:
-    if len(keys) == 2 and keys[0] in ("callbacks", "loggers") and value.value is None:
-        section = base.value.get(keys[0], Entry({}, "")).value
-        if not isinstance(section, dict) or keys[1] not in section:
-            hint = did_you_mean(keys[1], section or ()) if isinstance(section, dict) else ""
-            raise ConfigError(f"override '{'.'.join(keys)}=null': there is no {keys[1]!r} to remove.{hint}")
-
-
-def _resolve(merged: Entry) -> Entry:
+# --- interpolations ---------------------------------------------------------------------------------------------------
+def _resolve(merged: Layer) -> Layer:
     """Replace every interpolation by its value; each keeps the place where it was written."""
-    found = list(_interpolations(merged, ()))
+    found = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
     if not found:
         return merged
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 
-    for key, entry in found:
-        _check_interpolation(key, entry)
-    names = [dotted(key) for key in merged.origins()]
-    return _Resolver(names).entry(merged, OmegaConf.create(merged.plain()), ())
+    for key, text in found:
+        _check_interpolation(key, text, merged.origin(key))
+    values, container, count = deepcopy(merged.values), OmegaConf.create(merged.values), 0
+
+    def plain(value: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > MAX_VALUES:
+            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values.")
+        if isinstance(value, DictConfig):
+            return {name: plain(value[name]) for name in value}
+        return [plain(value[index]) for index in range(len(value))] if isinstance(value, ListConfig) else value
+
+    for key, text in found:
+        place = f"{merged.origin(key)}: {dotted(key)}"
+        try:
+            reduce(getitem, key[:-1], values)[key[-1]] = plain(reduce(getitem, key, container))
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        except Exception as error:  # resolvers and the grammar raise many kinds, RecursionError for a circle
+            missing = re.search(r"key '([^']*)' not found", str(error))
+            hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
+            problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
+            raise ConfigError(f"{place}: {text!r} cannot be resolved: {problem}.{hint}") from error
+    return Layer(values, merged.origins)
 
 
-def _interpolations(entry: Entry, key: Key) -> Iterator[tuple[Key, Entry]]:
-    if isinstance(entry.value, dict | list):
-        for name, one in entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value):
-            yield from _interpolations(one, (*key, name))
-    elif isinstance(entry.value, str) and "${" in entry.value:
-        yield key, entry
+def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
+    if isinstance(value, dict | list):
+        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(one, (*key, name))
+    elif isinstance(value, str):
+        yield key, value
 
 
-def _check_interpolation(key: Key, entry: Entry) -> None:
+def _check_interpolation(key: Key, text: str, origin: str) -> None:
     """Refuse what is no interpolation, or one that calls a function: a config follows from its files alone."""
     from omegaconf.grammar_parser import parse
 
-    place = f"{entry.origin}: {dotted(key)}: {entry.value!r}"
+    place = f"{origin}: {dotted(key)}"
     try:
-        trees: list[Any] = [parse(entry.value)]
+        trees: list[Any] = [parse(text)]
     except Exception as error:  # the generated parser raises what it likes
-        raise ConfigError(f"{place} is no interpolation: {_first_line(error)}") from error
+        raise ConfigError(f"{place}: {text!r} is no interpolation: {_first_line(error)}") from error
     while trees:
         tree = trees.pop()
         if type(tree).__name__ == "InterpolationResolverContext":
             name = tree.resolverName().getText()
             if name not in _PURE_RESOLVERS:
                 raise ConfigError(
-                    f"{place} calls {name!r}. A config follows from its files alone: write the value, or give it as"
-                    f" an override: {dotted(key)}=..."
+                    f"{place}: {text!r} calls {name!r}. A config follows from its files alone: write the value, or"
+                    f" give it as an override: {dotted(key)}=..."
                 )
         trees += getattr(tree, "children", None) or []
-
-
-class _Resolver:
-    """Looks interpolations up in an OmegaConf container, and counts the values that they stand for."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.names = names
-        self.count = 0
-
-    def entry(self, entry: Entry, container: Any, key: Key) -> Entry:
-        """Return the entry with all interpolations in it resolved; `container` is OmegaConf's copy of it."""
-        if isinstance(entry.value, dict):
-            pairs = entry.value.items()
-            return Entry({name: self.child(one, container, (*key, name)) for name, one in pairs}, entry.origin)
-        if isinstance(entry.value, list):
-            items = enumerate(entry.value)
-            return Entry([self.child(one, container, (*key, index)) for index, one in items], entry.origin)
-        return entry
-
-    def child(self, entry: Entry, container: Any, key: Key) -> Entry:
-        """Resolve what stands under the last name of a key."""
-        if isinstance(entry.value, dict | list):
-            return self.entry(entry, container[key[-1]], key)
-        if not isinstance(entry.value, str) or "${" not in entry.value:
-            return entry
-        place = f"{entry.origin}: {dotted(key)}"
-        try:
-            return self.unfold(container[key[-1]], entry.origin)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        except Exception as error:  # resolvers and the grammar raise many kinds, RecursionError for a circle
-            missing = re.search(r"key '([^']*)' not found", str(error))
-            hint = did_you_mean(missing[1], self.names) if missing else ""
-            problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
-            raise ConfigError(f"{place}: {entry.value!r} cannot be resolved: {problem}.{hint}") from error
-
-    def unfold(self, value: Any, origin: str) -> Entry:
-        """Make entries of an OmegaConf value; all come from where the interpolation was written."""
-        from omegaconf import DictConfig, ListConfig
-
-        self.count += 1
-        if self.count > MAX_VALUES:
-            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values.")
-        if isinstance(value, DictConfig):
-            return Entry({name: self.unfold(value[name], origin) for name in value}, origin)
-        if isinstance(value, ListConfig):
-            return Entry([self.unfold(value[index], origin) for index in range(len(value))], origin)
-        return Entry(value, origin)
 
 
 def _first_line(error: Exception) -> str:

@@ -1,76 +1,408 @@
-"""Modules as source text: found as an import would find them, parsed with `ast`, never run."""
+"""Parameters of classes, read from source text: modules are found as an import finds them, parsed, and never run.
+
+Where source does not tell (a decorated class, one made by a function), the class is imported and inspected instead.
+"""
 
 import ast
 import builtins
+import functools
 import inspect
 import pkgutil
 import sys
+import traceback
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, Optional, cast
 
-from ..errors import did_you_mean
+from ..errors import ConfigError, did_you_mean
+
+_PACKAGE = __name__.partition(".")[0]
+NO_DEFAULT: Any = object()
+"""Default of a parameter that has none, or none that plain data can hold."""
+# Their sources are large, and hold nothing that a config must know before the run.
+_UNREAD = frozenset(sys.stdlib_module_names) | {"numpy", "torch", "torchmetrics", "torchvision"}
+# Bases whose __init__ takes nothing that a config could give.
+_ROOTS = {
+    "object",
+    "abc.ABC",
+    "typing.Generic",
+    "typing.Protocol",
+    "torch.nn.Module",
+    "torch.nn.modules.module.Module",
+}
+_HARMLESS_DECORATORS = {"typing.final", "typing.runtime_checkable", "functools.total_ordering", "dataclasses.dataclass"}
+_NOT_BUILT = {"typing.TypedDict", "typing.Protocol", "typing.NamedTuple", "enum.Enum", "enum.IntEnum", "enum.StrEnum"}
+_MAX_ALIASES = 30  # of aliases; more is a circle
+_WRAPPERS = (typing.Annotated, typing.Final, typing.ClassVar)
 
 
-@dataclass(frozen=True)
-class Imported:
-    """A name that an import statement binds: a module (`name` empty) or a name of a module."""
+class Named:
+    """Placeholder for a class that is known by its path alone. `exact`: its source was read, so no other value fits."""
 
-    module: str
-    name: str = ""
+    path = ""
+    exact = False
 
 
-Binding = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.expr | Imported
+@functools.cache
+def placeholder(path: str, exact: bool) -> type[Named]:
+    """Return the placeholder for the class at a dotted path."""
+    return type(path, (Named,), {"path": path, "exact": exact})
+
+
+Binding = ast.stmt | ast.expr | tuple[str, str]
+"""What a name is bound to: a definition, a value, or an import (a module and a name in it, or "")."""
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """The names that one source file binds at its top level."""
+    """The names that one source file binds at its top level; `dynamic`: there may be others."""
 
     name: str
-    package: str
     names: dict[str, Binding]
-    stars: tuple[str, ...] = ()
-    dynamic: bool = False
+    stars: Sequence[str]
+    dynamic: bool
 
 
-ABSOLUTE = Module(name="", package="", names={})
-"""The scope of annotations that were read from a living class: every name in it is absolute, or typing's."""
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """What a name stands for. `path` is where it is defined; the source of a "foreign" one was not read."""
+
+    kind: Literal["class", "function", "module", "value", "foreign", "missing"]
+    path: str
+    module: Module | None = None
+    node: Any = None
 
 
-def find_module(name: str) -> ModuleSpec | None:
-    """Find a module as an import would, but without importing its parents."""
-    parent = name.rpartition(".")[0]
-    path = None
-    if parent:
-        above = find_module(parent)
-        if above is None or above.submodule_search_locations is None:
+@dataclass(frozen=True)
+class Parameter:
+    """One argument of a class. `annotation` is an expression in `module`, or without one a type."""
+
+    name: str
+    annotation: Any
+    default: Any
+    required: bool
+    module: Module | None = None
+    doc: str = ""
+
+    def __str__(self) -> str:
+        kind = ast.unparse(self.annotation).strip("'") if isinstance(self.annotation, ast.expr) else "Any"
+        return f"{self.name}: {kind} = {'none' if self.default is NO_DEFAULT else repr(self.default)}"
+
+
+@dataclass
+class Signature:
+    """The arguments of a class. `open`: it takes others too, which are not known."""
+
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    open: bool = False
+
+
+class Sources:
+    """Source files and the signatures in them, each read once; make a new one for each config, since files change."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, ModuleSpec | None] = {}
+        self._modules: dict[str, Module | None] = {}
+        self._signatures: dict[str, Signature | None] = {}
+
+    def spec(self, name: str) -> ModuleSpec | None:
+        """Find a module as an import would, but without importing its parents."""
+        if name not in self._specs:
+            parent = name.rpartition(".")[0]
+            above = self.spec(parent) if parent else None
+            path = list(above.submodule_search_locations or []) if above is not None else None
+            finders = sys.meta_path if path or not parent else []
+            self._specs[name] = next((one for each in finders if (one := each.find_spec(name, path)) is not None), None)
+        return self._specs[name]
+
+    def split(self, path: str) -> tuple[str, list[str]]:
+        """Split a dotted path into the module that it begins with and the names in it."""
+        parts = path.split(".")
+        depth = 0
+        while depth < len(parts) and self.spec(".".join(parts[: depth + 1])) is not None:
+            depth += 1
+        return ".".join(parts[:depth]), parts[depth:]
+
+    def read(self, name: str) -> Module | None:
+        """Parse a module; None where it has no source to read. Raises LookupError where the source is not Python."""
+        if name not in self._modules:
+            self._modules[name] = None
+            spec = None if name.partition(".")[0] in _UNREAD else self.spec(name)
+            if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+                self._modules[name] = _parse_module(name, spec)
+        return self._modules[name]
+
+    def locate(self, path: str) -> Definition:
+        """Find the class at a dotted path; kind "foreign" where source does not tell.
+
+        Raises LookupError where nothing is there, or not a class; the message says why.
+        """
+        if "." not in path or not all(part.isidentifier() for part in path.split(".")):
+            raise LookupError(f"{path!r} is not a dotted path to a class, such as 'package.module.Class'.")
+        (owner, names), found = self.split(path), self._follow(self.find(path))
+        if not names:
+            raise LookupError(f"{path!r} is a module, not a class.")
+        module = self.read(owner) if owner else None
+        lost = found.kind == "missing" or (module is None and owner.partition(".")[0] not in _UNREAD)
+        if not owner or (lost and len(names) > 1):
+            missing = f"{owner}.{names[0]}" if owner else names[0]
+            raise LookupError(f"there is no module {missing!r}.{did_you_mean(names[0], self._submodules(owner))}")
+        if found.kind == "missing":
+            known = {*(module.names if module is not None else ()), *self._submodules(owner)}
+            raise LookupError(f"module {owner!r} has no {names[0]!r}.{did_you_mean(names[0], known)}")
+        if found.kind not in ("class", "foreign"):
+            raise LookupError(f"{path!r} is a {found.kind}, not a class.")
+        return found
+
+    def _submodules(self, package: str) -> list[str]:
+        """Return the modules in a package, or at the top level where `package` is empty."""
+        if package:
+            spec = self.spec(package)
+            return [one.name for one in pkgutil.iter_modules((spec and spec.submodule_search_locations) or [])]
+        # Nobody means opcode; an editable install of this package is not on the path.
+        return sorted({_PACKAGE, *(one.name for one in pkgutil.iter_modules())} - sys.stdlib_module_names)
+
+    def find(self, path: str) -> Definition:
+        """Return what a dotted path means; an alias is not followed."""
+        owner, names = self.split(path)
+        if not names:
+            return Definition("module", path)
+        module = self.read(owner) if owner else None
+        return Definition("foreign", path) if module is None else self._find_in(module, names)
+
+    def _find_in(self, module: Module, names: Sequence[str]) -> Definition:
+        """Return what `names`, joined by dots, mean in a module."""
+        path, binding, inner = ".".join([module.name, *names]), module.names.get(names[0]), names[1:]
+        if isinstance(binding, tuple):
+            try:
+                return self.find(".".join([*filter(None, binding), *inner]))
+            except RecursionError:  # modules that import a name from each other
+                return Definition("foreign", path)
+        if binding is None:
+            if self.spec(f"{module.name}.{names[0]}") is not None:
+                return self.find(path)
+            found = (self.find(".".join([star, *names])) for star in module.stars)
+            missing = Definition("foreign" if module.dynamic else "missing", path)
+            return next((one for one in found if one.kind != "missing"), missing)
+        if isinstance(binding, ast.expr) and inner:
+            owner = self._follow(self._resolve(module, binding)).path
+            return self.find(".".join([owner, *inner]))
+        node: Any = binding
+        for name in inner:
+            nested = [one for one in node.body if isinstance(one, ast.ClassDef) and one.name == name]
+            if not nested:
+                return Definition("foreign", path)
+            node = nested[0]
+        kinds: Any = {ast.ClassDef: "class", ast.FunctionDef: "function", ast.AsyncFunctionDef: "function"}
+        return Definition(kinds.get(type(node), "value"), path, module, node)
+
+    def _resolve(self, module: Module, node: ast.AST) -> Definition:
+        """Return what a name, a dotted name or a generic such as `Base[int]` means in a module."""
+        if isinstance(node, ast.Subscript):
+            return self._resolve(module, node.value)
+        if isinstance(node, ast.Constant) and (quoted := _parsed(node.value)) is not None:
+            return self._resolve(module, quoted)
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return Definition("foreign", "?")
+        names = ast.unparse(node).split(".")
+        found = self._find_in(module, names)
+        builtin = found.kind == "missing" and hasattr(builtins, names[0])
+        return Definition("foreign", ".".join(names)) if builtin else found
+
+    def _follow(self, found: Definition) -> Definition:
+        """Go through aliases such as `Base = other.Base`; another value may be anything."""
+        for _ in range(_MAX_ALIASES):
+            if found.kind != "value" or isinstance(found.node, ast.Constant):
+                return found
+            found = self._resolve(cast(Module, found.module), found.node)
+        return Definition("foreign", found.path)
+
+    def lineage(self, found: Definition) -> list[Definition]:
+        """Return the class and all its bases in method resolution order (diamonds: as C3 in the usual cases)."""
+        line = [found]
+        for base in found.node.bases if found.kind == "class" else ():
+            above = self._follow(self._resolve(cast(Module, found.module), base))
+            # `class Task(Task)` hides the name that it was imported by.
+            line += self.lineage(above) if above.path != found.path else [Definition("foreign", "?")]
+        return [one for index, one in enumerate(line) if one.path not in {later.path for later in line[index + 1 :]}]
+
+    def is_subclass(self, path: str, expected: str) -> bool | None:
+        """Return whether a class descends from the one at the path `expected`; None where source does not tell.
+
+        Raises LookupError where there is no such class.
+        """
+        line = self.lineage(self.locate(path))
+        if any(one.path == expected for one in line):
+            return True
+        ours, top = expected.startswith(f"{_PACKAGE}."), line[0].path.partition(".")[0]
+        known = all(one.kind == "class" or one.path in _ROOTS for one in line) or (ours and top in _UNREAD)
+        return False if known else None
+
+    def signature(self, path: str, may_import: bool = False) -> Signature | None:
+        """Return the arguments of the class at a path; None where source does not tell, and it may not be imported.
+
+        Raises LookupError where there is no such class, ConfigError where its module cannot be imported.
+        """
+        if self._signatures.get(path) is None:
+            found = self._signature(self.lineage(self.locate(path)))
+            self._signatures[path] = inspected(load_class(path)) if found is None and may_import else found
+        return self._signatures[path]
+
+    def _signature(self, line: Sequence[Definition]) -> Signature | None:
+        for index, one in enumerate(line):
+            if one.kind != "class":
+                if one.path in _ROOTS:
+                    continue
+                return None
+            module = cast(Module, one.module)
+            decorators = {
+                self._follow(self._resolve(module, node.func if isinstance(node, ast.Call) else node)).path
+                for node in one.node.decorator_list
+            }
+            methods = {node.name: node for node in one.node.body if isinstance(node, ast.FunctionDef)}
+            if not decorators <= _HARMLESS_DECORATORS or ("__new__" in methods and "__init__" not in methods):
+                return None
+            if "__init__" in methods:
+                return self._of_function(module, methods["__init__"], line[index + 1 :])
+            if "dataclasses.dataclass" in decorators:
+                return self._of_dataclass(line[index:])
+        return Signature()
+
+    def _of_function(self, module: Module, node: ast.FunctionDef, bases: Sequence[Definition]) -> Signature | None:
+        given = node.args
+        plain = [*given.posonlyargs, *given.args]
+        defaults = [*[None] * (len(plain) - len(given.defaults)), *given.defaults, *given.kw_defaults]
+        own = {
+            one.arg: Parameter(one.arg, one.annotation, _plain_of(default), default is None, module)
+            for one, default in list(zip([*plain, *given.kwonlyargs], defaults, strict=True))[1:]
+        }
+        if given.kwarg is None:
+            return Signature(own)
+        call = _passed_on(node, given.kwarg.arg)
+        if call is None:
+            return Signature(own, open=True)
+        inherited = self._signature(bases)
+        if inherited is None:
             return None
-        path = list(above.submodule_search_locations)
-    for finder in sys.meta_path:
-        spec = finder.find_spec(name, path)
-        if spec is not None:
-            return spec
-    return None
+        set_here = {keyword.arg for keyword in call.keywords} | {*list(inherited.parameters)[: len(call.args)], *own}
+        passed = {name: one for name, one in inherited.parameters.items() if name not in set_here}
+        return Signature(own | passed, inherited.open)
+
+    def _of_dataclass(self, line: Sequence[Definition]) -> Signature | None:
+        if any(one.kind != "class" and one.path not in _ROOTS for one in line):
+            return None
+        owners = [one for one in reversed(line) if one.kind == "class"]
+        return Signature({one.name: one for owner in owners for one in self._fields(owner)})
+
+    def _fields(self, owner: Definition) -> Iterator[Parameter]:
+        module, body = cast(Module, owner.module), owner.node.body
+        for node, following in zip(body, [*body[1:], None], strict=True):
+            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+                continue
+            if self._resolve(module, node.annotation).path == "typing.ClassVar":
+                continue
+            default, required = node.value, node.value is None
+            if isinstance(default, ast.Call) and self._resolve(module, default.func).path == "dataclasses.field":
+                options = {keyword.arg: keyword.value for keyword in default.keywords}
+                if _plain_of(options.get("init")) is False:
+                    continue
+                default, required = options.get("default"), not options.keys() & {"default", "default_factory"}
+            text = following.value if isinstance(following, ast.Expr) else None
+            doc = inspect.cleandoc(str(text.value)) if isinstance(text, ast.Constant) else ""
+            yield Parameter(node.target.id, node.annotation, _plain_of(default), required, module, doc)
+
+    # --- annotations ---
+    def type_of(self, parameter: Parameter) -> Any:
+        """Return the type of a parameter: Any where it cannot be told. A default of None lets null in."""
+        found = Any if parameter.annotation is None else parameter.annotation
+        if isinstance(found, ast.expr):
+            found = self._type(found, cast(Module, parameter.module), frozenset())
+        try:
+            hash(found)
+            return Optional[found] if parameter.default is None and found is not Any else found  # noqa: UP045
+        except TypeError:  # it is not a type
+            return Any
+
+    def _type(self, node: ast.expr, module: Module, aliases: frozenset[str]) -> Any:
+        """Evaluate an annotation without importing what it names, but for the standard library's types."""
+        inner = functools.partial(self._type, module=module, aliases=aliases)
+        try:
+            if isinstance(node, ast.Constant):
+                quoted = _parsed(node.value)
+                return node.value if node.value in (None, ...) else Any if quoted is None else inner(quoted)
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+                return typing.Union[inner(node.left), inner(node.right)]  # noqa: UP007
+            if isinstance(node, ast.Subscript):
+                generic = inner(node.value)
+                parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+                if generic is Literal:
+                    values = tuple(value for one in parts if (value := _plain_of(one)) is not NO_DEFAULT)
+                    return Literal[values] if values else Any
+                if generic in _WRAPPERS:
+                    return inner(parts[0])
+                if generic is Any or (isinstance(generic, type) and issubclass(generic, Named)):
+                    return generic
+                arguments = tuple(map(inner, parts))
+                return generic[arguments[0] if len(arguments) == 1 else arguments]
+            if not isinstance(node, ast.Name | ast.Attribute):
+                return Any
+            found = self._resolve(module, node)
+            if found.kind == "value":
+                known = found.path in aliases
+                return Any if known else self._type(found.node, cast(Module, found.module), aliases | {found.path})
+            if found.kind == "class":
+                not_built = {one.path for one in self.lineage(found)} & _NOT_BUILT
+                return Any if not_built else placeholder(found.path, True)
+            return _known_type(found.path) if found.kind == "foreign" else Any
+        except (TypeError, LookupError):  # no type; or of a module that cannot be read
+            return Any
 
 
-def parse_expression(text: str) -> ast.expr | None:
-    """Parse the text of an annotation; None where it is no expression."""
-    try:
-        return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+def _known_type(path: str) -> Any:
+    """Return a type of the standard library that a value can be held against; a placeholder for another's class."""
+    home, _, name = path.rpartition(".")
+    home = "typing" if home == "typing_extensions" else home or "builtins"
+    if home in ("builtins", "typing", "collections", "collections.abc", "pathlib", "datetime", "os"):
+        found = getattr(import_module(home), name, Any)
+        return found if isinstance(found, type) or home == "typing" else Any
+    return Any if path.partition(".")[0] in sys.stdlib_module_names else placeholder(path, False)
 
 
-def parse_module(name: str, spec: ModuleSpec) -> Module:
-    """Parse the source file of a module.
+# --- modules ----------------------------------------------------------------------------------------------------------
+def load_class(path: str) -> type:
+    """Import the class at a dotted path.
 
-    Raises:
-        LookupError: the file is no Python, or cannot be read.
+    Raises ConfigError where there is none, or its module cannot be imported; the message says why.
     """
+    module, names = Sources().split(path)
+    if not module:
+        raise ConfigError(f"there is no module {path.partition('.')[0]!r}.")
+    try:
+        found: Any = functools.reduce(getattr, names, import_module(module))
+    except (Exception, SystemExit) as error:  # a module may raise anything
+        loaded = sys.modules.get(module)
+        if isinstance(error, AttributeError) and loaded is not None and not hasattr(loaded, names[0]):
+            hint = did_you_mean(names[0], dir(loaded))
+            raise ConfigError(f"module {module!r} has no {names[0]!r}.{hint}") from error
+        raise ConfigError(f"importing {module!r} failed: {_blame(error)}") from error
+    if not isinstance(found, type):
+        raise ConfigError(f"{path!r} is not a class.")
+    return found
+
+
+def _blame(error: BaseException) -> str:
+    """Return the error and the line that raised it."""
+    places = [f" ({one.filename}:{one.lineno})" for one in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places = [f" ({error.filename}:{error.lineno})"]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{''.join(places[-1:])}."
+
+
+def _parse_module(name: str, spec: ModuleSpec) -> Module:
     file = Path(cast(str, spec.origin))
     try:
         tree = ast.parse(file.read_bytes(), str(file))
@@ -80,29 +412,18 @@ def parse_module(name: str, spec: ModuleSpec) -> Module:
         raise LookupError(f"{file} cannot be read: {error}.") from error
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
     names = _bindings(tree.body, package)
-    stars = [value.module for key, value in names.items() if key.startswith("*") and isinstance(value, Imported)]
-    lazy = _lazy_names(names, package)
-    dynamic = "__getattr__" in names and not lazy
-    dynamic = dynamic or any(
+    stars = [binding[0] for key, binding in names.items() if key.startswith("*") and isinstance(binding, tuple)]
+    # This package's own __init__ files import names when they are first used: _HOMES tells from where.
+    homes = _plain_of(names.get("_HOMES"))
+    lazy = {one: (package + home, one) for one, home in homes.items()} if isinstance(homes, dict) else {}
+    dynamic = ("__getattr__" in names and not lazy) or any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("globals", "exec", "vars")
         for node in ast.walk(tree)
     )
-    names = {**lazy, **names}
-    return Module(name, package, names, tuple(stars), dynamic)
+    return Module(name, {**lazy, **names}, stars, dynamic)
 
 
-def _lazy_names(names: dict[str, Binding], package: str) -> dict[str, Binding]:
-    """The names that this package's own `__init__` files import when first used: `_HOMES` tells from where."""
-    homes = names.get("_HOMES")
-    if "__getattr__" not in names or not isinstance(homes, ast.Dict):
-        return {}
-    try:
-        return {name: Imported(package + home, name) for name, home in ast.literal_eval(homes).items()}
-    except (ValueError, TypeError):
-        return {}
-
-
-def _bindings(body: Sequence[ast.stmt], package: str) -> dict[str, Binding]:
+def _bindings(body: Sequence[ast.AST], package: str) -> dict[str, Binding]:
     names: dict[str, Binding] = {}
     for node in body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -114,329 +435,70 @@ def _bindings(body: Sequence[ast.stmt], package: str) -> dict[str, Binding]:
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 top = alias.name.partition(".")[0]
-                names[alias.asname or top] = Imported(alias.name if alias.asname else top)
+                names[alias.asname or top] = (alias.name if alias.asname else top, "")
         elif isinstance(node, ast.ImportFrom):
             above = package.rsplit(".", node.level - 1)[0] if node.level else ""
             origin = ".".join(part for part in (above, node.module) if part)
             for alias in node.names:
-                key = f"*{origin}" if alias.name == "*" else alias.asname or alias.name
-                names[key] = Imported(origin, alias.name)
+                names[f"*{origin}" if alias.name == "*" else alias.asname or alias.name] = (origin, alias.name)
         else:
-            # What stands first in an `if` or `try` is what usually holds.
+            # The first branch of an `if` or `try` is the one that usually holds, so it is read last.
             for part in ("finalbody", "handlers", "orelse", "body"):
-                for inner in getattr(node, part, []):
-                    names |= _bindings(inner.body if isinstance(inner, ast.ExceptHandler) else [inner], package)
+                names |= _bindings(getattr(node, part, []), package)
     return names
 
 
-def submodules(package: str) -> list[str]:
-    """The modules in a package, or at the top level where `package` is empty."""
-    spec = find_module(package) if package else None
-    path = None if not package else list((spec and spec.submodule_search_locations) or [])
-    found = [one.name for one in pkgutil.iter_modules(path)]
-    if package:
-        return found
-    # Nobody means opcode; an editable install of this package is not on the path.
-    return [name for name in found if name not in sys.stdlib_module_names] + [__name__.partition(".")[0]]
-
-
-def no_module(owner: str, name: str) -> str:
-    """Say that a package has no such module, and which one may be meant."""
-    missing = f"{owner}.{name}" if owner else name
-    return f"there is no module {missing!r}.{did_you_mean(name, submodules(owner))}"
-
-
-# Their sources are large, and nothing that a config needs to know before the run stands in them.
-_UNREAD = frozenset(sys.stdlib_module_names) | {"numpy", "torch", "torchmetrics", "torchvision"}
-# Bases whose __init__ takes nothing that a config could give.
-_ROOTS = {
-    "object",
-    "abc.ABC",
-    "typing.Generic",
-    "typing.Protocol",
-    "torch.nn.Module",
-    "torch.nn.modules.module.Module",
-}
-_HARMLESS_DECORATORS = {"typing.final", "typing.runtime_checkable", "functools.total_ordering"}
-_MAX_BASES = 30  # of imports of imports; more is a circle
-
-
-@dataclass(frozen=True, eq=False)
-class Definition:
-    """What a name stands for. `dotted` is where it was defined; "foreign" is what no source was read for."""
-
-    kind: Literal["class", "function", "module", "value", "foreign", "missing"]
-    dotted: str
-    module: Module = ABSOLUTE
-    node: ast.AST | None = None
-
-    @property
-    def body(self) -> Sequence[ast.stmt]:
-        """The statements of a class."""
-        return cast(ast.ClassDef, self.node).body
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One argument of a class: `annotation` and `default` are expressions in the scope of `module`."""
-
-    name: str
-    annotation: ast.expr | None
-    default: ast.expr | None
-    required: bool
-    module: Module
-    doc: str = ""
-
-
-@dataclass
-class Signature:
-    """The arguments of a class. `open`: it takes others too, which the source does not tell."""
-
-    parameters: dict[str, Parameter] = field(default_factory=dict)
-    open: bool = False
-
-
-class Sources:
-    """The source files read so far; make a new one for each config, since files change."""
-
-    def __init__(self) -> None:
-        self._modules: dict[str, Module | None] = {}
-
-    def locate(self, path: str) -> Definition:
-        """Find the class at a dotted path; kind "foreign" where the source does not tell.
-
-        Raises:
-            LookupError: nothing is there, or it is no class; the message says why.
-        """
-        parts = path.split(".")
-        if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-            raise LookupError(f"{path!r} is not a dotted path to a class, such as 'package.module.Class'.")
-        depth = 0
-        while depth < len(parts) and find_module(".".join(parts[: depth + 1])) is not None:
-            depth += 1
-        owner, rest = ".".join(parts[:depth]), parts[depth:]
-        if depth == 0 or (len(rest) > 1 and self.read(owner) is None and parts[0] not in _UNREAD):
-            raise LookupError(no_module(owner, rest[0]))
-        if not rest:
-            raise LookupError(f"{path!r} is a module, not a class.")
-        found = self._follow(self._member(owner, rest[0]))
-        for name in rest[1:]:
-            found = self._follow(self._attribute(found, name))
-        if found.kind == "missing":
-            if len(rest) > 1:
-                raise LookupError(no_module(owner, rest[0]))
-            known = (self.read(owner) or ABSOLUTE).names.keys() | set(submodules(owner))
-            raise LookupError(f"module {owner!r} has no {rest[0]!r}.{did_you_mean(rest[0], known)}")
-        if found.kind not in ("class", "foreign"):
-            raise LookupError(f"{path!r} is a {found.kind}, not a class.")
-        return found
-
-    def read(self, name: str) -> Module | None:
-        """Parse a module; None where it has no source to read.
-
-        Raises:
-            LookupError: the source is no Python.
-        """
-        if name not in self._modules:
-            self._modules[name] = None
-            spec = None if name.partition(".")[0] in _UNREAD else find_module(name)
-            if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
-                self._modules[name] = parse_module(name, spec)
-        return self._modules[name]
-
-    def resolve(self, module: Module, expression: ast.AST, depth: int = 0) -> Definition:
-        """What a name, a dotted name or a generic such as `Base[int]` stands for in a module."""
-        if isinstance(expression, ast.Name):
-            return self._name(module, expression.id, depth)
-        if isinstance(expression, ast.Attribute):
-            return self._attribute(self._follow(self.resolve(module, expression.value, depth)), expression.attr, depth)
-        if isinstance(expression, ast.Subscript):
-            return self.resolve(module, expression.value, depth)
-        if isinstance(expression, ast.Constant) and isinstance(expression.value, str):
-            quoted = parse_expression(expression.value)
-            if quoted is not None and depth < _MAX_BASES:
-                return self.resolve(module, quoted, depth + 1)
-        return Definition("foreign", "?")
-
-    def lineage(self, found: Definition, depth: int = 0) -> list[Definition]:
-        """The class and all its bases in the order in which Python asks them (diamonds: as C3 in the usual cases)."""
-        if found.kind != "class" or depth > _MAX_BASES:
-            return [found]
-        line = [found]
-        for base in cast(ast.ClassDef, found.node).bases:
-            line += self.lineage(self._follow(self.resolve(found.module, base)), depth + 1)
-        return [
-            one for index, one in enumerate(line) if one.dotted not in {later.dotted for later in line[index + 1 :]}
-        ]
-
-    def is_subclass(self, found: Definition, expected: str) -> bool | None:
-        """Whether a class descends from the one at the dotted path `expected`; None where the source does not tell."""
-        line = self.lineage(found)
-        if any(one.dotted == expected for one in line):
-            return True
-        return False if all(one.kind == "class" or one.dotted in _ROOTS for one in line) else None
-
-    def signature(self, found: Definition) -> Signature | None:
-        """The arguments of a class; None where the source does not tell."""
-        return self._signature(self.lineage(found))
-
-    def _signature(self, line: Sequence[Definition]) -> Signature | None:
-        for index, one in enumerate(line):
-            if one.kind != "class":
-                if one.dotted in _ROOTS:
-                    continue
-                return None
-            decorators = [self._follow(self.resolve(one.module, _callee(node))).dotted for node in _decorators(one)]
-            if not set(decorators) <= _HARMLESS_DECORATORS | {"dataclasses.dataclass"}:
-                return None
-            methods = {node.name: node for node in one.body if isinstance(node, ast.FunctionDef)}
-            if "__init__" in methods:
-                return self._of_function(one, methods["__init__"], line[index + 1 :])
-            if "__new__" in methods:
-                return None
-            if "dataclasses.dataclass" in decorators:
-                return self._of_dataclass(line[index:])
-        return Signature()
-
-    def _of_function(self, owner: Definition, node: ast.FunctionDef, bases: Sequence[Definition]) -> Signature | None:
-        arguments = node.args
-        plain = arguments.posonlyargs + arguments.args
-        defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + [*arguments.defaults]
-        pairs = list(zip(plain, defaults, strict=True))[1:] + list(
-            zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
-        )
-        own = {
-            one.arg: Parameter(one.arg, one.annotation, default, default is None, owner.module)
-            for one, default in pairs
-        }
-        if arguments.kwarg is None:
-            return Signature(own)
-        call = _passed_on(node, arguments.kwarg.arg)
-        if call is None:
-            return Signature(own, open=True)
-        inherited = self._signature(bases)
-        if inherited is None:
-            return None
-        given = {keyword.arg for keyword in call.keywords} | set(list(inherited.parameters)[: len(call.args)])
-        passed = {name: one for name, one in inherited.parameters.items() if name not in given and name not in own}
-        return Signature(own | passed, inherited.open)
-
-    def _of_dataclass(self, line: Sequence[Definition]) -> Signature | None:
-        parameters: dict[str, Parameter] = {}
-        for one in reversed(line):
-            if one.kind != "class" and one.dotted not in _ROOTS:
-                return None
-            if one.kind == "class":
-                for parameter in self._fields(one):
-                    parameters[parameter.name] = parameter
-        return Signature(parameters)
-
-    def _fields(self, owner: Definition) -> Iterator[Parameter]:
-        body = list(owner.body)
-        for node, following in zip(body, [*body[1:], None], strict=True):
-            if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
-                continue
-            if self.resolve(owner.module, node.annotation).dotted == "typing.ClassVar":
-                continue
-            default, required = node.value, node.value is None
-            if isinstance(default, ast.Call) and self.resolve(owner.module, default.func).dotted == "dataclasses.field":
-                options = {keyword.arg: keyword.value for keyword in default.keywords}
-                if isinstance(options.get("init"), ast.Constant) and not cast(ast.Constant, options["init"]).value:
-                    continue
-                default, required = options.get("default"), not options.keys() & {"default", "default_factory"}
-            doc = ""
-            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant):
-                doc = inspect.cleandoc(str(following.value.value))
-            yield Parameter(node.target.id, node.annotation, default, required, owner.module, doc)
-
-    def _name(self, module: Module, name: str, depth: int) -> Definition:
-        if module is ABSOLUTE:
-            if hasattr(builtins, name):
-                return Definition("foreign", name)
-            return Definition("foreign", f"typing.{name}") if name in typing.__all__ else Definition("module", name)
-        found = self._bound(module, name, depth)
-        return Definition("foreign", name) if found.kind == "missing" and hasattr(builtins, name) else found
-
-    def _bound(self, module: Module, name: str, depth: int = 0) -> Definition:
-        binding, dotted = module.names.get(name), f"{module.name}.{name}"
-        if depth > _MAX_BASES:
-            return Definition("foreign", dotted)
-        if isinstance(binding, Imported):
-            if not binding.name:
-                return Definition("module", binding.module)
-            return self._member(binding.module, binding.name, depth + 1)
-        if binding is not None:
-            kind: Any = "class" if isinstance(binding, ast.ClassDef) else "function"
-            return Definition("value" if isinstance(binding, ast.expr) else kind, dotted, module, binding)
-        if find_module(dotted) is not None:
-            return Definition("module", dotted)
-        for star in module.stars:
-            found = self._member(star, name, depth + 1)
-            if found.kind != "missing":
-                return found
-        return Definition("foreign" if module.dynamic else "missing", dotted)
-
-    def _member(self, owner: str, name: str, depth: int = 0) -> Definition:
-        module = self.read(owner)
-        return Definition("foreign", f"{owner}.{name}") if module is None else self._bound(module, name, depth)
-
-    def _attribute(self, owner: Definition, name: str, depth: int = 0) -> Definition:
-        dotted = f"{owner.dotted}.{name}"
-        if owner.kind == "module":
-            return self._member(owner.dotted, name, depth)
-        if owner.kind == "class":
-            for node in owner.body:
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    return Definition("class", dotted, owner.module, node)
-        return Definition("missing" if owner.kind == "missing" else "foreign", dotted)
-
-    def _follow(self, found: Definition) -> Definition:
-        """Go through aliases such as `Base = other.Base`; another value may be anything."""
-        for _ in range(_MAX_BASES):
-            if found.kind != "value" or found.node is None:
-                return found
-            if isinstance(found.node, ast.Constant):
-                return found
-            found = self.resolve(found.module, found.node)
-        return Definition("foreign", found.dotted)
-
-
-def signature_of_class(cls: type) -> Signature:
-    """The arguments of a class that had to be imported, since its source did not tell them."""
+# --- expressions ------------------------------------------------------------------------------------------------------
+def _parsed(text: object) -> ast.expr | None:
+    """Parse the text of a quoted annotation; None where it is not an expression."""
     try:
-        parameters = inspect.signature(cls).parameters.values()
-    except (TypeError, ValueError):
-        return Signature(open=True)
-    signature = Signature(open=any(one.kind is one.VAR_KEYWORD for one in parameters))
-    for one in parameters:
-        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
-            text = one.annotation if isinstance(one.annotation, str) else inspect.formatannotation(one.annotation)
-            known = one.annotation is not one.empty
-            signature.parameters[one.name] = Parameter(
-                one.name,
-                parse_expression(text) if known else None,
-                None if one.default is one.empty else parse_expression(repr(one.default)),
-                one.default is one.empty,
-                ABSOLUTE,
-            )
-    return signature
-
-
-def _decorators(owner: Definition) -> list[ast.expr]:
-    return cast(ast.ClassDef, owner.node).decorator_list
-
-
-def _callee(node: ast.expr) -> ast.expr:
-    return node.func if isinstance(node, ast.Call) else node
+        return ast.parse(text.strip(), mode="eval").body if isinstance(text, str) else None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _passed_on(node: ast.FunctionDef, name: str) -> ast.Call | None:
-    """The call of a base's `__init__` that receives `**name`, if that is the only thing done with it."""
+    """Return the call of `super().__init__` that receives `**name`, if that is the only thing done with it."""
     uses = [one for one in ast.walk(node) if isinstance(one, ast.Name) and one.id == name]
     for call in ast.walk(node):
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "__init__":
-            owner = call.func.value
-            is_super = isinstance(owner, ast.Call) and isinstance(owner.func, ast.Name) and owner.func.id == "super"
-            if is_super and any(one.arg is None and one.value in uses for one in call.keywords) and len(uses) == 1:
+        if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("super("):
+            is_init = isinstance(call.func, ast.Attribute) and call.func.attr == "__init__"
+            if is_init and len(uses) == 1 and any(one.arg is None and one.value in uses for one in call.keywords):
                 return call
     return None
+
+
+def _plain_of(node: Any) -> Any:
+    """Return the value of an expression as plain data; NO_DEFAULT where YAML cannot hold it."""
+    try:
+        return _as_plain(ast.literal_eval(node))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, AttributeError):
+        return NO_DEFAULT
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a value with lists for tuples; NO_DEFAULT where YAML cannot hold it."""
+    if isinstance(value, list | tuple):
+        items = [_as_plain(item) for item in value]
+        return NO_DEFAULT if NO_DEFAULT in items else items
+    if isinstance(value, dict):
+        pairs = {name: _as_plain(item) for name, item in value.items()}
+        fits = all(isinstance(name, str) for name in pairs) and NO_DEFAULT not in pairs.values()
+        return pairs if fits else NO_DEFAULT
+    return value if value is None or isinstance(value, bool | int | float | str) else NO_DEFAULT
+
+
+def inspected(cls: type) -> Signature:
+    """Return the arguments of an imported class."""
+    try:
+        parameters = inspect.signature(cls, eval_str=True).parameters.values()
+    except Exception:  # a class without a signature; a quoted annotation that cannot be evaluated
+        return Signature(open=True)
+    found = {}
+    for one in parameters:
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            required = one.default is one.empty
+            annotation = None if one.annotation is one.empty else one.annotation
+            default = NO_DEFAULT if required else _as_plain(one.default)
+            found[one.name] = Parameter(one.name, annotation, default, required)
+    return Signature(found, open=any(one.kind is one.VAR_KEYWORD for one in parameters))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from ..config.config import Config
+    from ..config.check import Config
 
 
 class Launcher:
@@ -49,7 +49,7 @@ def make_launcher(config: "Config") -> Launcher | None:
 
 def without_launcher(config: "Config", **changes: Any) -> str:
     """Return the config as YAML for the machines that run it, with other values for some arguments of the trainer."""
-    from ..config.config import Config
+    from ..config.check import Config
 
     values = {name: value for name, value in config.values.items() if name != "launcher"}
     values["trainer"] = {**values["trainer"], **changes}
@@ -87,7 +87,8 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
 
 
 def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
-    from ..config.check import TARGET, load_class
+    from ..config.read import TARGET
+    from ..config.signatures import load_class
     from ..strategies import STRATEGIES
     from ..strategies import __getattr__ as strategy_class
 

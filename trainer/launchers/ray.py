@@ -17,7 +17,7 @@ from ..processes.transport import is_communication
 from .launcher import Launcher, Machines, machines_of, without_launcher
 
 if TYPE_CHECKING:
-    from ..config.config import Config
+    from ..config.check import Config
 
 _SETTLE, _GRACE = 10.0, 20.0
 """Seconds after a node's failure until the others, which mostly end of it by themselves, are told to; are killed."""

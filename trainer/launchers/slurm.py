@@ -15,7 +15,7 @@ from ..processes.signals import RESUME_ME
 from .launcher import Launcher, Machines, machines_of, without_launcher
 
 if TYPE_CHECKING:
-    from ..config.config import Config
+    from ..config.check import Config
 
 _SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
 _WAIT = 60

@@ -37,8 +37,8 @@ TRIAL_STEPS = 2
 
 def run_check(arguments: Sequence[str]) -> None:
     """Check what a command line asks for, and print the report; raises ConfigError with every problem."""
-    from ...config.config import build_config as build_config
-    from ...config.config import load_config
+    from ...config.build import build_config
+    from ...config.check import load_config
 
     logging.getLogger("legato").setLevel(logging.WARNING)  # what trial runs tell of themselves was not asked for
     config = load_config(arguments)

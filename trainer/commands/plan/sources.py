@@ -11,8 +11,9 @@ from decimal import Decimal, InvalidOperation
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ...config.check import SECTIONS
-from ...config.config import Config, build_config, load_config
+from ...config.build import build_config
+from ...config.check import Config, load_config
+from ...config.read import SECTIONS
 from ...data.sampling import EpochIndices, Layout
 from ...errors import ConfigError, LegatoError, did_you_mean
 from .plan import Plan

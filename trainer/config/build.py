@@ -1,0 +1,113 @@
+"""Builds the task, its data, the callbacks, the loggers and the trainer that a checked config describes."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError
+from .check import EXPECTED, Checker, Config
+from .read import TARGET, Key, dotted
+from .signatures import Signature, load_class
+from .values import Fitted
+
+if TYPE_CHECKING:
+    from ...tasks.data_module import DataModule
+    from ...tasks.task import Task
+    from ..checkpoints.store import StoredRun
+    from ..trainer import Trainer
+
+
+@dataclass
+class ConfiguredRun:
+    """What a config describes, ready to start."""
+
+    trainer: "Trainer"
+    task: "Task"
+    data: "DataModule | None"
+    resume: str | None
+    checkpoint: str | None
+    directory: Path | None = None
+    """The run directory whose own config this was made from."""
+
+    def stored(self, word: str) -> "StoredRun":
+        """Return the run on disk that the command line means."""
+        from ..checkpoints.store import StoredRun
+
+        return StoredRun(Path(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
+
+
+def build_config(config: Config) -> ConfiguredRun:
+    """Build what a config describes, each part under the config's seed.
+
+    Raises ConfigError where a `_target_` cannot be imported, or is of the wrong kind.
+    """
+    from ..data.randomness import seed_everything
+    from ..trainer import Trainer
+
+    builder, values = _InstanceBuilder(config), config.values
+
+    def seeded(section: str) -> Any:
+        # Each part's random numbers depend on the seed alone, not on what was built before it.
+        seed_everything(values["seed"], verbose=False)
+        return builder.make(values[section], (section,), EXPECTED[section])
+
+    task = seeded("task")
+    data = seeded("data") if "data" in values else None
+    parts = {
+        section: [builder.make(one, (section, name), EXPECTED[section]) for name, one in values[section].items()]
+        for section in ("callbacks", "loggers")
+        if section in values
+    }
+    arguments = builder.arguments(values["trainer"], ("trainer",), builder.checker.trainer_signature())
+    try:
+        trainer = Trainer(
+            **arguments,
+            callbacks=parts.get("callbacks"),
+            logger=parts["loggers"] or False if "loggers" in parts else True,
+            seed=values["seed"],
+            run_name=values["run"]["name"],
+            default_root_dir=values["run"]["root"],
+        )
+    except ConfigError as error:
+        named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument, and perhaps one of its options
+        place = config.origin(("trainer", *filter(None, named.groups()))) if named else ""
+        raise ConfigError(f"{place}: {error}" if named else str(error)) from error
+    trainer.config_text = config.text()
+    return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
+
+
+class _InstanceBuilder:
+    """Makes instances of what a config names; checks once more, on the imported classes, that they may be made."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.checker = Checker(config.values, config.sources, may_import=True)
+
+    def arguments(self, value: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
+        """Turn plain arguments into those of the types that the signature names."""
+        fitted: dict[str, Any] = self.checker.arguments(value, key, "", signature, self.on_target)[0]
+        return fitted
+
+    def on_target(self, value: Mapping[str, Any], key: Key, expected: str) -> Fitted:
+        """Make an instance for an argument, if it may be one of this class: another one of a union may fit."""
+        problems = self.checker.on_target(value, key, expected)[1]
+        return (value, problems) if problems else (self.make(value, key, expected), [])
+
+    def make(self, value: Mapping[str, Any], key: Key, expected: str) -> Any:
+        """Make an instance of a subclass of the class at the dotted path `expected`."""
+        place = f"{self.config.origin((*key, TARGET))}: {dotted((*key, TARGET))}"
+        try:
+            cls, base = load_class(value[TARGET]), load_class(expected)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        # Not issubclass: an abstract base may take in classes that know nothing of it.
+        if base is object or base not in cls.__mro__:
+            raise ConfigError(f"{place}: {value[TARGET]!r} is not a subclass of {expected}, which this place needs.")
+        signature = self.checker.sources.signature(value[TARGET], may_import=True) or Signature(open=True)
+        arguments = self.arguments(value, key, signature)
+        try:
+            return cls(**arguments)
+        except ConfigError as error:
+            raise ConfigError(f"{self.config.origin(key)}: {dotted(key)}: {error}") from error

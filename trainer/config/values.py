@@ -1,0 +1,223 @@
+"""Holds a value against the annotation of what it is for, and turns it into what the annotation wants.
+
+The check is strict: "yes" is no bool, true is no int, "3" is no int; an int will do for a float. What an annotation
+says that a YAML value cannot be held against (a protocol, a type variable, a callable) accepts every plain value.
+"""
+
+import collections
+import os
+import pathlib
+import re
+import sys
+import types
+import typing
+from collections import abc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from ..errors import did_you_mean
+from .read import TARGET, Key
+from .signatures import Named
+
+_KINDS: dict[Any, str] = {
+    Any: "any", bool: "bool", int: "int", float: "float", str: "str", type(None): "none", None: "none",
+    pathlib.Path: "path", pathlib.PurePath: "path", os.PathLike: "path", timedelta: "timedelta",
+    typing.Union: "union", types.UnionType: "union", typing.Literal: "literal", tuple: "tuple",
+    **dict.fromkeys((list, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection), "list"),
+    **dict.fromkeys((set, frozenset, abc.Set, abc.MutableSet), "set"),
+    **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping, collections.OrderedDict), "mapping"),
+}  # fmt: skip
+_TYPES: dict[str, Any] = {
+    "int": int, "float": int | float, "str": str, "path": str,
+    "list": list, "tuple": list, "set": list, "mapping": dict,
+}  # fmt: skip
+_CONVERTED = ("path", "timedelta", "tuple", "set")
+_DURATION = re.compile(r"([0-9]{1,6}):([0-9]{2}):([0-9]{2}):([0-9]{2})")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a config: the key, and a sentence that says what was expected, what came, and what to do."""
+
+    key: Key
+    message: str
+
+
+Fitted = tuple[Any, list[Problem]]
+"""A value as its annotation wants it, and every mistake in it."""
+OnTarget = Callable[[Mapping[str, Any], Key, str], Fitted]
+"""Takes a mapping with `_target_` that must name a subclass of the class at a dotted path."""
+
+
+def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
+    """Turn a value into what the annotation `expected` wants: paths, times, tuples, sets, objects of `on_target`."""
+    kind, parts = _kind(expected), typing.get_args(expected)
+    if kind == "annotated":
+        return fit_value(parts[0], value, key, on_target)
+    if kind == "union":
+        return _fit_union(expected, value, key, on_target)
+    if kind == "class" and is_target(value):
+        return on_target(value, key, _path(expected))
+    if kind == "any" or is_target(value) or (kind == "class" and not getattr(expected, "exact", False)):
+        return value, list(stray_targets(value, key))
+    if not _has_shape(kind, parts, value):
+        return value, [Problem(key, _wrong([expected], value))]
+    if kind == "path":
+        return pathlib.Path(value), []
+    if kind == "timedelta":
+        days, hours, minutes, seconds = map(int, value.split(":"))
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), []
+    found: list[Problem] = []
+
+    def inner(part: Any, item: Any, name: Any) -> Any:
+        result, problems = fit_value(part, item, (*key, name), on_target)
+        found.extend(problems)
+        return result
+
+    if isinstance(value, list):
+        of_items = parts if _is_record(kind, parts) else (parts[0] if parts else Any,) * len(value)
+        items = [inner(part, item, index) for index, (part, item) in enumerate(zip(of_items, value, strict=True))]
+        return {"tuple": tuple, "set": set}.get(kind, list)(items) if not found else value, found
+    if isinstance(value, dict):
+        of_name, of_value = parts or (Any, Any)
+        for name in value:
+            if fit_value(of_name, name, key, on_target)[1]:
+                found.append(Problem((*key, name), f"the key must be {describe_type(of_name)}, not {describe(name)}."))
+        return {name: inner(of_value, item, name) for name, item in value.items()}, found
+    return value, []
+
+
+def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
+    # A plain value stays as it is where a member accepts it so.
+    members = sorted(typing.get_args(expected), key=lambda one: _kind(one) in _CONVERTED)
+    if Any in members:
+        return fit_value(Any, value, key, on_target)
+    shaped: list[Problem] = []
+    wanted = {"class"} if is_target(value) else {"mapping", "list", "tuple", "set"}
+    for one in members:
+        result, problems = fit_value(one, value, key, on_target)
+        if not problems:
+            return result, []
+        kind = _kind(one)
+        # Where one member has the shape of the value, its complaint is the useful one.
+        if kind in wanted and (kind == "class" or _has_shape(kind, typing.get_args(one), value)):
+            shaped = shaped or problems
+    strays = list(stray_targets(value, key)) if is_target(value) else []
+    return value, shaped or strays or [Problem(key, _wrong(typing.get_args(expected), value))]
+
+
+def is_target(value: Any) -> bool:
+    """Return whether a value is a mapping that names a class to build."""
+    return isinstance(value, dict) and TARGET in value
+
+
+def stray_targets(value: Any, key: Key) -> Iterator[Problem]:
+    """Refuse a `_target_` where no class is expected: it would let a config call anything."""
+    if is_target(value):
+        yield Problem(key, f"may not hold a `{TARGET}`: only an argument annotated with a class is built from one.")
+    elif isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from stray_targets(item, (*key, name))
+
+
+def describe_type(expected: Any) -> str:
+    """Say what an annotation wants, in a few words."""
+    kind, parts = _kind(expected), typing.get_args(expected)
+    if kind == "union":
+        return _either(parts)
+    names = [describe_type(one) for one in parts] if kind in ("list", "tuple", "set", "mapping") else []
+    if kind == "literal":
+        return ("one of " if len(parts) > 1 else "") + ", ".join(map(_quoted, parts))
+    if _is_record(kind, parts):
+        return f"a list of {len(names)} ({', '.join(names)})"
+    if kind in ("list", "tuple", "set"):
+        return f"a list of {names[0]}" if names else "a list"
+    if kind == "mapping":
+        return f"a mapping of {' to '.join(names)}" if names else "a mapping"
+    if kind == "class":
+        return f"a mapping with `{TARGET}`: a subclass of {_path(expected)}"
+    words = {"none": "null", "any": "anything", "path": "a path", "timedelta": "a time 'DD:HH:MM:SS'"}
+    return words.get(kind, kind)
+
+
+def _either(members: Sequence[Any]) -> str:
+    *names, last = dict.fromkeys(map(describe_type, members))
+    return f"{', '.join(names)} or {last}" if names else last
+
+
+def describe(value: Any) -> str:
+    """Say what came, in a few words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    text = repr(value)
+    return f"the {'string' if isinstance(value, str) else 'number'} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def same(left: Any, right: Any) -> bool:
+    """Return whether two plain values are equal and of the same types."""
+    return type(left) is type(right) and repr(left) == repr(right)
+
+
+def _quoted(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else describe(value).removeprefix("the number ")
+
+
+def _kind(expected: Any) -> str:
+    origin = typing.get_origin(expected) or expected
+    if origin is typing.Annotated:
+        return "annotated"
+    if origin in _KINDS:
+        return _KINDS[origin]
+    foreign = isinstance(origin, type) and origin.__module__.partition(".")[0] not in sys.stdlib_module_names
+    return "class" if foreign else "any"
+
+
+def _path(expected: Any) -> str:
+    """Return the dotted path of the class that an annotation names."""
+    cls = typing.get_origin(expected) or expected
+    return cls.path if issubclass(cls, Named) else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _is_record(kind: str, parts: Sequence[Any]) -> bool:
+    """Return whether an annotation is a tuple with a type for each item."""
+    return kind == "tuple" and bool(parts) and ... not in parts
+
+
+def _has_shape(kind: str, parts: Sequence[Any], value: Any) -> bool:
+    """Return whether a value is what an annotation wants, leaving aside what it holds."""
+    if kind == "literal":
+        return any(same(value, one) for one in parts)
+    if kind == "none" or value is None:
+        return kind == "none" and value is None
+    if isinstance(value, bool):
+        return kind == "bool"
+    if kind == "timedelta":
+        return isinstance(value, str) and _DURATION.fullmatch(value) is not None
+    if kind == "set" and isinstance(value, list):
+        return not any(isinstance(item, dict | list) for item in value)
+    fits = kind in _TYPES and isinstance(value, _TYPES[kind])
+    return fits and (not _is_record(kind, parts) or len(value) == len(parts))
+
+
+def _wrong(members: Sequence[Any], value: Any) -> str:
+    """Say what was expected, what came, and what would be right."""
+    message = f"must be {_either(members)}, not {describe(value)}."
+    kinds = {_kind(one) for one in members}
+    if isinstance(value, str):
+        if "bool" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+            return f"{message} Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
+        if kinds & {"int", "float"} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
+            return f"{message} Write {int(value)} without quotes."
+        literals = [word for one in members if _kind(one) == "literal" for word in typing.get_args(one)]
+        return message + did_you_mean(value, [word for word in literals if isinstance(word, str)])
+    if "int" in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
+        return f"{message} Write {int(value)}."
+    if kinds & {"str", "path"} and isinstance(value, int | float) and not isinstance(value, bool):
+        return f"{message} Put it in quotes."
+    return message
