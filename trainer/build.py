@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ from .optimization.precision import Precision
 from .processes.environment import Place, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
+from .processes.script_collectives import ScriptCollectives
 from .processes.sync import Agreement
 from .run import DOING_OF_STAGE, Request, Run
 from .strategies import STRATEGIES
@@ -105,6 +106,8 @@ def join(run: Run, request: Request) -> None:
     run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_ranks.rank).start
     newest = run.membership.newest
     run.agreement = Agreement(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed, newest)
+    script = run.script_collectives = ScriptCollectives(strategy)
+    run.agreement.count, run.agreement.require_same = lambda: script.count, script.require_same
 
 
 def check_task(task: Any, request: Request) -> None:
@@ -168,7 +171,7 @@ def find_directory(run: Run, request: Request) -> None:
         decided = run.strategy.collectives.broadcast(decided)
         if decided.problem is not None:
             raise decided.problem
-        trainer.run_dir, run.source = decided.directory, decided.source
+        trainer.run_dir, run.source, run.watchdog.token = decided.directory, decided.source, decided.token
         if request.stage == "fit":
             trainer.saver.run_id = decided.identity  # unless the checkpoint to go on from has one
         if run.source is None:
@@ -205,6 +208,8 @@ class Decision:
     is_chosen: bool = False
     """Whether an older one will do."""
     problem: Exception | None = None
+    token: str = field(default_factory=new_identity)
+    """A word that no other run has."""
 
 
 def decide_directory(

@@ -62,7 +62,7 @@ def named(run: Run, error: BaseException) -> BaseException:
 
 def close(run: Run, errors: Errors) -> None:
     """Tell everyone that the run is over, also when it ended badly, and undo what holds for the whole process."""
-    trainer, attempt = run.trainer, errors.attempt
+    trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
     if errors.first is None:
@@ -80,6 +80,10 @@ def close(run: Run, errors: Errors) -> None:
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             attempt(logger.finalize, "success" if errors.first is None else "failed")
+    if errors.first is not None and not failed:
+        error, errors.first = errors.first, named(run, errors.first)
+        if error is not errors.first:
+            errors.first.__cause__ = error
     run.data, run.evaluations, run.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
     run.undo.close(errors)

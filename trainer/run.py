@@ -17,6 +17,7 @@ from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
 from .data.sampling import Layout
 from .data.steps import ReplicaBatch, StepInput
+from .data.streams import StreamData
 from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError
 from .hooks import Calls, Hooks, count_arguments, fitted
@@ -27,6 +28,7 @@ from .optimization.optimization import Optimization
 from .optimization.outputs import warn_of_no_loss
 from .preemption import Preemption
 from .processes.collectives import SINGLE
+from .processes.script_collectives import ScriptCollectives
 from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
 from .undo import Undo
@@ -137,6 +139,7 @@ class Run:
         self.metrics = Metrics(SINGLE, 1, self.task)
         self.agreement = Agreement(SINGLE, 1, 0, 0.0)
         self.preemption = Preemption(self)
+        self.script_collectives = ScriptCollectives()
         self.watchdog = Watchdog(self)
         self.membership = Membership()
         self.ended = False
@@ -300,12 +303,16 @@ class Run:
         self.hooks.call("on_train_end")
         self.ended = True
         self.hooks.call("on_fit_end")
+        if self.strategy.leaves_default_group:
+            self.trainer.agree()  # once more: on how many collectives these hooks have called
 
     def end_steps(self) -> None:
         """See to what the epoch's steps left: their losses, and the newest one's values, whether it was logged or not.
 
         Raises DataError where there was no step.
         """
+        if isinstance(self.data, StreamData) and self.data.length:
+            self.watchdog.require_same_end(self.data.length)
         self.refuse_empty_epoch()
         warn_of_no_loss(self)
         self.check_losses()

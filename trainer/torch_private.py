@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
 from types import TracebackType
@@ -139,6 +139,61 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
         public(limit, group)
     elif TIMEOUT.usable:
         _c10d()._set_pg_timeout(limit, group)
+
+
+def _can_count() -> bool:
+    kind = torch.distributed.ProcessGroup
+    names = ("_get_backend", "group_name", *_UNCOUNTED)
+    found = all(hasattr(kind, name) for name in names)
+    return found and hasattr(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
+
+
+_UNCOUNTED = ("send", "recv", "recv_anysource", "monitored_barrier")
+"""Methods of a ProcessGroup that not all ranks call equally often, or that are made of such; gloo counts them, too."""
+COUNTS = Shortcut(
+    "torch.distributed's Backend._get_sequence_number_for_group and ProcessGroup._get_backend",
+    "a collective of the script that not all ranks call is found only where it hangs",
+    _can_count,
+)
+_apart: dict[str, int] = {}
+"""By the name of a process group how much of its count is no collective."""
+
+
+def count_collectives() -> None:
+    """Tell apart, from now on and in this process, what is no collective of all ranks."""
+    kind: Any = torch.distributed.ProcessGroup
+    for name in _UNCOUNTED if COUNTS.usable else ():
+        if not hasattr(getattr(kind, name), "__wrapped__"):
+            setattr(kind, name, _told_apart(getattr(kind, name)))
+
+
+def _told_apart(method: Any) -> Any:
+    @wraps(method)
+    def call(group: Any, *arguments: Any, **options: Any) -> Any:
+        before = _sequence_number(group)
+        try:
+            return method(group, *arguments, **options)
+        finally:
+            _apart[group.group_name] = _apart.get(group.group_name, 0) + _sequence_number(group) - before
+
+    return call
+
+
+def collectives_called(groups: Sequence[Any] | None = None) -> int:
+    """Return how many collectives this process has called in these process groups, by default in all."""
+    if not COUNTS.usable:
+        return 0
+    if groups is None:
+        groups = list(_c10d()._world.pg_map) if GROUPS.usable else []
+    return sum(_sequence_number(group) - _apart.get(group.group_name, 0) for group in groups)
+
+
+def _sequence_number(group: Any) -> int:
+    from torch import distributed
+
+    devices = dict(pair.split(":", 1)[::-1] for pair in distributed.get_backend_config(group).split(",") if ":" in pair)
+    known = [device for backend, device in devices.items() if backend in ("gloo", "nccl")]
+    return sum(group._get_backend(torch.device(one))._get_sequence_number_for_group() for one in known)
 
 
 GROUP_NAMES = Shortcut(

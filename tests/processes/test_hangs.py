@@ -14,11 +14,11 @@ import pytest
 import torch
 from tiny import Tiny, Validated, make_data, make_loader
 from torch import distributed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from waiting import free_port
 
-from legato.trainer.errors import ConfigError, DataError, DisagreementError, HangError, LegatoError
-from legato.trainer.processes.environment import warm_up
+from legato.trainer.errors import ConfigError, DataError, DisagreementError, HangError, WorkerError
+from legato.trainer.processes.environment import run_workers, warm_up
 
 TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
 
@@ -177,7 +177,7 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     assert f"line {line} in on_train_batch_end" in stacks(made, 1)
 
 
-def test_the_longest_step_counts(trainer, capfd):
+def test_the_longest_step_counts(trainer, caplog):
     class Slow(Tiny):
         def training_step(self, batch, batch_idx):
             time.sleep(0.5)
@@ -186,8 +186,13 @@ def test_the_longest_step_counts(trainer, capfd):
         def on_train_end(self):
             time.sleep(1.5)
 
-    trainer(hang_report_seconds=0.2).fit(Slow(), make_loader(24))
-    assert "No progress" not in capfd.readouterr().err.replace("at step 1.", "").partition("at step 4")[2]
+    made = trainer(hang_report_seconds=0.2)
+    made.fit(Slow(), make_loader(32))
+    assert made.global_step == 8
+    steps = {int(step) for step in re.findall(r"The process is in .* at step (\d+)", caplog.text)}
+    assert 1 in steps  # until it is known how long a step takes
+    assert max(steps) <= 3
+    assert "on_train_end" not in caplog.text
 
 
 def test_loaders_of_different_lengths_are_refused(trainer):
@@ -197,6 +202,67 @@ def test_loaders_of_different_lengths_are_refused(trainer):
 
     with pytest.raises(DataError, match=r"Rank 0 and rank 1 have data of different lengths .*training: 48 and 32"):
         trainer(devices=2, strategy="ddp").fit(Uneven())
+
+
+class Rows(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(list(make_data(self.rows)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ((48, 32), r"rank 0: more \(rank 0 waits in .*\); rank 1: 8 batches, 32 samples read"),
+        ((32, 48), r"rank 0: 8 batches, 32 samples read; rank 1: more \("),
+        ((32, 28), r"rank 0: 8 batches, 32 samples read; rank 1: 7 batches, 28 samples read"),
+        ((32, 31), r"rank 0: 8 batches, 32 samples read; rank 1: 8 batches, 31 samples read"),
+    ],
+)
+def test_streams_of_different_lengths(trainer, rows, said):
+    """Seen at their ends, within seconds, also where the ranks take equally many steps."""
+
+    class Uneven(Tiny):
+        def train_dataloader(self):
+            return DataLoader(Rows(rows[self.trainer.global_rank]), 4)
+
+    with pytest.raises(DisagreementError, match=f"different lengths on different ranks in epoch 0: {said}"):
+        trainer(devices=2, strategy="ddp").fit(Uneven())
+
+
+def test_streams_of_one_length(trainer):
+    """Also where one run comes after another in the same processes."""
+
+    def work():
+        steps = []
+        for rows in (30, 28):
+            made = trainer(devices=2, strategy="ddp", max_epochs=3)
+            made.fit(Tiny(), DataLoader(Rows(rows), 4))
+            steps.append(made.global_step)
+        return steps
+
+    assert run_workers(work, 2) == [12, 12]
+
+
+@pytest.mark.parametrize("kind", ["stream", "map"])
+def test_own_shares_of_different_lengths(trainer, kind):
+    """They are trained on to the end of the longest."""
+
+    class Uneven(Validated):
+        def loader(self, rows):
+            return DataLoader(Rows(rows), 4) if kind == "stream" else make_loader(rows)
+
+        def train_dataloader(self):
+            return self.loader(16 if self.trainer.global_rank else 48)
+
+        def val_dataloader(self):
+            return self.loader(48 if self.trainer.global_rank else 16)
+
+    made = trainer(devices=2, strategy="ddp", use_distributed_sampler=False, max_epochs=2)
+    made.fit(Uneven())
+    assert made.global_step == 24
 
 
 SILENT = """
@@ -271,28 +337,88 @@ def test_an_epoch_that_one_rank_leaves(trainer, ranks):
         made.fit(Leaves(), make_loader(48))
 
 
-def test_a_surplus_collective(trainer):
-    class Surplus(Tiny):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if self.global_rank == 1 and batch_idx == 1:
-                distributed.all_reduce(torch.ones(100))  # surplus
+class Surplus(Tiny):
+    """Rank 1 calls a collective, `how`, once more than rank 0; with `regular` both call one after each step."""
 
-    with pytest.raises(LegatoError, match=r"of 2 was killed by SIGABRT.* different collectives"):
-        trainer(devices=2, strategy={"name": "ddp", "timeout": {"step": 4.0}}).fit(Surplus(), make_loader(32))
+    def __init__(self, how, regular=False):
+        super().__init__()
+        self.how, self.regular = how, regular
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 1 and batch_idx == 1:
+            if self.how == "all_gather":
+                self.all_gather(torch.ones(1))  # surplus
+            else:
+                distributed.all_reduce(torch.ones(100 if self.how == "large" else 1), async_op=self.how == "async")
+        if self.regular:
+            distributed.all_reduce(torch.ones(1))  # regular
+
+    def on_train_end(self):
+        if self.global_rank == 1 and self.how == "at the end":
+            distributed.all_reduce(torch.ones(1), async_op=True)
+
+
+@pytest.mark.parametrize("how", ["small", "large", "all_gather"])
+@pytest.mark.parametrize("options", [{}, {"reproducible": "bitwise"}])
+def test_a_surplus_collective_that_waits(trainer, how, options):
+    """It pairs with nothing of Legato's: all wait for good, which is seen within seconds."""
+    with pytest.raises(DisagreementError) as caught:
+        trainer(devices=2, strategy="ddp", **options).fit(Surplus(how), make_loader(32))
+    said = str(caught.value)
+    assert re.search(r"on the default process group: rank 1: [12]; rank 0: 0\.", said), said
+    assert re.search(r"rank 1 waits in all_\w+, called in test_hangs\.py:\d+ \(on_train_batch_end\)", said), said
+    assert "rank 0 waits in " in said
+
+
+def test_a_surplus_collective_that_does_not_wait(trainer):
+    """Where ranks meet they compare how many there were."""
+    with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\. Each rank must"):
+        trainer(devices=2, strategy="ddp", max_epochs=3).fit(Surplus("async"), make_loader(32))
+
+
+@pytest.mark.parametrize("how", ["small", "async"])
+def test_a_surplus_collective_that_pairs_with_the_next_one(trainer, how):
+    with pytest.raises(DisagreementError, match=r"default process group: rank 1: 3; rank 0: 2\."):
+        trainer(devices=2, strategy="ddp", max_epochs=3).fit(Surplus(how, regular=True), make_loader(32))
+
+
+def test_a_surplus_collective_after_the_last_step(trainer):
+    with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\."):
+        trainer(devices=2, strategy="ddp").fit(Surplus("at the end"), make_loader(32))
+
+
+def test_what_some_ranks_send_to_each_other_is_no_collective(trainer):
+    class Sends(Tiny):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if self.global_rank == 0:
+                distributed.send(torch.ones(1), 1)
+            elif self.global_rank == 1:
+                distributed.recv(torch.ones(1), 0)
+            distributed.monitored_barrier()
+
+    made = trainer(devices=3, strategy="ddp", max_epochs=2)
+    made.fit(Sends(), make_loader(48))
+    assert made.global_step == 8
 
 
 def test_a_surplus_collective_at_the_end(trainer):
     """Rank 1 has done its work while rank 0 waits for it."""
 
-    class Surplus(Tiny):
+    class Late(Tiny):
         def teardown(self, stage):
             if self.global_rank == 0:
                 distributed.barrier()  # surplus
 
-    made = trainer(devices=2, strategy={"name": "ddp", "timeout": {"startup": 60, "step": 3.0}})
-    with pytest.raises(RuntimeError) as caught:
-        made.fit(Surplus(), make_loader(32))
-    assert "Timed out" in str(caught.value) or "closed" in str(caught.value)
+    with pytest.raises(DisagreementError) as caught:
+        trainer(devices=2, strategy="ddp").fit(Late(), make_loader(32))
+    assert re.search(r"rank 0 waits in barrier, called in test_hangs\.py:\d+ \(teardown\)", str(caught.value))
+    assert "rank 1 has done its work" in str(caught.value)
+
+
+def test_collectives_of_the_script_that_are_unlike(trainer):
+    """gloo ends a process in which unlike ones meet; its thread cannot be asked."""
+    with pytest.raises(WorkerError, match=r"of 2 was killed by SIGABRT.* different collectives"):
+        trainer(devices=2, strategy="ddp").fit(Surplus("large", regular=True), make_loader(32))
 
 
 SCRIPT = """

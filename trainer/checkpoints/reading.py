@@ -40,7 +40,7 @@ def read_for_all(
     contents, held = _read_share(ranks, source, in_parts)
     if ranks.size == 1:
         return contents
-    return broadcast_contents(contents, 0, ranks.rank, PartFiles(source, held))
+    return broadcast_contents(contents, 0, ranks.rank, PartFiles(source, held), ranks.group)
 
 
 def _read_share(
@@ -93,9 +93,9 @@ def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
 
 
 def broadcast_contents(
-    contents: Mapping[str, Any], source: int, rank: int, files: PartFiles | None = None
+    contents: Mapping[str, Any], source: int, rank: int, files: PartFiles | None = None, group: Any = None
 ) -> dict[str, Any]:
-    """Give every rank the contents that rank `source` has; every rank calls it, with contents of its own.
+    """Give every rank of a process group the contents that rank `source` has; every rank calls it, with its own.
 
     What lies in `files` is not sent: each rank reads there.
     """
@@ -107,7 +107,7 @@ def broadcast_contents(
             for file, tensors in flat.tensors.items()
         }
         plan = [(flat.tree, shapes)]
-    dist.broadcast_object_list(plan, src=source, device=torch.device("cpu"))
+    dist.broadcast_object_list(plan, src=source, group=group, device=torch.device("cpu"))
     tree, shapes = plan[0]
     received: dict[str, dict[str, Tensor]] = {}
     for file, tensors in shapes.items():
@@ -119,7 +119,7 @@ def broadcast_contents(
     for together in _messages([tensor for tensors in received.values() for tensor in tensors.values()]):
         parts = [tensor.view(-1).view(torch.uint8) for tensor in together]
         message = parts[0] if len(parts) == 1 else torch.cat(parts)
-        dist.broadcast(message, src=source)
+        dist.broadcast(message, src=source, group=group)
         if rank != source and len(parts) > 1:
             for part, sent in zip(parts, message.split([part.numel() for part in parts]), strict=True):
                 part.copy_(sent)

@@ -36,6 +36,8 @@ class StreamData:
         self.restored: dict[str, Any] = {}
         self.opened, self.ended = -1, False
         """The epoch that was opened last, and whether it was read to its end."""
+        self.length = ""
+        """How much was read, once an epoch is over."""
 
     @property
     def rounds(self) -> int | None:
@@ -71,7 +73,7 @@ class StreamData:
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
-        position, turns, theirs, samples = start_step * batches_of_step, [], [], 0
+        position, turns, theirs, samples, read, self.length = start_step * batches_of_step, [], [], 0, 0, ""
         while end is None or position < end:
             if keyed:
                 seed_generators(key + position)
@@ -82,6 +84,7 @@ class StreamData:
             round, replica = divmod(position, replicas)
             size = self.count_samples(batch)
             samples += size
+            read += size
             if replica in own:
                 turns.append(ReplicaBatch(replica, round, batch, size))
             elif replica in leaders:
@@ -91,6 +94,7 @@ class StreamData:
                 masked = theirs[: max(0, len(theirs) - len(turns))]
                 yield StepInput(arranged(turns), samples, dealing.accumulate, masked=masked)
                 turns, theirs, samples = [], [], 0
+        self.length = f"{position} batches, {read} samples read"
         rest = position % batches_of_step
         if rest and not (dealing.whole_rounds and rest % replicas):
             masked = theirs[: max(0, len(theirs) - len(turns))]

@@ -58,16 +58,8 @@ SINGLE = Collectives()
 class GroupCollectives(Collectives):
     """The ranks of a process group. With a size of 1 nothing is communicated, and the group need not exist."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        group: dist.ProcessGroup | None = None,
-        host_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """`host_group`: serves what is on the host, where `group` does not."""
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size, self.group = rank, size, group
-        self.host_group = group if host_group is None else host_group
 
     def move(self, rank: int, size: int) -> None:
         """Go on with another default group, in which this process has another rank."""
@@ -82,7 +74,7 @@ class GroupCollectives(Collectives):
         if self.size == 1:
             return value
         values = [value]
-        dist.broadcast_object_list(values, group_src=0, device=torch.device("cpu"), group=self.host_group)
+        dist.broadcast_object_list(values, group_src=0, device=torch.device("cpu"), group=self.group)
         return values[0]
 
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
@@ -95,7 +87,7 @@ class GroupCollectives(Collectives):
         for some in by_device.values():
             parts = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in some]
             flat = torch.cat(parts)
-            dist.broadcast(flat, group_src=0, group=self._group_for(flat))
+            dist.broadcast(flat, group_src=0, group=self.group)
             for tensor, part in zip(some, flat.split([part.numel() for part in parts]), strict=True):
                 tensor.copy_(part.view(tensor.dtype).view_as(tensor))
 
@@ -104,7 +96,7 @@ class GroupCollectives(Collectives):
         if self.size == 1:
             return tensor.unsqueeze(0)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group_for(tensor))
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return torch.stack(parts)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -112,14 +104,11 @@ class GroupCollectives(Collectives):
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.host_group)
+        dist.all_gather_object(values, value, group=self.group)
         return values
 
     def all_reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """Reduce `tensor` over ranks in place and return it."""
         if self.size > 1:
-            dist.all_reduce(tensor, OPERATIONS[operation], group=self._group_for(tensor))
+            dist.all_reduce(tensor, OPERATIONS[operation], group=self.group)
         return tensor
-
-    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup | None:
-        return self.host_group if tensor.is_cpu else self.group

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..data.transfer import map_tensors
 from ..errors import DisagreementError, TaskError
 from .collectives import Collectives, GroupCollectives
+from .own_group import serves_host
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -90,7 +91,10 @@ def _joined(parts: list[Tensor]) -> Any:
 def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
     """Return the ranks that gather."""
     if group is None or strategy.place.world_size == 1:
-        return strategy.data_ranks
+        ranks = strategy.data_ranks
+        if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
+            return GroupCollectives(ranks.rank, ranks.size)
+        return ranks
     size = dist.get_world_size(group)
     if size < 1:
         raise TaskError(
@@ -229,9 +233,10 @@ _channels: dict[Any, Any] = {}
 
 def _channel(strategy: "Strategy", group: Any) -> Any:
     """Return the process group in which gradients go back; every rank calls it."""
-    own = group if group is not None else strategy.data_ranks.group
-    if own is not None:
-        return own
+    if group is not None:
+        return group
+    if not strategy.leaves_default_group and strategy.data_ranks.group is not None:
+        return strategy.data_ranks.group
     world = dist.group.WORLD
     if world not in _channels:
         _channels.clear()

@@ -6,6 +6,7 @@ Legato joins such a group as it joins the processes of a launcher: it starts no 
 import socket
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -49,7 +50,7 @@ def located(place: "Place") -> "Place":
     if place.world_size == 1:
         return replace(place, local_rank=max(place.local_rank, 0))
     hosts: list[Any] = [None] * place.world_size
-    distributed.all_gather_object(hosts, socket.gethostname(), group=host_group())
+    distributed.all_gather_object(hosts, socket.gethostname(), group=legatos_group())
     own, names = hosts[place.rank], list(dict.fromkeys(hosts))
     local_rank = hosts[: place.rank].count(own) if place.local_rank < 0 else place.local_rank
     return replace(
@@ -61,24 +62,37 @@ def located(place: "Place") -> "Place":
     )
 
 
-_host_groups: dict[Any, Any] = {}
-"""For a default group that serves no tensors on the host one that does."""
+_groups: dict[Any, Any] = {}
+"""For a default group that of Legato's collectives."""
 
 
-def host_group() -> Any:
-    """Return the process group for values on the host: None for the default group, where that serves them.
+def legatos_group(limit: timedelta | None = None) -> Any:
+    """Return the process group of Legato's own collectives, with all ranks; every rank calls it.
 
-    One made by `init_process_group("nccl")` does not, and gets a gloo group beside it; every rank calls it.
+    The default group is left to the script: a collective that one rank calls once too often there never meets one of
+    Legato's. Serves tensors on the host too, which one made by `init_process_group("nccl")` does not. `limit`: how long
+    its collectives may take.
     """
     from torch import distributed
 
+    from ..torch_private import set_group_timeout
+
     world = distributed.group.WORLD
-    if "cpu" in devices_of_group() or distributed.get_backend() == "mpi":
-        return None
-    if world not in _host_groups:
-        _host_groups.clear()
-        _host_groups[world] = distributed.new_group(backend="gloo")
-    return _host_groups[world]
+    if world not in _groups:
+        _groups.clear()
+        backends = ",".join(f"{device}:{name}" for device, name in devices_of_group().items())
+        backend = None if serves_host() else f"cpu:gloo,{backends}"
+        _groups[world] = distributed.new_group(timeout=limit, backend=backend)
+    elif limit is not None and distributed.get_backend() != "mpi":
+        set_group_timeout(limit, _groups[world])
+    return _groups[world]
+
+
+def serves_host() -> bool:
+    """Return whether the default group serves tensors on the host."""
+    from torch import distributed
+
+    return "cpu" in devices_of_group() or distributed.get_backend() == "mpi"
 
 
 def devices_of_group() -> dict[str, str]:

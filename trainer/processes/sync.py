@@ -97,6 +97,10 @@ class Agreement:
         self.contribute: Callable[[], Sequence[float]] = tuple
         """What this rank adds to a meeting, as many numbers on every rank; `hear` is given the highest of each."""
         self.on_result: Callable[[list[float]], object] = len
+        self.count: Callable[[], int] = int
+        """Returns how many collectives of its own the script has called on this rank."""
+        self.require_same: Callable[[], object] = int
+        """Is called, on every rank, where these numbers differ."""
         self.next_step, self.next_round = step + 1, 1
         self._started = time.monotonic() - elapsed
         self._met_at, self._met_step = time.monotonic(), step
@@ -116,14 +120,16 @@ class Agreement:
         """Return what this rank says where they meet; what `settle` takes is the highest of each number of any rank."""
         now = time.monotonic()
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
-        return [float(wish), float(signal), now - self._started, pace, float(self.newest()), *self.contribute()]
+        count = float(self.count())
+        numbers = [float(wish), float(signal), now - self._started, pace, float(self.newest()), count, -count]
+        return [*numbers, *self.contribute()]
 
     def apply(self, step: int, highest: Sequence[float]) -> None:
         """Take over what the ranks have agreed on after `step`."""
-        stop, signal_of_any, self.elapsed, pace, generation, *said = highest
-        changed = (
-            0 < self.generation < int(generation)
-        )  # to be heeded between two steps, and not where a point is logged
+        stop, signal_of_any, self.elapsed, pace, generation, most, least, *said = highest
+        if most != -least:
+            self.require_same()
+        changed = 0 < self.generation < int(generation)  # acted on between two steps, not where a point is logged
         self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = _interval(pace, self._steps_between)
         self.next_step = 0 if self.signal or changed else step + self._steps_between

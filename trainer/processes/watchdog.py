@@ -23,9 +23,10 @@ from torch import distributed
 
 from ..data.workers import dump_stacks_to
 from ..errors import DisagreementError, HangError, LegatoError
-from ..torch_private import default_store
+from ..torch_private import collectives_called, default_store
 from .environment import Place
 from .failures import end_process
+from .script_collectives import describe_counts
 from .signals import DUMP
 from .transport import is_communication
 
@@ -89,6 +90,8 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
         return "has no stack", False
     if innermost.is_in("/trainer/processes/rendezvous"):
         return f"waits for the other processes to meet it ({innermost})", True
+    if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/watchdog") for frame in stack[:3]):
+        return "waits for the other ranks to leave the epoch", True
     if innermost.is_in("torch/autograd/"):
         return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
     if not alone and innermost.is_in("/trainer/strategies/"):
@@ -171,12 +174,59 @@ ANSWER = 3.0
 """Seconds that ranks have to say where they are."""
 LONGEST_STEPS = 20
 """A report is due after so many times the longest step so far."""
+LOOKS = 3
+"""How often all ranks must be seen to wait at the same places, a second apart, to be taken to wait for good."""
+IDLE = 0.02
+"""A rank that uses less of a processor than this waits in its backward; another one computes there."""
 LISTEN_AFTER = 1.0
 """Seconds without progress after which a rank looks whether another one asks where it is."""
 SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
 
 Position = dict[str, Any]
 """What a rank says: where it is, whether it waits for others, and for how many seconds it has been there."""
+
+
+class Waiting:
+    """Finds out whether all ranks wait for good: one in a collective of the script, others elsewhere and not for it."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread = thread
+        self.place: tuple[Any, ...] = ()
+        """Where this rank stood at the last look, to the collective."""
+        self.places = self.looks = 0
+        """At how many places it has stood so far, and for how many looks at this one."""
+        self.worked, self.looked_at = 0.0, 0.0
+        """Seconds of its processors' time at the last look, and when that was."""
+        self.first_seen: dict[int, tuple[int, int]] = {}
+        """The place, and the looks there, at which this rank first saw each rank."""
+
+    def look(self, store: Any, rank: int, size: int, count: int) -> bool:
+        """Tell the others where this rank waits, where it does; return whether all have waited for `LOOKS` looks.
+
+        `count` is how many collectives of the script this rank has called. One with the highest looks for all.
+        """
+        stack, worked, now = stack_of(self.thread), time.process_time(), time.monotonic()
+        idle = worked - self.worked < IDLE * (now - self.looked_at)
+        place = stack[:1], count, collectives_called()
+        stays = place == self.place
+        self.place, self.worked, self.looked_at = place, worked, now
+        collective, in_backward = _collective(stack), any(frame.is_in("torch/autograd/") for frame in stack)
+        in_tree = bool(stack) and stack[0].is_in("/trainer/strategies/bitwise/tree")
+        if not stays or not (collective is not None or (idle and (in_backward or in_tree))):
+            self.places, self.looks, self.first_seen = self.places + 1, 0, {}
+            return False
+        self.looks += 1
+        store.set(f"waits/{rank}", json.dumps([self.places, self.looks, count]))
+        keys = [f"waits/{other}" for other in range(size)]
+        if collective is None or in_backward or not store.check(keys):
+            return False
+        told = [json.loads(store.get(key)) for key in keys]
+        for other, (places, looks, _) in enumerate(told):
+            if self.first_seen.get(other, (-1, 0))[0] != places:
+                self.first_seen[other] = places, looks
+        counts = [count_of_other for *_, count_of_other in told]
+        long = all(looks - self.first_seen[other][1] >= LOOKS for other, (_, looks, _) in enumerate(told))
+        return long and count == max(counts) > min(counts)
 
 
 class Watchdog:
@@ -194,8 +244,11 @@ class Watchdog:
         self.longest = 0.0
         """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
         self.reports = 0
+        self.token = ""
+        """A word that all ranks of this run have, and those of no other run that has met at the same store."""
         self.left = ""
         """The newest step at which this rank left an epoch."""
+        self.waiting = Waiting(threading.get_ident())
         self.succeeded = False
         """Whether the run is closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
@@ -208,7 +261,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         self.stacks = tempfile.TemporaryFile("w+")
-        self.watched = threading.get_ident()
+        self.watched = self.waiting.thread = threading.get_ident()
         dump_stacks_to(self.stacks)
         self.thread.start()
         return self
@@ -245,6 +298,8 @@ class Watchdog:
             with suppress(RuntimeError):  # the store has gone, and with it the run: somebody else tells why
                 self._connect()
                 self._stay(stalled)
+                if self._is_deadlocked(stalled) or self._asks(stalled, "surplus"):
+                    self._end_deadlock(stalled)
                 ends = self.begun and self.end_after is not None and stalled >= self.end_after
                 if ends or self._asks(stalled, "end"):
                     self._end(stalled)
@@ -260,24 +315,46 @@ class Watchdog:
 
         One that stays waits in its backward for the others; its own watchdog sees that, and says so.
         """
+        told, stays = self._wait_for_all("leave", "left")
+        if stays:
+            others = [rank for rank, said in enumerate(told) if said is None]
+            raise DisagreementError(
+                f"on_train_batch_start returned -1 on rank {self._rank} at step {self.run.state.global_step + 1} "
+                f"(batch_idx {batch_idx}), but {name_ranks(others)} went on: {stays}. All ranks must leave an epoch "
+                f"together; decide by something that is the same on all of them."
+            )
+
+    def require_same_end(self, length: str) -> None:
+        """Wait until every rank is at the end of the stream that it reads; raise DisagreementError where one is not.
+
+        `length` says how long it was here; it must have been as long everywhere.
+        """
+        told, stays = self._wait_for_all("end", length)
+        if stays or any(said != length for said in told):
+            every = [f"rank {rank}: {said or f'more ({stays})'}" for rank, said in enumerate(told)]
+            raise DisagreementError(
+                f"The training stream has different lengths on different ranks in epoch {self.run.state.epoch}: "
+                f"{'; '.join(every)}. Each rank must read all of it, of which its own batches are kept; where each "
+                f"brings its own share, set trainer.use_distributed_sampler=false."
+            )
+
+    def _wait_for_all(self, what: str, said: str) -> tuple[list[str | None], str]:
+        """Wait until every rank is here, in this step; return what each said, and where one waits that stays away."""
         state, size = self.run.state, self._size
         self._connect()
         if self.store is None or size == 1 or self.run.membership.changes:
-            return
-        topic = f"leave {state.epoch} {state.global_step}"
+            return [said], ""
+        topic = f"{what} {state.epoch} {state.global_step} {self.token}"
         self.left = topic
-        self.store.set(f"{topic}/{self._rank}", "left")
+        self.store.set(f"{topic}/{self._rank}", said)
         self.store.set("leaving", topic)
-        ranks = [f"{topic}/{rank}" for rank in range(size)]
-        while not self.store.check(ranks):
+        ranks, stays = [f"{topic}/{rank}" for rank in range(size)], ""
+        while not stays and not self.store.check(ranks):
             if self.store.check([f"{topic}/stays"]):
-                others = [rank for rank, key in enumerate(ranks) if not self.store.check([key])]
-                raise DisagreementError(
-                    f"on_train_batch_start returned -1 on rank {self._rank} at step {state.global_step + 1} (batch_idx "
-                    f"{batch_idx}), but {name_ranks(others)} went on: {self.store.get(f'{topic}/stays').decode()}. All "
-                    f"ranks must leave an epoch together; decide by something that is the same on all of them."
-                )
-            time.sleep(0.01)
+                stays = self.store.get(f"{topic}/stays").decode()
+            else:
+                time.sleep(0.01)
+        return [self.store.get(key).decode() if self.store.check([key]) else None for key in ranks], stays
 
     def _stay(self, stalled: float) -> None:
         """Tell a rank that leaves the epoch that this one stays in it, where it does and waits for that rank."""
@@ -287,6 +364,20 @@ class Watchdog:
         where, waits = describe_stack(stack_of(self.watched), alone=False)
         if waits and topic != self.left and topic.split()[2] == str(self.run.state.global_step):
             self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
+
+    def _is_deadlocked(self, stalled: float) -> bool:
+        """Return whether all ranks wait for good, for collectives that do not fit."""
+        if stalled < LISTEN_AFTER or self.store is None or not self.run.strategy.leaves_default_group:
+            return False
+        return self.waiting.look(self.store, self._rank, self._size, self.run.script_collectives.count)
+
+    def _end_deadlock(self, stalled: float) -> None:
+        """Tell the others, and end the process with who has called how many collectives."""
+        first, own = self._is_first("surplus"), self._look(stalled)
+        self._say(own, "surplus")
+        counts = [json.loads(self.store.get(f"waits/{rank}"))[2] for rank in range(self._size)]
+        message = self._exchange(own, first, "surplus", describe_counts(counts))
+        end_process(DisagreementError(message), tell=first)
 
     def _asks(self, stalled: float, topic: str) -> bool:
         """Return whether another rank asks where this one is, where this one does not move either."""
@@ -337,13 +428,12 @@ class Watchdog:
         """Return what to raise for an error of a collective: one that says which rank is where, where that is known."""
         text = str(error)
         late = "Timed out waiting" in text or "Wait timeout" in text
-        unlike = "op.preamble" in text or "enforce fail" in text
         if not isinstance(error, RuntimeError) or isinstance(error, LegatoError) or self.place.world_size == 1:
             return error
         try:
             self._connect()
             left = self.store is not None and any(self.store.check([f"done/{rank}"]) for rank in range(self._size))
-            if self.store is None or not (late or unlike or (left and is_communication(error))):
+            if self.store is None or not (late or (left and is_communication(error))):
                 return error
             where, waits = describe_stack(stack_of_error(error), alone=False)
             first = self._is_first("failed")

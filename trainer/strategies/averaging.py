@@ -22,8 +22,8 @@ Kind = tuple[torch.dtype, torch.device]
 class FlatAverage:
     """Averages gradients by one all_reduce for each dtype and device."""
 
-    def __init__(self, task: nn.Module, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, task: nn.Module, world_size: int, group: dist.ProcessGroup | None) -> None:
+        self.world_size, self.group = world_size, group
         self.sparse = sparse_weights(task)
         """The parameters whose gradients are sparse, and travel by themselves: known to all ranks beforehand."""
         self.buffers: dict[Kind, Tensor] = {}
@@ -44,7 +44,7 @@ class FlatAverage:
         self._fill(dense, parts)
         present = [parameter.grad is not None for parameter in chain(dense, sparse)]
         flat[sum(sizes) :].copy_(torch.tensor(present))
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=self.group)
         used = (flat[sum(sizes) :] != 0).tolist()
         flat /= self.world_size
         for parameter, is_used in zip(dense, used, strict=False):
@@ -75,7 +75,7 @@ class FlatAverage:
             rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
             shape, device = parameter.shape, parameter.device
             parameter.grad = torch.sparse_coo_tensor(rows, values, shape, device=device, check_invariants=True)
-        dist.all_reduce(parameter.grad)
+        dist.all_reduce(parameter.grad, group=self.group)
         parameter.grad /= self.world_size
 
     def _room(self, kind: Kind, length: int) -> Tensor:
@@ -88,15 +88,15 @@ class FlatAverage:
 class TreeAverage:
     """Averages gradients in the order of the fixed binary tree over replicas, of which each rank has one."""
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.layout, self.rank = layout, rank
+    def __init__(self, layout: Layout, rank: int, group: dist.ProcessGroup | None) -> None:
+        self.layout, self.rank, self.group = layout, rank, group
         self.buckets: dict[tuple[int, ...], list[Bucket]] = {}
 
     def average(self, parameters: Sequence[nn.Parameter]) -> None:
         """Replace the gradients of `parameters` by their means over ranks; every rank calls it."""
         key = tuple(map(id, parameters))
         if key not in self.buckets:
-            self.buckets[key] = make_buckets(parameters, self.layout, self.rank, BUCKET_ELEMENTS)
+            self.buckets[key] = make_buckets(parameters, self.layout, self.rank, BUCKET_ELEMENTS, self.group)
         for bucket in self.buckets[key]:
             bucket.kept = [None] * len(bucket.parameters)
             bucket.take(self.rank)

@@ -106,6 +106,11 @@ class DDPStrategy(GroupStrategy):
                 split_address(address)
         return ElasticOptions(min_processes, join, listen, self.timeouts["step"].total_seconds())
 
+    @property
+    def leaves_default_group(self) -> bool:  # type: ignore[override]
+        """Whether the default process group has no collectives but the script's."""
+        return self.collectives.group is not None
+
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and take the device of the local rank."""
         kind = devices[0].type
@@ -164,8 +169,8 @@ class DDPStrategy(GroupStrategy):
         # backward runs inside training_step, which DDP's forward cannot wrap
         ranks = self.data_ranks
         if task.trainer.reproducible == "bitwise":
-            return AveragingReducer(task.parameters(), TreeAverage(self.layout, ranks.rank))
-        return AveragingReducer(task.parameters(), FlatAverage(task, ranks.size))
+            return AveragingReducer(task.parameters(), TreeAverage(self.layout, ranks.rank, ranks.group))
+        return AveragingReducer(task.parameters(), FlatAverage(task, ranks.size, ranks.group))
 
     def _wrap(self, task: "Task") -> "DDPReducer":
         """Wrap the task so that DDP sees its steps; the task itself stays as it is."""
@@ -180,9 +185,11 @@ class DDPStrategy(GroupStrategy):
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
-            module = DistributedDataParallel(self._steps_of(task), device_ids=self._device_ids(), **options)
+            module = DistributedDataParallel(
+                self._steps_of(task), device_ids=self._device_ids(), process_group=self.collectives.group, **options
+            )
         if self.comm_hook is not None:
-            state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options)
+            state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options, self.collectives.group)
             module.register_comm_hook(state, hook)
         return DDPReducer(task, module, self.collectives, is_scaled=self.precision.scaler is not None)
 
@@ -324,16 +331,16 @@ def nothing_of(task: "Task") -> Tensor:
     return torch.stack([one.to(nothing[0].device) for one in nothing]).sum()  # parts may live on several devices
 
 
-def find_comm_hook(name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+def find_comm_hook(name: str, options: dict[str, Any], group: Any) -> tuple[Any, Any]:
     """Return state and function of one of torch's DDP communication hooks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if name.endswith("power_sgd"):
         try:
-            state = powerSGD_hook.PowerSGDState(process_group=None, **options)
+            state = powerSGD_hook.PowerSGDState(process_group=group, **options)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"comm_hook_options={options!r} do not fit {name}: {error}") from error
         return state, powerSGD_hook.batched_powerSGD_hook if name.startswith("batched") else powerSGD_hook.powerSGD_hook
     if options:
         raise ConfigError(f"comm_hook_options are for power_sgd; comm_hook={name!r} takes none.")
-    return None, getattr(default_hooks, f"{name}_hook")
+    return group, getattr(default_hooks, f"{name}_hook")

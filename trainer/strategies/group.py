@@ -46,16 +46,17 @@ class GroupStrategy(Strategy):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.precision = Precision(precision, self.device.type)
-        rank, host_group = place.rank, None
+        rank, group = place.rank, None
         if place.world_size > 1:
             self.meeting = join_process_group(place, self._backend(), self.timeouts["startup"], self.init_method)
             if own_group.find_group() is not None:
                 own_group.require_backend(self.device, self.process_group_backend)
-            host_group = own_group.host_group()
+            if not self.elastic.changes:  # whose groups come and go
+                group = own_group.legatos_group(self.timeouts["startup"])
             self.timeouts.enter("startup")
         else:
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
-        self.collectives = self.data_ranks = GroupCollectives(rank, place.world_size, None, host_group)
+        self.collectives = self.data_ranks = GroupCollectives(rank, place.world_size, group)
 
     def _backend(self) -> str:
         """Return the backend of the process group: small values on the host go by gloo in any case."""

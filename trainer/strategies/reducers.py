@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ..data.sampling import Layout
 from ..optimization.nonfinite import are_finite
@@ -76,9 +77,20 @@ class Reducer:
 class TreeReducer(Reducer):
     """Adds gradients up in one fixed binary tree over replicas, so that the number of processes changes no bit."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], layout: Layout, rank: int, send_early: bool) -> None:
-        """`send_early`: send gradients while backward goes on, as nobody looks at those of a single replica."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        layout: Layout,
+        rank: int,
+        send_early: bool,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """`send_early`: send gradients while backward goes on, as nobody looks at those of a single replica.
+
+        `group`: where they travel; None: the default process group.
+        """
         super().__init__(parameters)
+        self.group = group
         self.sends_early = send_early
         self.replica: int | None = None
         """The replica whose backwards are under way; None between two steps."""
@@ -87,7 +99,7 @@ class TreeReducer(Reducer):
 
     def move(self, layout: Layout, rank: int) -> None:
         """Make the tree of this layout."""
-        self.tree = GradientTree(self.parameters, layout, rank)
+        self.tree = GradientTree(self.parameters, layout, rank, group=self.group)
         if self.sends_early:
             self.tree.send_early()
 

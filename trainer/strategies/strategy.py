@@ -43,6 +43,9 @@ class Strategy:
     cuts_batches = False
     """Whether a training step is called with a part of a replica's batch."""
 
+    leaves_default_group = False
+    """Whether the default process group has no collectives but the script's."""
+
     def __init__(self) -> None:
         self.place = Place()
         self.collectives: Collectives = SINGLE
@@ -158,7 +161,7 @@ class Strategy:
         if not self.one_order:
             return Reducer(task.parameters())
         send_early = not self.own_backward and not task.trainer.current_run.hooks["on_after_backward"]
-        return TreeReducer(task.parameters(), self.layout, self.data_ranks.rank, send_early)
+        return TreeReducer(task.parameters(), self.layout, self.data_ranks.rank, send_early, self.collectives.group)
 
     def finish(self) -> None:
         """Leave the whole task behind after a run that ended well; every rank calls it, before `teardown`."""

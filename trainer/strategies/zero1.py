@@ -68,7 +68,8 @@ class Zero1Strategy(DDPStrategy):
                 "configure_optimizers returned a ZeroRedundancyOptimizer, which strategy zero1 makes of a plain one: "
                 "return that, or use strategy ddp."
             )
-        wrapped = ZeroRedundancyOptimizer(optimizer.param_groups, _Parts(optimizer))  # type: ignore[arg-type]
+        parts: Any = _Parts(optimizer)
+        wrapped = ZeroRedundancyOptimizer(optimizer.param_groups, parts, self.collectives.group)
         wrapped.original = optimizer  # type: ignore[attr-defined]
         mark_stepped(optimizer)  # else its schedulers warn that it never steps
         return wrapped

@@ -99,8 +99,15 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class Bucket:
     """Parameters of one type and device, and what their gradients need on their way."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, process: int) -> None:
-        self.parameters = list(parameters)
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        process: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """They travel in `group`; None: the default one."""
+        self.parameters, self.group = list(parameters), group
         self.layout = layout
         self.owned = layout.owned(process)
         self.stack = GradientStack()
@@ -176,7 +183,7 @@ class Bucket:
                 self.outgoing.view(world, len(nodes), share)[:, index].copy_(row.view(world, share))
         counts = [len(own) * share for own in self.nodes_of]
         out = [len(nodes) * share] * world
-        self.work = dist.all_to_all_single(self.incoming, self.outgoing, counts, out, async_op=True)
+        self.work = dist.all_to_all_single(self.incoming, self.outgoing, counts, out, group=self.group, async_op=True)
 
     def hand_out(self) -> None:
         """Add up every process's partial nodes for this process's share, and send the sum to all."""
@@ -187,7 +194,7 @@ class Bucket:
             stack.push(node, value)
         # what was sent has arrived, so its room is free
         whole = self.outgoing[: self.layout.processes * self.share]
-        self.work = all_gather_single(whole, stack.total(), async_op=True)
+        self.work = all_gather_single(whole, stack.total(), group=self.group, async_op=True)
 
     def write(self) -> None:
         """Give every parameter its sum, in the memory of this process's own gradient."""
@@ -249,7 +256,13 @@ class Bucket:
         self.work = None
 
 
-def make_buckets(parameters: Iterable[nn.Parameter], layout: Layout, process: int, elements: int) -> list[Bucket]:
+def make_buckets(
+    parameters: Iterable[nn.Parameter],
+    layout: Layout,
+    process: int,
+    elements: int,
+    group: dist.ProcessGroup | None = None,
+) -> list[Bucket]:
     """Share parameters out to buckets, of `elements` numbers at least, in the order in which backward reaches them."""
     open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
@@ -259,7 +272,7 @@ def make_buckets(parameters: Iterable[nn.Parameter], layout: Layout, process: in
         bucket.append(parameter)
         if sum(other.numel() for other in bucket) >= elements:
             full.append(open_ones.pop(kind))
-    return [Bucket(bucket, layout, process) for bucket in [*full, *open_ones.values()]]
+    return [Bucket(bucket, layout, process, group) for bucket in [*full, *open_ones.values()]]
 
 
 BUCKET_ELEMENTS = 1 << 22
@@ -277,9 +290,10 @@ class GradientTree:
         layout: Layout,
         process: int,
         bucket_elements: int = BUCKET_ELEMENTS,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self.buckets = make_buckets(trained, layout, process, bucket_elements)
+        self.buckets = make_buckets(trained, layout, process, bucket_elements, group)
         self.alone = layout.processes == 1
         self.hooks: list[RemovableHandle] = []
         self.replica: int | None = None

@@ -270,7 +270,7 @@ class DDPRPCStrategy(DDPStrategy):
             before = held.get(parameter)
             before = torch.zeros_like(parameter) if before is None else before
             if self.place.world_size > 1:
-                dist.all_reduce(before)
+                dist.all_reduce(before, group=self.collectives.group)
                 before /= self.place.world_size
             parameter.grad = before if parameter.grad is None else parameter.grad + before
 

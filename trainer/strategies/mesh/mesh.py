@@ -162,7 +162,7 @@ class MeshStrategy(GroupStrategy):
         super().join(place, devices, precision)
         if place.world_size == 1:
             return
-        if own_group.host_group() is not None:
+        if not own_group.serves_host():
             raise ConfigError(
                 f"strategy {self.name!r} also moves tensors on the host, which the process group that exists already "
                 f"does not serve: make it by init_process_group() without a backend."

@@ -1,0 +1,66 @@
+"""Collectives that the script itself calls on the default process group, which all ranks must call equally often.
+
+Legato's own are in a group of their own (`own_group.legatos_group`), so that one that a rank calls once too often pairs
+with nothing of Legato's. Where the ranks meet anyway they compare how many there were.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..errors import DisagreementError
+from ..torch_private import collectives_called, count_collectives
+
+if TYPE_CHECKING:
+    from ..strategies.strategy import Strategy
+
+PATIENCE = 2.0
+"""Seconds for which counts may differ: a thread of the script may be about to call its own."""
+
+
+class ScriptCollectives:
+    """Counts this process's collectives on the default process group, from the beginning of a run."""
+
+    def __init__(self, strategy: "Strategy | None" = None) -> None:
+        """Without a strategy that leaves the default group to the script there is nothing to count."""
+        from torch import distributed
+
+        self.strategy = strategy if strategy is not None and strategy.leaves_default_group else None
+        self.group: Any = None if self.strategy is None else distributed.group.WORLD
+        self.before = 0
+        if self.group is not None:
+            count_collectives()
+            self.before = collectives_called([self.group])
+
+    @property
+    def count(self) -> int:
+        """How many this process has called; 0 where they are not counted."""
+        return 0 if self.group is None else collectives_called([self.group]) - self.before
+
+    def require_same(self) -> None:
+        """Raise DisagreementError where ranks have called different numbers; all call it once some differ."""
+        assert self.strategy is not None
+        began = time.monotonic()
+        while True:
+            told = self.strategy.collectives.gather_objects((self.count, time.monotonic() - began > PATIENCE))
+            counts = [count for count, _ in told]
+            if len(set(counts)) == 1:
+                return
+            if any(late for _, late in told):
+                raise DisagreementError(
+                    f"{describe_counts(counts)} Each rank must call the same collectives in the same order: look for a "
+                    f"call of torch.distributed (or self.all_gather) that not all ranks make. Results of such calls so "
+                    f"far may be wrong, since each pairs with the next one of the other ranks."
+                )
+            time.sleep(0.1)
+
+
+def describe_counts(counts: list[int]) -> str:
+    """Say which rank has called how many collectives, those with the most first."""
+    ranks: dict[int, list[int]] = {}
+    for rank, count in enumerate(counts):
+        ranks.setdefault(count, []).append(rank)
+    said = [
+        f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))}: {count}"
+        for count, some in sorted(ranks.items(), reverse=True)
+    ]
+    return f"The ranks called different numbers of collectives on the default process group: {'; '.join(said)}."
