@@ -30,6 +30,7 @@ class Profiled(Tiny):
             self.profile.__exit__(None, None, None)
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.10
 def test_a_profiler_sees_them_from_when_it_runs(trainer):
     task = Profiled()
     trainer(max_epochs=1).fit(task, make_loader(32))

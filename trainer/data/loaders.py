@@ -74,7 +74,10 @@ def _loss_of_a_worker(batches: Any, error: Exception) -> DataError | None:
     deadline, said = time.monotonic() + SECONDS_TO_END, str(error)
     place = find_place() or Place()
     of_rank = f" of rank {place.rank}" if place.world_size > 1 else ""
-    full = "No space left on device" in said and ("shared memory" in said or "</torch_" in said)
+    reason = (
+        "No space left on device" in said or "Resource temporarily unavailable" in said
+    )  # what torch 2.10 takes it for
+    full = reason and ("shared memory" in said or "</torch_" in said)
     if workers and (full or "Bus error" in said):
         return _shared_memory_is_full(of_rank)
     suspect = isinstance(error, (OSError, EOFError)) or said.startswith("DataLoader worker (pid")

@@ -40,7 +40,10 @@ def apply_plan(task: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh
     """Cut the task's layers over a mesh of one axis. Raises ConfigError where the plan does not fit the task."""
     found = read_plan(task, plan, mesh.size())
     along_sequence = "sequence" in found.values()
+    frozen = [name for name, parameter in task.named_parameters() if not parameter.requires_grad]
     parallelize_module(task, mesh, {name: style_of(word, along_sequence) for name, word in found.items()})
+    for name in frozen:  # torch 2.10 makes new parameters that are all trained
+        task.get_parameter(name).requires_grad_(False)
 
 
 def style_of(word: str, along_sequence: bool) -> ParallelStyle:
