@@ -108,8 +108,8 @@ def look(folder: Path, cases) -> None:
     for name, (kind, arguments, options) in cases.items():
         looks = Looks()
         lg.Trainer(**{**QUIET, **options}, callbacks=[looks]).fit(kind(**arguments))
-        if not looks.held and remote.SHELF.optimizer is not None:  # a server, which runs no loop
-            looks.held = held(nn.ModuleList(remote.SHELF.modules.values()), remote.SHELF.optimizer)
+        if not looks.held and remote.SERVER_STATE.optimizer is not None:  # a server, which runs no loop
+            looks.held = held(nn.ModuleList(remote.SERVER_STATE.modules.values()), remote.SERVER_STATE.optimizer)
         place = find_place()
         assert place is not None
         (folder / f"{name} {place.rank}.json").write_text(json.dumps([looks.seen, looks.held]))

@@ -1,4 +1,4 @@
-"""How a run is made, in order: checks, processes, checkpoint, hooks, the placed task, loaders, optimizers, loggers."""
+"""Set-up of a run, in order: checks, processes, checkpoint, hooks, the placed task, loaders, optimizers, loggers."""
 
 import logging
 import os
@@ -111,7 +111,7 @@ def join(run: Run, request: Request) -> None:
 
 
 def check_task(task: Any, request: Request) -> None:
-    """Refuse a task that cannot do what is asked, or whose methods are named almost like hooks."""
+    """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks."""
     stage = request.stage
     if not isinstance(task, Task):
         raise TaskError(
@@ -139,7 +139,7 @@ def check_task(task: Any, request: Request) -> None:
 
 
 def lacking(task: Task, name: str) -> str:
-    """Say how a task lacks a method."""
+    """Describe how a task lacks a method."""
     return (
         f"{type(task).__name__}.{name} is None"
         if getattr(task, name) is None
@@ -154,10 +154,9 @@ def nearest(task: Task, name: str) -> str:
 
 
 def find_directory(run: Run, request: Request) -> None:
-    """Find out which checkpoint the run goes on from, read it, and find out where the run writes.
+    """Find and read the checkpoint to resume from, and find the run directory.
 
-    Rank 0 decides for all. A checkpoint that it has chosen, as the newest, and that turns out to be damaged is passed
-    over.
+    Rank 0 decides for all. If the newest checkpoint, which it has chosen, is damaged, it chooses the one before.
     """
     trainer, damaged = run.trainer, list[Path]()
     while True:
@@ -199,7 +198,7 @@ def find_directory(run: Run, request: Request) -> None:
 
 @dataclass
 class Decision:
-    """What rank 0 decides for all."""
+    """Rank 0's choice of run directory and checkpoint, which it broadcasts."""
 
     identity: str
     directory: Path | None = None
@@ -215,9 +214,9 @@ class Decision:
 def decide_directory(
     trainer: "Trainer", request: Request, damaged: Collection[Path] = ()
 ) -> tuple[Path | None, Path | None]:
-    """Return the run directory, made if need be, and the checkpoint to start from, none of those that are `damaged`.
+    """Return the run directory, made if needed, and the checkpoint to start from, which is none of the `damaged` ones.
 
-    Its files have their sizes; their sums are verified when they are read.
+    The sizes of its files have been checked; their checksums are when they are read.
     """
 
     def check(path: Path) -> bool:
@@ -328,7 +327,7 @@ def set_up(run: Run) -> None:
 
 
 def prepare_data(run: Run) -> None:
-    """Let one process of each machine (or one in all) prepare the data while the others wait."""
+    """Prepare the data in one process of each machine (or one in all) while the others wait."""
     place = run.strategy.place
     if place.local_rank == 0 and (place.node_rank == 0 or getattr(run.datamodule, "prepare_data_per_node", True)):
         if run.datamodule is not None:
@@ -354,9 +353,9 @@ def make_loaders(run: Run) -> None:
 
 
 def require_same_lengths(run: Run) -> None:
-    """Refuse data that is dealt out by position and has other lengths on other ranks; every rank calls it.
+    """Raise DataError where data that is dealt out by position differs in length between ranks; every rank calls it.
 
-    Such ranks would end an epoch after different steps, and wait for each other for ever.
+    Such ranks would end an epoch after different steps, and wait for each other forever.
     """
     if run.strategy.place.world_size == 1 or not run.trainer.use_distributed_sampler:
         return
@@ -380,7 +379,7 @@ def require_same_lengths(run: Run) -> None:
 
 @contextmanager
 def epoch_of_loaders(run: Run) -> Iterator[None]:
-    """Let `current_epoch` be that in which the undisturbed run asks for the loaders of this epoch."""
+    """Set `current_epoch` to the epoch in which an uninterrupted run asks for the loaders of this one."""
     state, every = run.state, run.trainer.reload_dataloaders_every_n_epochs
     epoch = state.epoch
     state.epoch = epoch - epoch % every if every else 0
@@ -432,7 +431,7 @@ def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool
 
 
 def find_loader(run: Run, word: str) -> Any:
-    """Return the loader that was handed over, or the data module's, or the task's."""
+    """Return the given loader, or the data module's, or the task's."""
     if word in run.given:
         return run.given[word]
     for source in (run.datamodule, run.task):
@@ -444,7 +443,7 @@ def find_loader(run: Run, word: str) -> Any:
 
 
 def require_length(loader: Any, name: str, limit: int | float) -> None:
-    """Refuse a limit `name` that is a fraction of a loader whose length nobody knows."""
+    """Raise ConfigError for a limit `name` that is a fraction of a loader of unknown length."""
     if isinstance(limit, float) and 0.0 < limit < 1.0 and length_of(loader) is None:
         raise ConfigError(
             f"trainer.{name}={limit} is a fraction, but the loader does not say how many batches it has; give a count "
@@ -464,7 +463,7 @@ def brings_own_shares(run: Run) -> bool:
 
 
 def dealing(run: Run) -> Dealing:
-    """Return how batches are shared out."""
+    """Return how batches are dealt out to replicas and processes."""
     accumulate, seed = run.trainer.accumulate_grad_batches, run.state.seed
     return Dealing(
         run.layout, run.strategy.data_ranks.rank, accumulate, seed, keyed=run.keyed, lockstep=run.strategy.lockstep
@@ -494,7 +493,7 @@ def make_optimizers(run: Run) -> None:
 
 
 def choose_transfer(run: Run) -> None:
-    """Find out whether batches need moving at all, and by whom: the data module's hooks come before the task's."""
+    """Choose the function that moves batches, if any is needed: the data module's hooks come before the task's."""
     owners: list[DataHooks | None] = []
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         sources = ((run.datamodule, DataModule), (run.task, Task))
@@ -545,7 +544,7 @@ def open_loggers(run: Run) -> None:
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's callbacks with the task's: one of the task's takes the place of the same kind."""
+    """Return the trainer's callbacks and the task's; the task's replace those of the same class."""
     brought = task.configure_callbacks()
     own = list(brought) if isinstance(brought, (list, tuple)) else [brought]
     kinds = {type(callback) for callback in own}
@@ -562,7 +561,7 @@ NONE_FOR_DEFAULT = (
 
 
 def check_arguments(trainer: "Trainer") -> None:
-    """Refuse arguments that cannot work, naming them; and put those in that follow from others."""
+    """Raise ConfigError for arguments that cannot work, and set those that follow from others."""
     let_be_seen()
     for name in NONE_FOR_DEFAULT:
         if getattr(trainer, name) is None:
@@ -587,7 +586,7 @@ def check_arguments(trainer: "Trainer") -> None:
 
 
 def _shorten(trainer: "Trainer", batches: int) -> None:
-    """Run a few batches of each stage and write nothing."""
+    """Set the arguments for fast_dev_run: a few batches of each stage, and nothing written."""
     for name in LIMITS[:4]:
         setattr(trainer, name, batches)
     trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0

@@ -1,4 +1,4 @@
-"""Begin and close of a run: every undo runs whatever fails, and the first error is the one that the caller sees."""
+"""Begin and end of a run: every undo runs whatever fails, and the caller sees the first error."""
 
 import traceback
 from bdb import BdbQuit
@@ -22,7 +22,7 @@ DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 
 @contextmanager
 def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
-    """Build the run that was asked for, and close it whatever happens. Raises the first error, with notes of others."""
+    """Build the requested run, and close it whatever happens. Raises the first error, with notes of later ones."""
     if trainer.running:
         raise TaskError(
             f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it when that is over; within "
@@ -49,7 +49,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 
 def named(run: Run, error: BaseException) -> BaseException:
-    """Return the error to raise: one that names ranks and cause where a collective, or a debugger, does not."""
+    """Return the error to raise: for one of a collective or a debugger, an error that names ranks and cause."""
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
         return run.watchdog.explain(error)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name not in DEBUGGERS]
@@ -61,7 +61,7 @@ def named(run: Run, error: BaseException) -> BaseException:
 
 
 def close(run: Run, errors: Errors) -> None:
-    """Tell everyone that the run is over, also when it ended badly, and undo what holds for the whole process."""
+    """Call the hooks that end a run, also a failed one, and undo what it changed in the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
@@ -90,7 +90,7 @@ def close(run: Run, errors: Errors) -> None:
 
 
 def tell_of_error(run: Run, errors: Errors) -> None:
-    """Call everyone's on_exception; an evaluation that the error left gives the modules their training mode back."""
+    """Call all on_exception hooks, and restore the training mode of modules after a failed evaluation."""
     error = errors.first
     assert error is not None
     for hook in run.hooks["on_exception"]:

@@ -62,7 +62,7 @@ class Request:
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
-        """Make a request; a data module may stand in the place of a loader, as in Lightning."""
+        """Make a request; a data module may be given instead of a loader, as in Lightning."""
         request = cls(stage, task, datamodule, **where)
         request.take_loaders(**{DOING_OF_STAGE[stage]: loader})
         return request
@@ -91,7 +91,7 @@ class Request:
         return found
 
     def repeat(self, trainer: "Trainer") -> Any:
-        """Ask another trainer for the same."""
+        """Make the same request to another trainer."""
         if self.stage == "fit":
             train, validation = self.loaders.get("train"), self.loaders.get("validation")
             return trainer.fit(self.task, train, validation, self.datamodule, resume=self.resume)
@@ -101,7 +101,7 @@ class Request:
         return getattr(trainer, self.stage)(self.task, loader, where, self.verbose, self.datamodule)
 
     def take_loaders(self, **loaders: Any) -> None:
-        """Remember loaders that were handed over."""
+        """Store the given loaders."""
         for word, loader in loaders.items():
             if isinstance(loader, DataModule):
                 self.datamodule = loader
@@ -172,12 +172,12 @@ class Run:
     # --- the step ---------------------------------------------------------------------------------------------------
     @property
     def bitwise(self) -> bool:
-        """Whether not one bit may depend on the number of processes."""
+        """Whether results must have the same bits on any number of processes."""
         return self.trainer.reproducible == "bitwise"
 
     @property
     def training_data(self) -> TrainingData:
-        """What fit trains on."""
+        """The training data of fit."""
         assert self.data is not None
         return self.data
 
@@ -207,9 +207,9 @@ class Run:
             self.optimization.step_schedulers("step", state.global_step)
 
     def end_step(self, turn: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
-        """Call on_train_batch_end for the step's last batch; where this process had none, of those that act together.
+        """Call on_train_batch_end for the step's last batch.
 
-        What these callbacks log then counts for nothing.
+        A process without one calls it only for callbacks that all ranks must call together; what these log is dropped.
         """
         if turn is not None:
             self.metrics.return_to_turn(turn.replica, turn.samples)
@@ -255,7 +255,7 @@ class Run:
         return reduced
 
     def describe_place(self) -> str:
-        """Say what is going on, for messages about logged values."""
+        """Describe the current stage, for messages about logged values."""
         if self.doing == "sanity_check":
             return "the sanity check"
         return f"{self.doing} at step {self.state.global_step}" if self.stage == "fit" else self.doing
@@ -274,14 +274,14 @@ class Run:
         return bad_weights(self)
 
     def meet(self) -> None:
-        """Let the ranks agree between two steps; end the run where one of them was told to."""
+        """Agree with the other ranks between two steps; end the run if one of them was told to."""
         self.strategy.timeouts.end_startup()
         self.agreement.meet(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
         self.preemption.stop_if_agreed()
         self.membership.check_members(self.agreement.generation)
 
     def start_training(self) -> None:
-        """Begin with training, or go on with it."""
+        """Begin or resume training."""
         self.doing = "train"
         self.preemption.start()
         if not self.task.training:
@@ -293,13 +293,13 @@ class Run:
         self.trainer.agree()
 
     def call_epoch_start(self) -> None:
-        """Call the hooks that begin an epoch; where one goes on, what they log of it is in its sums already."""
+        """Call the hooks that begin an epoch; what they log in a resumed epoch is dropped: its sums hold it."""
         self.metrics.muted = self.state.epoch_steps > 0
         self.hooks.call("on_train_epoch_start")
         self.metrics.muted = False
 
     def end_training(self) -> None:
-        """Tell everyone that training is over."""
+        """Call the hooks that end training."""
         self.hooks.call("on_train_end")
         self.ended = True
         self.hooks.call("on_fit_end")
@@ -307,9 +307,9 @@ class Run:
             self.trainer.agree()  # once more: on how many collectives these hooks have called
 
     def end_steps(self) -> None:
-        """See to what the epoch's steps left: their losses, and the newest one's values, whether it was logged or not.
+        """Check the losses of the epoch's steps, and publish the values of the newest one if it was not logged.
 
-        Raises DataError where there was no step.
+        Raises DataError if there was no step.
         """
         if isinstance(self.data, StreamData) and self.data.length:
             self.watchdog.require_same_end(self.data.length)
@@ -320,7 +320,7 @@ class Run:
             self._show(self.metrics.reduce_step())
 
     def call_epoch_end(self, word: str) -> None:
-        """Call the hooks that end an epoch, which may look at its values and log more; not yet training's late ones."""
+        """Call the hooks that end an epoch, with its values published; training's late hooks come after them."""
         self.metrics.suffix, self.metrics.in_step = "", False
         name = f"on_{word}_epoch_end"
         if self.hooks[name]:
@@ -330,7 +330,7 @@ class Run:
         (self.hooks.call_early if word == "train" else self.hooks.call)(name)
 
     def _show(self, reduced: Reduced) -> None:
-        """Publish values of which no logger has a point."""
+        """Publish values to callbacks and the progress bar, and not to loggers."""
         reduced.loggers = {}
         self.trainer.publish(reduced)
 
@@ -363,7 +363,7 @@ class Run:
         return state.validated_at != state.global_step and epochs is not None and (state.epoch + 1) % epochs == 0
 
     def plan_validation(self) -> None:
-        """Work out after how many batches of a replica validation is due; None where it is when an epoch ends."""
+        """Compute after how many batches of a replica validation is due; None: at the end of epochs."""
         trainer, interval = self.trainer, self.trainer.val_check_interval
         if "validation" not in self.evaluations or (interval == 1.0 and isinstance(interval, float)):
             if trainer.check_val_every_n_epoch is None and "validation" in self.evaluations:
@@ -386,15 +386,15 @@ class Run:
         self.validation_rounds = interval
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
-        """Leave out the rest of an epoch that is gone on with: it was dealt out by `samples`, which are others now."""
+        """Skip the rest of a resumed epoch: it was dealt out by other settings, `samples`."""
         self.epoch_skipped, self.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
-        """Return what is left of the epoch's steps."""
+        """Return the remaining steps of the epoch."""
         return iter(()) if self.epoch_skipped else self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
 
     def count_epoch(self) -> None:
-        """Go on to the next epoch where this one is over."""
+        """Count the epoch if it has ended."""
         state = self.state
         if state.epoch_ended:
             self.samples_of_epoch = None

@@ -1,4 +1,4 @@
-"""State: all that a resume needs to know about where a run stands, plain and small."""
+"""Loop state of a run, as a checkpoint stores it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -9,7 +9,7 @@ from .errors import CheckpointError
 
 @dataclass
 class State:
-    """Where a run stands. Saved as it is; nothing in it depends on how many processes execute the run."""
+    """Progress of a run. Saved as it is; nothing in it depends on the number of processes."""
 
     replicas: int = 1
     """Logical data-parallel workers, fixed when the run began."""

@@ -188,7 +188,7 @@ class Trainer(TrainerView):
             self.validate_now()
 
     def end_epoch(self) -> None:
-        """End an epoch; where the run stops in the middle of one, do what ends an epoch but stay in it."""
+        """End an epoch; if the run stops in the middle of one, call the hooks of its end without counting it."""
         run, state = self.current_run, self.state
         run.end_steps()
         complete = run.epoch_skipped or not self.stops_here() or state.epoch_rounds >= self.num_training_batches
@@ -222,7 +222,7 @@ class Trainer(TrainerView):
         return 0 <= self.max_steps <= state.global_step
 
     def agree(self) -> None:
-        """Let the ranks agree on the time and on whether to stop."""
+        """Agree with the other ranks on the elapsed time and on whether to stop."""
         run = self.current_run
         run.agreement.meet(self.state.global_step, self.should_stop, run.preemption.signal)
 
@@ -236,7 +236,7 @@ class Trainer(TrainerView):
         self.publish(reduced)
 
     def publish(self, reduced: Reduced) -> None:
-        """Hand reduced values to whoever looks at them."""
+        """Publish reduced values to callbacks, the progress bar and loggers."""
         self.callback_metrics.update(reduced.tensors())
         self.progress_bar_metrics.update(reduced.progress_bar)
         self.logged_metrics.update(reduced.loggers)
@@ -245,7 +245,7 @@ class Trainer(TrainerView):
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def sanity_check(self) -> None:
-        """Try a few validation batches, so that a mistake there costs seconds; nothing of it is kept."""
+        """Run a few validation batches, so that a mistake there costs seconds; nothing of it is kept."""
         run, batches = self.current_run, self.num_sanity_val_steps
         if batches == 0 or "validation" not in run.evaluations or run.source is not None:
             return

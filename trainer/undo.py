@@ -1,4 +1,4 @@
-"""What a run has to undo, and the errors that come up on the way: every undo runs, and the first error is kept."""
+"""Undo actions of a run, and its errors: every action runs, and the first error is kept."""
 
 import logging
 from collections.abc import Callable
@@ -19,14 +19,14 @@ class Errors:
         self.first: BaseException | None = None
 
     def attempt(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call `function`; take down what it raises, an interrupt and an exit too."""
+        """Call `function` and record what it raises, interrupts and exits included."""
         try:
             function(*arguments)
         except BaseException as error:  # each of the others still has to be called
             self.add(error, f"while {name_of(function)} was called")
 
     def add(self, error: BaseException, when: str) -> None:
-        """Take down an error."""
+        """Record an error."""
         if self.first is None:
             self.first = error
         elif error is not self.first:
@@ -62,7 +62,7 @@ class Undo:
         return entered
 
     def close(self, errors: Errors) -> None:
-        """Undo everything; what fails is taken down in `errors`."""
+        """Run all actions; record failures in `errors`."""
         while self.actions:
             function, arguments = self.actions.pop()
             errors.attempt(function, *arguments)

@@ -1,4 +1,4 @@
-"""What callbacks, tasks and scripts may read of a trainer, under Lightning's names."""
+"""Read-only properties of a trainer for callbacks, tasks and scripts, under Lightning's names."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,7 @@ Value = TypeVar("Value")
 
 
 class TrainerView(TrainerArguments):
-    """Read-only facts about a trainer and its run; nothing here does anything."""
+    """Read-only properties of a trainer and its run."""
 
     run: "Run | None"
     state: State
@@ -284,6 +284,6 @@ class TrainerView(TrainerArguments):
         return self.strategy.collectives.broadcast(value)
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """Print on rank 0 only; where nobody reads it any more, nothing happens."""
+        """Print on rank 0 only; a closed standard output is ignored."""
         if self.is_global_zero:
             print(*arguments, **{"file": STDOUT, **options})

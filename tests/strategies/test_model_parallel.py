@@ -19,7 +19,7 @@ import legato as lg
 from legato.callbacks import Checkpoint
 from legato.trainer.errors import ConfigError, LegatoError, TaskError
 from legato.trainer.processes.environment import run_workers
-from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, Seams
+from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, DeviceHooks
 from legato.trainer.strategies.model_parallel.parts import split_evenly
 
 
@@ -126,9 +126,9 @@ def test_seams_move_whatever_comes_in():
             assert {device_of(one) for one in (*pair["a"], mask)} == {DEVICES[1]}
             return pair["a"][0] * mask + extra
 
-    seams, block = Seams(), Takes()
+    device_hooks, block = DeviceHooks(), Takes()
     with SimulatedDevices() as there:
-        seams.add(block, DEVICES[1])
+        device_hooks.add(block, DEVICES[1])
         weight = torch.ones(2, requires_grad=True)
         out = block({"a": [weight, torch.ones(2)]}, mask=torch.ones(2), extra=1.0)
         assert device_of(out) == DEVICES[1]
@@ -137,7 +137,7 @@ def test_seams_move_whatever_comes_in():
         assert len(there.moves) == 3  # all of it was there
     out.sum().backward()
     assert torch.equal(weight.grad, torch.ones(2))
-    seams.close()
+    device_hooks.close()
     assert not block._forward_pre_hooks
 
 

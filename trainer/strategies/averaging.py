@@ -1,7 +1,7 @@
-"""Gradients averaged over ranks under manual optimization, where no hook of DDP runs: one flat buffer for each dtype.
+"""Averages of gradients over ranks under manual optimization, where DDP's hooks do not run.
 
-A rank whose loss did not use a parameter counts as zero, and gets a gradient where some rank has one. Which parameters
-have a gradient anywhere travels behind the gradients, in the same buffer.
+Gradients are sent in one flat buffer for each dtype. A rank without a gradient for a parameter counts as zero, and gets
+one if any rank has one; the buffer ends with flags that say which parameters have a gradient.
 """
 
 from collections.abc import Sequence
@@ -79,14 +79,14 @@ class FlatAverage:
         parameter.grad /= self.world_size
 
     def _room(self, kind: Kind, length: int) -> Tensor:
-        """Return memory for `length` numbers, kept from step to step: fresh memory costs a page fault every 4 KiB."""
+        """Return a buffer of `length` numbers, reused in every step: fresh memory costs a page fault every 4 KiB."""
         if kind not in self.buffers or self.buffers[kind].numel() < length:
             self.buffers[kind] = torch.empty(length, dtype=kind[0], device=kind[1])
         return self.buffers[kind][:length]
 
 
 class TreeAverage:
-    """Averages gradients in the order of the fixed binary tree over replicas, of which each rank has one."""
+    """Averages gradients in the order of the fixed binary tree; each rank has one replica."""
 
     def __init__(self, layout: Layout, rank: int, group: dist.ProcessGroup | None) -> None:
         self.layout, self.rank, self.group = layout, rank, group

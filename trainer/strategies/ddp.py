@@ -1,4 +1,4 @@
-"""Distributed data parallel: one process a device, gradients averaged by torch's DistributedDataParallel."""
+"""Distributed data parallel: one process for each device, gradients averaged by torch's DistributedDataParallel."""
 
 import re
 import warnings
@@ -36,7 +36,7 @@ UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad 
 
 
 class DDPStrategy(GroupStrategy):
-    """One process a device. The arguments are DistributedDataParallel's and init_process_group's."""
+    """One process for each device. The arguments are DistributedDataParallel's and init_process_group's."""
 
     name = "ddp"
 
@@ -88,7 +88,7 @@ class DDPStrategy(GroupStrategy):
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
 
     def _terms(self, min_processes: int, join: str | None) -> ElasticOptions:
-        """Return the terms of an elastic run. Raises ConfigError where other arguments do not go with it."""
+        """Return the options of an elastic run. Raises ConfigError for arguments that it excludes."""
         if min_processes < 1:
             raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
         if self.process_group_backend not in (None, "gloo") or self.comm_hook is not None:
@@ -126,7 +126,7 @@ class DDPStrategy(GroupStrategy):
         return "gloo" if self.elastic.changes else super()._backend()
 
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Make the placed task ready to be trained. Raises ConfigError where options do not go together."""
+        """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
         if one_order and self.comm_hook is not None:
             raise ConfigError(
                 f"comm_hook={self.comm_hook!r} rounds gradients on their way, so that their bits depend on the number "
@@ -140,7 +140,7 @@ class DDPStrategy(GroupStrategy):
         super().setup(task, optimizers, layout, one_order)
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
-        """Let batch norm have its statistics over all processes; return what undoes it."""
+        """Compute the statistics of batch norm over all processes; return what undoes it."""
         if replicas != self.data_ranks.size or replicas == 1:
             return super().sync_batch_norm(task, replicas)
         if self.elastic.changes or task.trainer.reproducible == "bitwise":
@@ -225,7 +225,7 @@ class DDPStrategy(GroupStrategy):
             self.reducer.complete()
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Give the other ranks' reduction a gradient of zero, since it waits for every parameter of every rank."""
+        """Send a gradient of zero, since the other ranks' reduction waits for every parameter of every rank."""
         if after_forward and self.data_ranks.size > 1 and self.task is not None and self.task.trainer.sync_batchnorm:
             raise TaskError(
                 f"training_step left a batch out of step {self.task.global_step + 1} after its forward, in which other "
@@ -302,7 +302,7 @@ class DDPReducer(Reducer):
 
 
 class DDPSteps(nn.Module):
-    """Gives DDP a forward that calls a step of the task."""
+    """Module whose forward calls a step of the task, for DDP to wrap."""
 
     def __init__(self, task: "Task", buffers: ReplicaBuffers) -> None:
         super().__init__()
@@ -320,7 +320,7 @@ class DDPSteps(nn.Module):
 
 
 class _Nothing(NamedTuple):
-    """The output of a step that left its batch out, or that had none."""
+    """Output that stands in for that of a step that returned None, or of a rank without a batch."""
 
     loss: Tensor
 

@@ -31,7 +31,7 @@ class GroupStrategy(Strategy):
         self.timeouts = Timeouts(timeout)
 
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """One process a device."""
+        """Return one process for each device."""
         return len(devices)
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:

@@ -1,1 +1,1 @@
-"""Replicas of a run on the processes that it has: in what order their gradients add up, and their batch statistics."""
+"""Bitwise reproducibility: gradients added up in one order on any number of processes, and buffers that follow it."""

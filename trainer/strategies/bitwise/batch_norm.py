@@ -1,7 +1,7 @@
-"""Batch normalisation over all replicas of a step: their batches have one mean and one variance.
+"""Batch normalisation with one mean and one variance over the batches of all replicas of a step.
 
-On CUDA it is torch.nn.SyncBatchNorm; elsewhere the same from differentiable sums over the ranks. Modules keep their
-place, their parameters and buffers: only their class changes, and changes back.
+On CUDA it is torch.nn.SyncBatchNorm; elsewhere the same is computed by differentiable sums over the ranks. Modules keep
+their parameters and buffers: only their class is changed, and changed back.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
 
 
 class Synced:
-    """What the class of a batch norm gets besides its own: statistics over all ranks, while it trains."""
+    """Mixin for batch norm classes: statistics over all ranks in training mode."""
 
     process_group: dist.ProcessGroup
 
@@ -79,7 +79,7 @@ def synced(kind: Any) -> Any:
 
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Let every batch norm of the task have its statistics over the ranks of `group`; return what undoes it."""
+    """Compute the statistics of every batch norm in the task over the ranks of `group`; return what undoes it."""
     found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, batch_norms())]
     found = [(module, kind) for module, kind in found if kind is not nn.SyncBatchNorm]
     for module, kind in found:

@@ -1,4 +1,4 @@
-"""Buffers (batch norm's running statistics and their like) where one process runs several replicas in turn."""
+"""Buffers such as batch norm's running statistics, when one process runs several replicas in turn."""
 
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,14 @@ class ReplicaBuffers:
     """Lets every replica of a step begin with the same buffers, and keeps those of the first one.
 
     So the buffers follow replica 0 whatever the number of processes: with one process for each replica they do so
-    because rank 0 hands its buffers out before the next step.
+    because rank 0 broadcasts its buffers before the next step.
 
     A step may also assign another tensor to a buffer (`self.average = 0.9 * self.average + ...`). Its values are kept
-    like any other's, in the tensor that the task began with, which whoever shares out buffers knows.
+    like any other's, in the tensor that the task began with, which is the one that DDP broadcasts.
     """
 
     def __init__(self, task: "Task | None") -> None:
-        """Without a task there is nothing to keep."""
+        """`task`: None for a no-op."""
         self.task = task
         owners = [] if task is None else [own_buffers(module) for module in task.modules()]
         self.places: list[BufferSlot] = [(owner, name, buffer) for owner in owners for name, buffer in owner.items()]
@@ -36,19 +36,19 @@ class ReplicaBuffers:
         self.begins = False
 
     def begin(self) -> None:
-        """Remember what the step begins with, where the first replica got other buffers after it was opened."""
+        """Snapshot the buffers that the step begins with, if DDP has replaced them since the first replica began."""
         if self.begins:
             self.start, self.begins = self._copies(), False
 
     def settle(self) -> None:
-        """Move what steps have assigned to buffers into the tensors that were there: DDP hands those out."""
+        """Copy what steps have assigned to buffers into the original tensors, which DDP broadcasts."""
         for place in self.places:
             owner, name, home = place
             if owner[name] is not home:
                 _put(place, owner[name])
 
     def open_replica(self, index: int) -> None:
-        """The replica at `index` among the local ones of this step is about to run."""
+        """Reset the buffers for the replica at `index` among the local ones of this step."""
         if not self.places:
             return
         if index == 0:
@@ -61,18 +61,18 @@ class ReplicaBuffers:
         self._set(self.start)
 
     def close_step(self) -> None:
-        """The last local replica of the step has run."""
+        """Keep the buffers of the first replica, after the last local one has run."""
         if self.first:
             self._set(self.first)
             self.first = []
 
     def await_others(self) -> None:
-        """Those of other processes are about to arrive; where none of this one's replicas ran, its step begins here."""
+        """Snapshot the buffers before those of rank 0 arrive, if no local replica has run in this step."""
         if self.task is not None and self.step != self.task.global_step:
             self._remember()
 
     def rewind(self) -> None:
-        """Give the buffers what the step began with, unless it is finished: it is done again."""
+        """Restore the buffers that an unfinished step began with, so that it can be repeated."""
         if self.task is not None and self.step == self.task.global_step:
             self._set(self.start)
         self.start, self.step, self.first, self.begins = [], -1, [], False

@@ -1,4 +1,4 @@
-"""The gradient of a step from those of its replicas, added up in one fixed binary tree on any number of processes."""
+"""Reduction of the replicas' gradients in one fixed binary tree, with the same bits on any number of processes."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -97,7 +97,7 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 
 
 class Bucket:
-    """Parameters of one type and device, and what their gradients need on their way."""
+    """Parameters of one dtype and device whose gradients are sent together, and the buffers for that."""
 
     def __init__(
         self,
@@ -127,11 +127,11 @@ class Bucket:
 
     # --- within this process ----------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Put aside what is left from the step before."""
+        """Set aside the gradients left from the step before."""
         self.kept = self._take_gradients()
 
     def abandon(self) -> None:
-        """Drop the gradients of a step that is left, and leave what was there before it."""
+        """Drop the gradients of an unfinished step, and restore those from before it."""
         self.stack.waiting, self.next_replica = [], self.owned.start
         for parameter, gradient in zip(self.parameters, self.kept, strict=True):
             parameter.grad = gradient
@@ -151,7 +151,7 @@ class Bucket:
         return gradients
 
     def close(self) -> list[list[Tensor | None]]:
-        """Count the replicas that come no more as absent, and return the partial nodes of this process."""
+        """Count the remaining replicas as absent, and return the partial nodes of this process."""
         for absent in range(self.next_replica, self.owned.stop):
             self.stack.push(TreeNode(absent, 0), [None] * len(self.parameters))
         self.next_replica = self.owned.start
@@ -241,7 +241,7 @@ class Bucket:
         return self.all_present if all(present) else self.all_present.new_tensor(present)
 
     def _make_room(self, nodes: int) -> None:
-        """Make the memory for the journey, once: fresh memory costs a page fault every 4 KiB."""
+        """Allocate the send and receive buffers, once: fresh memory costs a page fault every 4 KiB."""
         if self.outgoing.numel() == 0:
             world, share = self.layout.processes, self.share
             like = self.parameters[0].detach()
@@ -282,7 +282,7 @@ TRAVELLING = 2
 
 
 class GradientTree:
-    """Turns the gradients of this process's replicas into the gradient of the step, on every process the same bits."""
+    """Reduces the gradients of all replicas to the gradient of the step, with the same bits on every process."""
 
     def __init__(
         self,
@@ -302,20 +302,20 @@ class GradientTree:
         self.travelling: deque[Bucket] = deque()
 
     def send_early(self) -> None:
-        """From now on send each bucket while the backward that completes it goes on."""
+        """Register hooks that send each bucket as soon as backward has completed it."""
         for bucket in [] if self.alone else self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 hook = partial(self._arrived, bucket, index)
                 self.hooks.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove the hooks."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = []
 
     def expect_last(self, replica: int) -> None:
-        """The next backward is this process's last one in the step, and brings the rest of `replica`'s gradients."""
+        """Prepare for this process's last backward in the step, which completes `replica`'s gradients."""
         self.replica = replica
         for bucket in self.buckets:
             bucket.missing = set(range(len(bucket.parameters)))
@@ -336,7 +336,7 @@ class GradientTree:
             bucket.abandon()
 
     def finish(self) -> None:
-        """Give every parameter the gradient of the whole step; every process calls it."""
+        """Set every parameter's gradient to that of the whole step; every process calls it."""
         self.replica = None
         if self.alone:
             for bucket in self.buckets:
@@ -353,7 +353,7 @@ class GradientTree:
         self.next_to_send = 0
 
     def _arrived(self, bucket: Bucket, index: int, parameter: nn.Parameter) -> None:
-        """Backward has completed the gradient of `parameter`: send the buckets that lack nothing now."""
+        """Hook: the gradient of `parameter` is complete; send the buckets that are complete now."""
         if self.replica is None:
             return
         bucket.missing.discard(index)

@@ -1,4 +1,4 @@
-"""A batch split over devices, and what the devices' steps returned, put together again."""
+"""Splitting a batch over devices, and joining the outputs of the devices' steps."""
 
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass, replace

@@ -82,7 +82,7 @@ class DeviceThreads:
 
 
 class _ThreadState:
-    """What torch keeps for each thread, as it is in the thread that makes this object."""
+    """Snapshot of torch's thread-local state (grad mode, autocast, streams) in the thread that makes it."""
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = devices
@@ -96,7 +96,7 @@ class _ThreadState:
 
     @contextmanager
     def entered(self, index: int) -> Iterator[None]:
-        """Hold for the thread of device `index`."""
+        """Enter this state in the thread of device `index`."""
         with ExitStack() as stack:
             stack.enter_context(device_context(self.devices[index]))
             if self.streams:
@@ -161,7 +161,7 @@ class DataParallelStrategy(Strategy):
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Start with no thread running; raise ConfigError for what cannot be done on several devices."""
+        """Prepare the task and a thread for each device; raises ConfigError for what several devices cannot do."""
         super().setup(task, optimizers, layout, one_order)
         local_replicas = len(layout.owned(self.data_ranks.rank))
         reproducible = task.trainer.reproducible
@@ -270,7 +270,7 @@ class DataParallelStrategy(Strategy):
 
 
 class _BuffersInTurn(ReplicaBuffers):
-    """Also tells the strategy on which device the replica runs whose turn it is."""
+    """Replica buffers that also set the strategy's device to that of the replica under way."""
 
     def __init__(self, strategy: DataParallelStrategy, task: "Task") -> None:
         super().__init__(task)

@@ -1,4 +1,4 @@
-"""DDP with parameter servers: dense layers in every trainer, large modules in processes of their own.
+"""DDP with parameter servers: dense layers in every trainer, large modules on server processes.
 
 For models of which one part, such as the embeddings of a recommender, is too large for each process to have: the task
 names it in `remote_modules`. Trainers are the first processes of the run, servers the last ones. A step is that of one
@@ -30,7 +30,7 @@ from ..ddp import DDPStrategy
 from ..servers import Servers
 from ..state_dicts import StateDicts
 from . import remote
-from .remote import Office, Remote, peers_gone
+from .remote import Remote, RpcSession, peers_gone
 from .remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
 
 if TYPE_CHECKING:
@@ -70,30 +70,30 @@ class RpcServers(Servers):
             )
         return trainers
 
-    def enter(self, place: Place) -> Office:
+    def enter(self, place: Place) -> RpcSession:
         """Open this process's part in remote calls, where it is not open yet, and begin a run there."""
         trainers, limit = self.trainers(place), self.timeouts["startup"]
         name = f"trainer{place.rank}" if place.rank < trainers else f"server{place.rank - trainers}"
-        if Office.opened is None:
+        if RpcSession.opened is None:
             _, store = find_store(place, limit, self.init_method)
             seconds = self.timeouts["step"].total_seconds()
-            Office.opened = Office(store, place.rank, place.world_size, name, seconds)
+            RpcSession.opened = RpcSession(store, place.rank, place.world_size, name, seconds)
         servers = [f"server{index}" for index in range(self.count)]
-        Office.opened.begin_stage(servers, limit, own=name if name in servers else None)
-        return Office.opened
+        RpcSession.opened.begin_stage(servers, limit, own=name if name in servers else None)
+        return RpcSession.opened
 
     def serve(self, place: Place, task: "Task", seed: int) -> None:
         """Hold this server's modules until the trainers have ended the run, whatever signals say."""
         names = dealt(task.remote_modules(), self.count)
-        remote.fill_shelf(task, names[place.rank - self.trainers(place)], seed)
-        office = self.enter(place)
+        remote.build_served_modules(task, names[place.rank - self.trainers(place)], seed)
+        session = self.enter(place)
         with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
-            while not office.is_over():
+            while not session.is_over():
                 time.sleep(_SERVER_POLL)
 
 
 class DDPRPCStrategy(DDPStrategy):
-    """One trainer a device, and `servers` processes besides that hold what the task names in `remote_modules`."""
+    """One trainer for each device, and `servers` more processes that hold what the task names in `remote_modules`."""
 
     name = "ddp_rpc"
 
@@ -121,7 +121,7 @@ class DDPRPCStrategy(DDPStrategy):
             raise ConfigError(f"servers={servers!r}: expected at least 1 process for the remote modules.")
         self.servers: RpcServers = RpcServers(servers, init_method, self.timeouts)
         self.has_all_weights = False  # those of remote modules are on servers
-        self.office: Office | None = None
+        self.session: RpcSession | None = None
         self.finished = False
         """Whether the run has come to its end, for good."""
         self.remotes: dict[str, Remote] = {}
@@ -135,12 +135,12 @@ class DDPRPCStrategy(DDPStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """One trainer a device, and the servers."""
+        """Return one trainer for each device, and the servers."""
         return len(devices) + self.servers.count
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open remote calls to the servers, then the trainers' own process group."""
-        self.office, self.finished = self.servers.enter(place), False
+        self.session, self.finished = self.servers.enter(place), False
         trainers = self.servers.trainers(place)
         super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
         if self.meeting:
@@ -257,7 +257,7 @@ class DDPRPCStrategy(DDPStrategy):
             self._add_held()
 
     def _has_turns(self) -> bool:
-        """Tell whether a trainer may have several turns in a step; the same on all of them."""
+        """Return whether a trainer may have several turns in a step; the same on all of them."""
         assert self.task is not None
         return self.task.trainer.accumulate_grad_batches > 1 or self.layout.replicas > self.layout.processes
 
@@ -323,14 +323,14 @@ class DDPRPCStrategy(DDPStrategy):
         self.finished = True
 
     def teardown(self) -> None:
-        """Let the servers go."""
+        """Tell the servers that the run is over."""
         super().teardown()
         with suppress(RuntimeError):  # nobody may be left to be told
             self._close_context()
         self.held, self.remote_optimizer = {}, None
-        if self.office is not None:
-            self.office.end_stage(whole=self.finished)
-        self.office = None
+        if self.session is not None:
+            self.session.end_stage(whole=self.finished)
+        self.session = None
 
 
 def servers_of(remotes: Mapping[str, Remote]) -> list[str]:
@@ -351,13 +351,13 @@ class RemoteStateDicts(StateDicts):
         self.collectives.barrier()
 
     def optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of `optimizer` and of the servers', as one process has it; of rank 0 it is whole."""
+        """Return the state dict of `optimizer` and the servers' as one process would have it; rank 0's is complete."""
         own = optimizer.state_dict()
         if self.collectives.rank > 0:
             return own
         whole: dict[str, Any] = {"state": {}, "param_groups": [dict(own["param_groups"][0])]}
         states, count = (
-            {server: remote.call(server, remote.optimizer_state_on_shelf) for server in servers_of(self.remotes)},
+            {server: remote.call(server, remote.served_optimizer_state) for server in servers_of(self.remotes)},
             0,
         )
         for position, (server, index) in enumerate(self._places()):
@@ -369,7 +369,7 @@ class RemoteStateDicts(StateDicts):
         return whole
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Take over the state that one process would have, each part where it belongs."""
+        """Load the state dict that one process would have: each part here or on its server."""
         group = {name: value for name, value in state["param_groups"][0].items() if name != "params"}
         parts: dict[str | None, dict[int, Any]] = {
             None: {},
@@ -388,11 +388,11 @@ class RemoteStateDicts(StateDicts):
             if server is None:
                 optimizer.load_state_dict(own)
             elif self.collectives.rank == 0:
-                remote.call(server, remote.load_optimizer_on_shelf, own)
+                remote.call(server, remote.load_served_optimizer, own)
         self.collectives.barrier()
 
     def parameter_names(self, task: "Task", optimizer: Optimizer) -> list[list[str]] | None:
-        """Return None: those on servers have none here, and their order is that of the task."""
+        """Return None: parameters on servers have no names here."""
         return None
 
     def _places(self) -> list[tuple[str | None, int]]:

@@ -39,8 +39,8 @@ REFUSED = (*batch_norms(), *dropouts())
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------
-class Shelf:
-    """What a server has: modules by name, an optimizer, and the gradients of the step that is under way."""
+class ServerState:
+    """State of a server: its modules by name, an optimizer, and the gradients of the current step."""
 
     def __init__(self) -> None:
         self.modules: dict[str, nn.Module] = {}
@@ -52,7 +52,7 @@ class Shelf:
         self.lock = threading.Lock()
 
 
-SHELF = Shelf()
+SERVER_STATE = ServerState()
 """This process's, if it is a server: calls from other processes find it by this name alone."""
 
 
@@ -64,27 +64,27 @@ class Collected:
 
     def step(self) -> None:
         """Add the gradients of one backward of this trainer to those that it has brought."""
-        with SHELF.lock:
-            own = SHELF.gradients.setdefault(self.rank, {})
+        with SERVER_STATE.lock:
+            own = SERVER_STATE.gradients.setdefault(self.rank, {})
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     own[parameter] = own[parameter] + parameter.grad if parameter in own else parameter.grad
                     parameter.grad = None
 
 
-def module_on_shelf(name: str) -> nn.Module:
+def served_module(name: str) -> nn.Module:
     """Return a module of this server."""
-    return SHELF.modules[name]
+    return SERVER_STATE.modules[name]
 
 
 def make_optimizer(kind: type[Optimizer], options: dict[str, Any]) -> None:
     """Make this server's optimizer, like the trainers' own."""
-    SHELF.optimizer, SHELF.gradients, SHELF.done = kind(parameters_on_shelf(), **options), {}, 0
+    SERVER_STATE.optimizer, SERVER_STATE.gradients, SERVER_STATE.done = kind(served_parameters(), **options), {}, 0
 
 
-def parameters_on_shelf() -> list[nn.Parameter]:
+def served_parameters() -> list[nn.Parameter]:
     """Return the parameters of this server's modules, in their order."""
-    return [parameter for module in SHELF.modules.values() for parameter in module.parameters()]
+    return [parameter for module in SERVER_STATE.modules.values() for parameter in module.parameters()]
 
 
 def finish_step(trainers: int, scale: float, clip: float | None, options: dict[str, Any] | None) -> None:
@@ -92,66 +92,66 @@ def finish_step(trainers: int, scale: float, clip: float | None, options: dict[s
 
     `options` are the optimizer's of now: its learning rate may follow a schedule.
     """
-    with SHELF.lock:
-        assert SHELF.optimizer is not None
+    with SERVER_STATE.lock:
+        assert SERVER_STATE.optimizer is not None
         if options is not None:
-            for group in SHELF.optimizer.param_groups:
+            for group in SERVER_STATE.optimizer.param_groups:
                 group.update(options)
-        SHELF.done += 1
-        if SHELF.done < trainers:
+        SERVER_STATE.done += 1
+        if SERVER_STATE.done < trainers:
             return
-        brought, SHELF.gradients, SHELF.done = SHELF.gradients, {}, 0
-        for parameter in parameters_on_shelf():
+        brought, SERVER_STATE.gradients, SERVER_STATE.done = SERVER_STATE.gradients, {}, 0
+        for parameter in served_parameters():
             found = [brought[rank][parameter] for rank in sorted(brought) if parameter in brought[rank]]
             parameter.grad = sum(found[1:], found[0]) * scale if found else None
             if clip is not None and parameter.grad is not None:
                 values = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
                 values.clamp_(-clip, clip)
-        SHELF.optimizer.step()
+        SERVER_STATE.optimizer.step()
 
 
 def drop_gradients(rank: int) -> None:
     """Forget what a trainer has brought in a step that it leaves."""
-    with SHELF.lock:
-        SHELF.gradients.pop(rank, None)
+    with SERVER_STATE.lock:
+        SERVER_STATE.gradients.pop(rank, None)
 
 
-def state_on_shelf(name: str) -> dict[str, Tensor]:
+def served_state_dict(name: str) -> dict[str, Tensor]:
     """Return the weights of a module of this server."""
-    with SHELF.lock:
-        return {key: tensor.detach().clone() for key, tensor in SHELF.modules[name].state_dict().items()}
+    with SERVER_STATE.lock:
+        return {key: tensor.detach().clone() for key, tensor in SERVER_STATE.modules[name].state_dict().items()}
 
 
-def keys_on_shelf(name: str) -> list[str]:
+def served_keys(name: str) -> list[str]:
     """Return the names in a module's state_dict."""
-    return list(SHELF.modules[name].state_dict())
+    return list(SERVER_STATE.modules[name].state_dict())
 
 
-def load_on_shelf(name: str, state: Mapping[str, Tensor]) -> None:
+def load_served_module(name: str, state: Mapping[str, Tensor]) -> None:
     """Give a module of this server other weights."""
-    with SHELF.lock:
-        SHELF.modules[name].load_state_dict(state)
+    with SERVER_STATE.lock:
+        SERVER_STATE.modules[name].load_state_dict(state)
 
 
-def optimizer_state_on_shelf() -> dict[str, Any]:
+def served_optimizer_state() -> dict[str, Any]:
     """Return the state of this server's optimizer."""
-    with SHELF.lock:
-        assert SHELF.optimizer is not None
-        return SHELF.optimizer.state_dict()
+    with SERVER_STATE.lock:
+        assert SERVER_STATE.optimizer is not None
+        return SERVER_STATE.optimizer.state_dict()
 
 
-def load_optimizer_on_shelf(state: dict[str, Any]) -> None:
+def load_served_optimizer(state: dict[str, Any]) -> None:
     """Give this server's optimizer another state."""
-    with SHELF.lock:
-        assert SHELF.optimizer is not None
-        SHELF.optimizer.load_state_dict(state)
+    with SERVER_STATE.lock:
+        assert SERVER_STATE.optimizer is not None
+        SERVER_STATE.optimizer.load_state_dict(state)
 
 
-def fill_shelf(task: "Task", names: Sequence[str], seed: int) -> None:
+def build_served_modules(task: "Task", names: Sequence[str], seed: int) -> None:
     """Make this server's modules. Raises ConfigError for those that cannot be served."""
     makers = task.remote_modules()
-    SHELF.modules = {name: make_module(name, makers[name], seed) for name in names}
-    for name, module in SHELF.modules.items():
+    SERVER_STATE.modules = {name: make_module(name, makers[name], seed) for name in names}
+    for name, module in SERVER_STATE.modules.items():
         for inner in module.modules():
             if isinstance(inner, REFUSED):
                 raise ConfigError(
@@ -162,17 +162,17 @@ def fill_shelf(task: "Task", names: Sequence[str], seed: int) -> None:
 
 # --- a trainer --------------------------------------------------------------------------------------------------------
 class Remote(nn.Module):
-    """Stands in a task for a module that lives on a server: calls go there, and so do state_dict's."""
+    """Proxy in a task for a module on a server, to which it sends calls and state dicts."""
 
     def __init__(self, name: str, server: str, leads: bool, device: torch.device) -> None:
         """`leads`: weights that are loaded go to the server from this trainer alone."""
         super().__init__()
         self.name, self.server, self.leads, self.device = name, server, leads, device
         with peers_gone(server):
-            reference = rpc.remote(server, module_on_shelf, args=(name,))
+            reference = rpc.remote(server, served_module, args=(name,))
             # in a list: nn.Module would take it for a part of the task, and RemoteModule refuses what is asked of one
             self.modules_there = [RemoteModule.init_from_module_rref(f"{server}/cpu", reference)]
-        self.keys: list[str] = call(server, keys_on_shelf, name)
+        self.keys: list[str] = call(server, served_keys, name)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Call the module on its server; tensors go there by the host."""
@@ -190,7 +190,7 @@ class Remote(nn.Module):
 
     def fetch(self) -> dict[str, Tensor]:
         """Return the weights."""
-        found: dict[str, Tensor] = call(self.server, state_on_shelf, self.name)
+        found: dict[str, Tensor] = call(self.server, served_state_dict, self.name)
         return found
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -200,7 +200,7 @@ class Remote(nn.Module):
         _, _, missing, *_ = rest
         missing += [prefix + key for key in self.keys if prefix + key not in state]
         if self.leads and not missing:
-            call(self.server, load_on_shelf, self.name, {key: state[prefix + key] for key in self.keys})
+            call(self.server, load_served_module, self.name, {key: state[prefix + key] for key in self.keys})
 
 
 def remote_indices(task: nn.Module, remotes: Mapping[str, Remote]) -> list[tuple[str | None, int]]:
@@ -271,9 +271,9 @@ SCHEME = "legato-store"
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield what torch asks of a rendezvous handler: the store, this process's rank, and how many there are."""
-    assert Office.meeting is not None
+    assert RpcSession.meeting is not None
     wanted = parse_qs(urlsplit(url).query)
-    yield Office.meeting, int(wanted["rank"][0]), int(wanted["world_size"][0])
+    yield RpcSession.meeting, int(wanted["rank"][0]), int(wanted["world_size"][0])
 
 
 register_rendezvous_handler(SCHEME, _meet)
@@ -281,10 +281,10 @@ FAREWELL = 5.0
 """Seconds that processes wait for each other at their end."""
 
 
-class Office:
-    """This process's part in remote calls. torch allows one in the life of a process, which serves all its runs."""
+class RpcSession:
+    """This process's RPC session. torch allows one in the life of a process, so it serves all its runs."""
 
-    opened: "Office | None" = None
+    opened: "RpcSession | None" = None
     meeting: Store | None = None
     """Where processes meet for RPC."""
 
@@ -298,13 +298,13 @@ class Office:
             warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
             options = TensorPipeRpcBackendOptions(rpc_timeout=timeout, init_method=f"{SCHEME}://")
             before: timedelta = store.timeout  # type: ignore[attr-defined]
-            Office.meeting = PrefixStore("rpc", store)
+            RpcSession.meeting = PrefixStore("rpc", store)
             rpc.init_rpc(name, backend.TENSORPIPE, rank, world_size, options)
             store.set_timeout(before)  # torch gives it that of RPC
         atexit.register(self.close)  # its threads must not outlive the interpreter
 
     def begin_stage(self, servers: Sequence[str], timeout: timedelta, own: str | None = None) -> None:
-        """Begin a run: a server, `own`, says that its shelf is filled; a trainer waits until all have said so."""
+        """Begin a run: a server, `own`, says that its modules are built; a trainer waits until all have said so."""
         self.stage += 1
         if own is not None:
             self.store.set(f"open {self.stage} {own}", "yes")

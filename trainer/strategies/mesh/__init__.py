@@ -1,1 +1,1 @@
-"""Meshes of processes: their axes, and what is sharded, cut and put together along them."""
+"""Meshes of processes: sharding and tensor parallelism along their axes."""

@@ -1,4 +1,4 @@
-"""DTensors on a mesh: whole tensors taken apart and put together, and norms of gradients held in parts."""
+"""DTensors on a mesh: scatter and gather of tensors, norms and clipping of sharded gradients, their scaler."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -110,7 +110,7 @@ def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict:
 
 
 def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Take over the whole state of an optimizer on any layout, of whose parameters this rank holds parts."""
+    """Load an optimizer's whole state dict; this rank keeps its parts of it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     own = {}
     for index, values in state["state"].items():
@@ -144,7 +144,7 @@ def tensor_slots(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
 
 
 def replace(task: nn.Module, change: TensorChange) -> None:
-    """Put `change(tensor)` in the place of each parameter and buffer; what was shared stays shared."""
+    """Replace each parameter and buffer by `change(tensor)`; what was shared stays shared."""
     made: dict[int, Any] = {}
     kept: list[Tensor] = []  # lest an id be used twice
     for owner, name, tensor in list(tensor_slots(task)):
@@ -155,7 +155,7 @@ def replace(task: nn.Module, change: TensorChange) -> None:
 
 
 def make_whole(task: nn.Module, device: torch.device) -> None:
-    """Give a task whole, plain tensors on `device` in the place of parts; every rank calls it."""
+    """Replace the DTensors of a task by whole, plain tensors on `device`; every rank calls it."""
 
     def change(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -170,7 +170,7 @@ def make_whole(task: nn.Module, device: torch.device) -> None:
 
 
 def make_empty(task: nn.Module) -> None:
-    """Put tensors without memory, on the device "meta", in the place of parts."""
+    """Replace the DTensors of a task by tensors without memory, on the device "meta"."""
 
     def change(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):

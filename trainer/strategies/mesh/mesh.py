@@ -1,4 +1,4 @@
-"""Mesh: parameters sharded (FSDP2), layers cut (tensor parallelism), batches dealt out: each an axis of the mesh."""
+"""Mesh: data parallelism, sharding (FSDP2) and tensor parallelism, each along an axis of a DeviceMesh."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -64,7 +64,7 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
 
 
 def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimizer], gathers: bool) -> None:
-    """Refuse what a strategy that `gathers` parameters around whole steps cannot do; raises ConfigError."""
+    """Raise ConfigError for optimizers that a strategy that `gathers` parameters around whole steps cannot use."""
     if optimizers and not task.automatic_optimization:
         raise ConfigError(
             f"strategy {name!r} needs automatic optimization: parameters are gathered around the forward and the "
@@ -79,7 +79,7 @@ def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimiz
 
 
 def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -> None:
-    """Refuse to compile what cannot be; raises ConfigError."""
+    """Raise ConfigError for compile options that do not work on a mesh."""
     if not isinstance(options, Mapping) or not options.get("blocks"):
         raise ConfigError(
             f"trainer.compile: the hooks by which strategy {name!r} gathers parameters cannot be compiled. The blocks "
@@ -93,7 +93,7 @@ def refuse_compile(name: str, options: bool | Mapping[str, Any], sizes: Sizes) -
 
 
 def refuse_empty(task: "Task", rank: int) -> None:
-    """Refuse a task whose weights have no values on rank 0, from where they come; raises ConfigError."""
+    """Raise ConfigError for a task whose weights have no values on rank 0, which broadcasts them."""
     empty = [name for name, parameter in task.named_parameters() if parameter.is_meta]
     if empty and rank == 0:
         raise ConfigError(
@@ -103,7 +103,7 @@ def refuse_empty(task: "Task", rank: int) -> None:
 
 
 class MeshStrategy(GroupStrategy):
-    """One process a device, on a mesh with the axes data, shard, tensor and pipeline.
+    """One process for each device, on a mesh with the axes data, shard, tensor and pipeline.
 
     The axes `data` and `shard` share out the replicas; `shard` also the parameters, gradients and optimizer states. The
     processes of the axis `tensor` work on the same batches, each on its part of the layers.
@@ -229,7 +229,7 @@ class MeshStrategy(GroupStrategy):
             weight_broadcast.bring_back(task, values if self.place.rank == 0 else None, self.device, parts)
 
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Prepare the placed task for training. Raises ConfigError for what does not go together."""
+        """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
         if self.mesh is not None:
             if one_order:
                 raise ConfigError(
@@ -263,7 +263,7 @@ class MeshStrategy(GroupStrategy):
             dtensors.make_empty(self.task)
 
     def teardown(self) -> None:
-        """Take the wrappers off the task's modules."""
+        """Remove the wrappers from the task's modules."""
         if self.wrapping is not None:
             self.wrapping.undo()
         self.wrapping = self.steps = None
@@ -324,7 +324,7 @@ class MeshStrategy(GroupStrategy):
             parameter.grad = None
 
     def repeat_step(self, arguments: Sequence[Any]) -> Any:
-        """Call training_step once more, with the parameters gathered; every rank calls it."""
+        """Re-run training_step for diagnostics, with the parameters gathered; every rank calls it."""
         return (
             super().repeat_step(arguments) if self.steps is None else self.evaluation_step("training_step", arguments)
         )
@@ -373,7 +373,7 @@ class MeshSteps(nn.Module):
             root.unshard()
 
     def after_forward(self, task: nn.Module, inputs: Any, output: Any) -> None:
-        """Drop them again."""
+        """Drop the gathered parameters again."""
         root = as_sharded(self)
         if not self.inside and root is not None:
             root.reshard()

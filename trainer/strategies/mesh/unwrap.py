@@ -1,4 +1,4 @@
-"""What torch's composable wrappers do to a task's modules, undone: fully_shard and parallelize_module have no way back.
+"""Undoing torch's composable wrappers: fully_shard and parallelize_module cannot be undone themselves.
 
 They give a module another class, hooks, and entries in its `__dict__`; all three are put back as they were.
 """
@@ -11,7 +11,7 @@ from ...torch_private import forget_wrapping
 
 
 class Wrapping:
-    """What is about to be done to the modules of a task, and can be undone."""
+    """Record of a task's modules before they are wrapped, so that the wrappers can be removed."""
 
     def __init__(self, task: nn.Module) -> None:
         """Remember how the modules are now."""

@@ -1,4 +1,4 @@
-"""Rank 0's weights, handed out to the others: whole before a task is taken apart, or in parts afterwards."""
+"""Broadcast of rank 0's weights: whole before a task is sharded, or in parts afterwards."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def share(task: nn.Module, broadcast: Callable[[list[Tensor]], None]) -> None:
 
 
 def send_off(task: nn.Module) -> list[Tensor]:
-    """Put tensors without memory in the place of all of a task's; return those that were there."""
+    """Replace all tensors of a task by ones without memory; return those that were there."""
     values = {id(tensor): tensor for *_, tensor in dtensors.tensor_slots(task)}
     dtensors.replace(task, lambda tensor: dtensors.empty_on_device(tensor, META))
     return list(values.values())

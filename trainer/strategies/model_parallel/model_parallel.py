@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 
-class Seams:
-    """The seams before some blocks, until `close`."""
+class DeviceHooks:
+    """Forward pre-hooks that move the inputs of blocks to their devices, until `close`."""
 
     def __init__(self) -> None:
         self.handles: list[RemovableHandle] = []
 
     def add(self, block: nn.Module, device: torch.device) -> None:
-        """From now on `block`, which lives on `device`, gets its input there."""
+        """Move the inputs of `block` to `device`, where its parameters are."""
         hook = partial(_bring, device)
         # before all hooks of the user's own, which see what the block sees
         self.handles.append(block.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
 
     def close(self) -> None:
-        """Leave the blocks alone from now on."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -80,7 +80,7 @@ log = logging.getLogger("legato")
 
 
 class DDPModelParallelStrategy(DDPStrategy):
-    """Several devices a process, with a part of the model on each, and DDP across the processes."""
+    """Several devices for each process, with a part of the model on each, and DDP across the processes."""
 
     name = "ddp_model_parallel"
 
@@ -115,13 +115,13 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.split, self.micro_batches = split, micro_batches
         self.cuts_batches = micro_batches > 1
         self.parts: list[torch.device] = []
-        self.seams = Seams()
+        self.device_hooks = DeviceHooks()
         self.cut_task: nn.Module | None = None
         """The task whose blocks this strategy has put on devices."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
-        """One process for every `devices_per_replica` devices. Raises ConfigError where that does not come out even."""
+        """Return one process for every `devices_per_replica` devices. Raises ConfigError for a remainder."""
         return len(self._share_out(self.own_devices or devices))
 
     def _share_out(self, devices: Sequence[torch.device]) -> list[list[torch.device]]:
@@ -167,7 +167,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         return list(self.parts)
 
     def _device_ids(self) -> list[torch.device] | None:
-        """None: DDP leaves inputs where they are, as it must for a module on several devices."""
+        """Return None: DDP must leave inputs where they are for a module on several devices."""
         return None
 
     # --- the task ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         """
         self.task = task
         self.precision.place(task)
-        self.seams.close()
+        self.device_hooks.close()
         used = {parameter.device for parameter in task.parameters()}
         if len(used) > 1:
             self._keep_placement(task)
@@ -205,7 +205,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         move_parts(task, zip(parts, self.parts, strict=True), self.parts[-1])
         for modules, device in zip(parts, self.parts, strict=True):
             for module in modules:
-                self.seams.add(module, device)
+                self.device_hooks.add(module, device)
         self.cut_task = task
 
     def _keep_placement(self, task: "Task") -> None:
@@ -224,7 +224,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             )
 
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Make the placed task ready to be trained. Raises ConfigError where micro-batches cannot be had."""
+        """Prepare the placed task for training. Raises ConfigError where micro-batches do not work."""
         if self.micro_batches > 1 and optimizers and not task.automatic_optimization:
             raise ConfigError(
                 f"micro_batches={self.micro_batches} calls training_step for each piece of a batch, but with manual "
@@ -233,7 +233,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         super().setup(task, optimizers, layout, one_order)
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
-        """Let batch norm have its statistics over all processes; return what undoes it."""
+        """Compute the statistics of batch norm over all processes; return what undoes it."""
         if self.micro_batches > 1:
             raise ConfigError(
                 "sync_batchnorm=true takes statistics over whole batches, of which micro_batches makes pieces. Leave "
@@ -242,8 +242,8 @@ class DDPModelParallelStrategy(DDPStrategy):
         return super().sync_batch_norm(task, replicas)
 
     def teardown(self) -> None:
-        """Take the seams out of the task; one that was cut here is whole again, on the host."""
-        self.seams.close()
+        """Remove the hooks; a task that was cut here is moved back to the host."""
+        self.device_hooks.close()
         if self.cut_task is not None and len(set(self.parts)) > 1:
             self.cut_task.cpu()
         self.cut_task = None

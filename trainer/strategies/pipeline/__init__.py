@@ -1,1 +1,1 @@
-"""Pipelines: stages on their processes, and batches on their way through them."""
+"""Pipeline parallelism: the axis `pipeline` of a mesh."""

@@ -37,8 +37,8 @@ class BatchRun:
 
     def __init__(self, strategy: "PipelineMeshStrategy", task: "Task", arguments: Sequence[Any]) -> None:
         assert strategy.stages is not None
-        assert strategy.gates is not None
-        self.strategy, self.task, self.stages, self.gates = strategy, task, strategy.stages, strategy.gates
+        assert strategy.interceptor is not None
+        self.strategy, self.task, self.stages, self.interceptor = strategy, task, strategy.stages, strategy.interceptor
         batch, *self.others = arguments
         run = task.trainer.current_run
         assert run.step is not None
@@ -67,19 +67,20 @@ class BatchRun:
         """Return the input of the pipeline, on its first stage."""
         if not self.stages.has_first:
             return ()
-        found = [self.gates.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
+        found = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
         for tensor in found[0]:
             if len(found) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
                 raise TaskError(
-                    f"The input of a pipeline is cut along its first dimension; {self.gates.blocks[0].name!r} was "
-                    f"given a tensor of shape {tuple(tensor.shape)} for {self.sizes[0]} samples. Make it in the block."
+                    f"The input of a pipeline is cut along its first dimension; {self.interceptor.blocks[0].name!r} "
+                    f"was given a tensor of shape {tuple(tensor.shape)} for {self.sizes[0]} samples. Make it in the "
+                    f"block."
                 )
         seed_generators(mix(self.key, self.strategy.owners.own))
         return found[0] if len(found) == 1 else tuple(torch.cat(pieces) for pieces in zip(*found, strict=True))
 
     def loss(self, output: Tensor, index: int) -> Tensor:
         """Return a piece's part of the batch's loss, weighted by its samples."""
-        result = self.gates.finish(partial(self._step, index), output)
+        result = self.interceptor.finish(partial(self._step, index), output)
         self.outputs[index] = result
         losses = losses_of(result, 1)
         if not losses:

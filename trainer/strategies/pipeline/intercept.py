@@ -1,4 +1,4 @@
-"""Gates: what a call of a block does where the blocks of a task are dealt out over processes.
+"""Interception of calls to blocks, when the blocks of a task are spread over processes.
 
     outside of a training step    the first block of a stage has its owner compute the stage, the last one returns the
                                   output to all processes: validation, prediction, generation go on everywhere
@@ -8,7 +8,7 @@
                                   the step makes of it a loss, and logs
 
 So training_step is the task's own, whole: it needs no loss apart from its forward. The price is that nothing may be
-computed between two blocks, since a process has no value there; a gate sees that and says so.
+computed between two blocks, since a process has no value there; the interceptor sees that and says so.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,8 +27,8 @@ BlockRelay = Callable[[int, Tensor | None], Tensor]
 """Takes the number of a stage and, on its process, its output; returns the output everywhere."""
 
 
-class Gates:
-    """The gates before the blocks of a task, until `close`."""
+class BlockInterceptor:
+    """Intercepts the calls of a task's blocks, until `close`."""
 
     def __init__(
         self, stages: Sequence[Sequence[PartBlock]], own_stages: Mapping[int, nn.Module], relay: BlockRelay
@@ -54,7 +54,7 @@ class Gates:
             self.undo.append(undo)
 
     def close(self) -> None:
-        """Leave the blocks as they were."""
+        """Restore the blocks."""
         for undo in self.undo:
             undo()
         self.undo = []

@@ -5,8 +5,9 @@
     a training step       input --> activations ------> output --> the rest of training_step: loss, logged values
                           gradients <------------------ gradients
 
-gates.py lets training_step run without its blocks, stages.py runs the blocks. Every process has the whole task, but of
-the parameters of other stages only their shapes. What the step logs is known on the last stage, which tells the others.
+intercept.py lets training_step run without its blocks, stages.py runs the blocks. Every process has the whole task, but
+of the parameters of other stages only their shapes. What the step logs is known on the last stage, which tells the
+others.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from ..mesh.tensor_plan import apply_plan
 from ..mesh.unwrap import Wrapping
 from ..model_parallel.parts import check_counts, cut_task, refuse_idle, tensors_of
 from .batch_run import BatchRun
-from .intercept import Gates
+from .intercept import BlockInterceptor
 from .stages import Stage, StageOwners, Stages
 from .state_dicts import PipelineStateDicts
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class PipelineMeshStrategy(MeshStrategy):
-    """One process a device, on a mesh with the axes data, shard, tensor and pipeline.
+    """One process for each device, on a mesh with the axes data, shard, tensor and pipeline.
 
     The axes `data` and `shard` share out the replicas; `shard` also the parameters, gradients and optimizer states. The
     processes of the axis `tensor` work on the same batches, each on its part of the layers; those of the axis
@@ -73,7 +74,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self.owners = StageOwners([], [], 1, 0)
         self.state_dicts: PipelineStateDicts = PipelineStateDicts(self.single_tensor_steps)
         self.stages: Stages | None = None
-        self.gates: Gates | None = None
+        self.interceptor: BlockInterceptor | None = None
         self.line: dist.ProcessGroup | None = None
         """The processes of one pipeline."""
         self.opening = True
@@ -81,7 +82,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def _check_sizes(self, sizes: Sizes) -> None:
-        """Refuse axes and options that do not go with a pipeline; raises ConfigError."""
+        """Raise ConfigError for axes and options that a pipeline excludes."""
         if sizes.pipeline == 1:
             return
         check_counts(self.split, sizes.pipeline * stages_each(self.schedule))
@@ -122,8 +123,8 @@ class PipelineMeshStrategy(MeshStrategy):
         self.owners = StageOwners(tensors_of(task), stages, self.sizes.pipeline, own_place)
         self.state_dicts.open_stages(self.owners, self.line)
         self._keep_own()
-        self.gates = Gates(stages, modules, self._relay)
-        self.stages = Stages(self.schedule, modules, len(stages), self.gates, self.device, self.line)
+        self.interceptor = BlockInterceptor(stages, modules, self._relay)
+        self.stages = Stages(self.schedule, modules, len(stages), self.interceptor, self.device, self.line)
         self.opening = True
 
     def _keep_own(self) -> None:
@@ -174,17 +175,17 @@ class PipelineMeshStrategy(MeshStrategy):
         self._close()
 
     def teardown(self) -> None:
-        """Take the gates off the task's blocks."""
+        """Restore the task's blocks."""
         self._close()
-        self.stages = self.gates = None
+        self.stages = self.interceptor = None
         self.owners = StageOwners([], [], 1, 0)
         self.state_dicts.open_stages(None, None)
         super().teardown()
 
     def _close(self) -> None:
-        if self.gates is not None:
-            self.gates.close()
-            self.gates = None
+        if self.interceptor is not None:
+            self.interceptor.close()
+            self.interceptor = None
 
     def _relay(self, stage: int, output: Tensor | None) -> Tensor:
         """Give every process of the pipeline the output of a stage."""

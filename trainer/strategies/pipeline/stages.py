@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from ..mesh.sizes import Schedule
 from ..model_parallel.parts import PartBlock, stage_places
-from .intercept import Gates
+from .intercept import BlockInterceptor
 
 KEPT_SHAPES = 8
 """Schedules that are kept, each with room for the activations that it receives."""
@@ -84,13 +84,13 @@ class Stages:
         schedule: Schedule,
         modules: dict[int, Stage],
         count: int,
-        gates: Gates,
+        interceptor: BlockInterceptor,
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
         """`modules`: the stages of this process, by number; `count`: how many the pipeline has."""
         self.schedule, self.modules, self.count = schedule, modules, count
-        self.gates, self.device, self.group = gates, device, group
+        self.interceptor, self.device, self.group = interceptor, device, group
         self.ready: dict[Any, _Ready] = {}
 
     @property
@@ -127,7 +127,7 @@ class Stages:
             module.calls = 1 if known else 0
         ready.loss = loss
         target = torch.arange(pieces) if self.has_last else None
-        with self.gates.computing():
+        with self.interceptor.computing():
             ready.schedule.step(*given, target=target, **LEAN)
         ready.loss = None
         for parameter, gradient in before:
