@@ -99,8 +99,7 @@ def join(run: Run, request: Request) -> None:
     restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
     run.undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
-    run.layout = Layout(state.replicas, strategy.data_ranks.size)
-    run.local_replicas = len(run.layout.owned(strategy.data_ranks.rank))
+    strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
     run.metrics = Metrics(strategy.data_ranks, strategy.data_ranks.size, run.task, run.membership.changes)
     run.metrics.describe_place = run.describe_place
     run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_ranks.rank).start
@@ -320,6 +319,7 @@ def set_up(run: Run) -> None:
     if run.checkpoint is not None and stage == "fit":
         restore.load_rest(trainer, run.checkpoint)
     run.checkpoint = None
+    run.complete()
     open_loggers(run)
     if trainer.hang_timeout is not None:
         strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
@@ -339,7 +339,7 @@ def prepare_data(run: Run) -> None:
 def make_loaders(run: Run) -> None:
     """Get the loaders of this stage and deal them out."""
     trainer = run.trainer
-    if run.doing == "train":
+    if run.loop.doing == "train":
         with epoch_of_loaders(run):
             make_training_data(run)
             limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
@@ -348,7 +348,7 @@ def make_loaders(run: Run) -> None:
         require_same_lengths(run)
         run.plan_validation()
         return
-    make_evaluation_data(run, run.doing, getattr(trainer, LIMIT_OF[run.doing]), required=True)
+    make_evaluation_data(run, run.loop.doing, getattr(trainer, LIMIT_OF[run.loop.doing]), required=True)
     require_same_lengths(run)
 
 
@@ -360,9 +360,9 @@ def require_same_lengths(run: Run) -> None:
     if run.strategy.place.world_size == 1 or not run.trainer.use_distributed_sampler:
         return
     own: dict[str, int | None] = {}
-    if isinstance(run.data, DealtData):
-        own["training"] = run.data.source.positions(0)
-    for word, data in run.evaluations.items():
+    if isinstance(run.data.training, DealtData):
+        own["training"] = run.data.training.source.positions(0)
+    for word, data in run.data.evaluations.items():
         for index, source in enumerate(data.sources):
             if isinstance(source, DealtData):
                 own[f"{word} (loader {index})"] = source.source.positions(0)
@@ -402,12 +402,12 @@ def make_training_data(run: Run) -> None:
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     shares = replace(dealing(run), whole_rounds=not run.task.automatic_optimization or trainer.sync_batchnorm)
     ranks = run.strategy.collectives if brings_own_shares(run) else None
-    run.loaders["train"] = given
-    run.data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
-    run.trainer.lengths["train"] = run.data.rounds
-    run.keys_forward = run.keyed and not run.data.forward_is_keyed
-    run.samples = fingerprint.samples_of(run)
-    if run.data.rounds == 0:
+    run.data.loaders["train"] = given
+    run.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    run.trainer.lengths["train"] = run.data.training.rounds
+    run.data.keys_forward = run.keyed and not run.data.training.forward_is_keyed
+    run.data.samples = fingerprint.samples_of(run)
+    if run.data.training.rounds == 0:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{run.state.replicas} replicas. With drop_last every replica needs a full batch."
@@ -417,17 +417,19 @@ def make_training_data(run: Run) -> None:
 def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool = False) -> None:
     """Get the loaders of an evaluation and deal them out."""
     overfit = word == "validation" and bool(run.trainer.overfit_batches)
-    found = [combined(run.loaders["train"])] if overfit and "train" in run.loaders else find_loader(run, word)
+    found = [combined(run.data.loaders["train"])] if overfit and "train" in run.data.loaders else find_loader(run, word)
     if found is None and required:
         raise DataError(f"{run.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
     for index, loader in enumerate(loaders):
         require_iterable(loader, f"The {word} loader" + (f" {index}" if len(loaders) > 1 else ""))
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
-    run.loaders[word] = found
+    run.data.loaders[word] = found
     if loaders:
-        run.evaluations[word] = EvaluationData(loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit)
-        run.trainer.lengths[word] = run.evaluations[word].counts()
+        run.data.evaluations[word] = EvaluationData(
+            loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit
+        )
+        run.trainer.lengths[word] = run.data.evaluations[word].counts()
 
 
 def find_loader(run: Run, word: str) -> Any:
@@ -479,7 +481,8 @@ def make_optimizers(run: Run) -> None:
     run.optimization = Optimization(run, optimizers, schedulers)
     run.fingerprint = fingerprint.fingerprint_of(run)
     run.watches_losses |= run.optimization.own_optimizer_step  # which is given the loss
-    run.optimization.guard = make_guard(run)
+    run.optimization.guard = guard = make_guard(run)
+    run.watches_losses |= guard is not None and guard.needs_losses
     if not task.automatic_optimization and (run.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
             f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "

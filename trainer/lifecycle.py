@@ -75,7 +75,7 @@ def close(run: Run, errors: Errors) -> None:
         attempt(run.datamodule.teardown, run.stage)
     for hook in run.hooks.of_task["teardown"]:
         attempt(hook, run.stage)
-    run.open = False
+    run.loop.open = False
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:
         for logger in trainer.loggers:
@@ -84,7 +84,7 @@ def close(run: Run, errors: Errors) -> None:
         error, errors.first = errors.first, named(run, errors.first)
         if error is not errors.first:
             errors.first.__cause__ = error
-    run.data, run.evaluations, run.step = None, {}, None
+    run.data.training, run.data.evaluations, run.loop.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
     run.undo.close(errors)
 

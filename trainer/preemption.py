@@ -123,13 +123,13 @@ class Preemption:
     def leave_evaluation(self) -> None:
         """Forget a validation that was begun, and stand where training left off."""
         run = self.run
-        if run.doing == "train":
+        if run.loop.doing == "train":
             return
-        for series in run.metrics.stages.pop(run.doing, {}).values():
+        for series in run.metrics.stages.pop(run.loop.doing, {}).values():
             if series.metric is not None:
                 series.metric.reset()
-        run.hooks.call(f"on_{run.doing}_model_train")
-        run.doing, run.metrics.suffix = "train", ""
+        run.hooks.call(f"on_{run.loop.doing}_model_train")
+        run.loop.doing, run.metrics.suffix = "train", ""
         run.metrics.pending.clear()
         run.metrics.open("train", fresh=False)
 

@@ -111,63 +111,107 @@ class Request:
             raise ConfigError(f"{self.stage} was given loaders and a data module; give one of the two.")
 
 
+@dataclass
+class LoopState:
+    """What changes while a run goes on, besides the state that is saved."""
+
+    doing: str
+    """What the run is at: "train", "sanity_check", "validation", "test" or "predict"."""
+    open: bool = True
+    """Whether the run is not over yet."""
+    ended: bool = False
+    """Whether training is over."""
+    epoch_skipped: bool = False
+    """Whether the rest of the epoch is left out."""
+    step: StepInput | None = None
+    """The newest step of this process."""
+    point: tuple[int, dict[str, float]] | None = None
+    """The newest point of the log: its step and values."""
+    samples_of_epoch: dict[str, Any] | None = None
+    """The `samples` of the current epoch, if it was dealt out by other settings."""
+    training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
+    """The mode of each module before an evaluation."""
+
+
+@dataclass
+class RunData:
+    """The data of a run, which `reload_dataloaders_every_n_epochs` replaces."""
+
+    keys_forward: bool
+    """Whether the random numbers of each turn's forward are keyed; else loading its batch has keyed them."""
+    training: TrainingData | None = None
+    evaluations: dict[str, EvaluationData] = field(default_factory=dict)
+    """By "validation", "test", "predict"."""
+    loaders: dict[str, Any] = field(default_factory=dict)
+    """The loaders as they were given, by "train", "validation" and so on."""
+    samples: dict[str, Any] = field(default_factory=dict)
+    """The part of the fingerprint that decides which samples make up a step."""
+    validation_rounds: int | None = None
+    """After how many batches of a replica validation is due; None: at the end of epochs."""
+
+
 class Run:
-    """Everything that one fit, validate, test or predict call owns; made by `build`, torn down by `lifecycle.close`."""
+    """Everything that one fit, validate, test or predict call owns; built by `build`, torn down by `lifecycle.close`.
+
+    After `complete` its attributes do not change any more: what changes is in `loop`, `state` and `data`.
+    """
 
     def __init__(self, trainer: "Trainer", request: Request) -> None:
+        self.is_complete = False
         self.stage, self.task, self.datamodule = request.stage, request.task, request.datamodule
         self.trainer, self.state, self.strategy = trainer, trainer.state, trainer.strategy
-        self.open, self.doing = True, DOING_OF_STAGE[request.stage]
+        self.loop = LoopState(DOING_OF_STAGE[request.stage])
         self.given = request.loaders
         self.undo = Undo()
         self.checkpoint: dict[str, Any] | None = None
-        """What the run goes on from, until it is taken over."""
+        """The contents of the checkpoint to resume from, until they are loaded."""
         self.source: Path | None = None
-        """Where that was read."""
+        """The path of that checkpoint."""
         self.goes_on = False
         """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
         self.fingerprint: dict[str, Any] = {}
         """What defines the run, see checkpoints.fingerprint."""
-        self.samples: dict[str, Any] = {}
-        """The part of it that decides which samples make up a step."""
-        self.samples_of_epoch: dict[str, Any] | None = None
-        """The same for the epoch under way, where that was dealt out by others."""
         self.other_dtypes: list[Any] = []
-        """How the types of weights differ from the checkpoint's."""
+        """The dtypes of weights that differ from the checkpoint's."""
         self.hooks = Hooks(trainer, self.task, [])
-        self.layout = Layout(1, 1)
         self.metrics = Metrics(SINGLE, 1, self.task)
         self.agreement = Agreement(SINGLE, 1, 0, 0.0)
         self.preemption = Preemption(self)
         self.script_collectives = ScriptCollectives()
         self.watchdog = Watchdog(self)
         self.membership = Membership()
-        self.ended = False
-        """Whether training is over."""
-        self.point: tuple[int, dict[str, float]] | None = None
-        """The newest point of the log: its step and values."""
-        # data
-        self.data: TrainingData | None = None
-        self.evaluations: dict[str, EvaluationData] = {}
-        self.loaders: dict[str, Any] = {}
+        self.keyed = trainer.reproducible != "off"
+        """Whether the random numbers of loading a batch, and of its forward, are keyed."""
+        self.data = RunData(self.keyed)
         self.transfer: Callable[[Any, int], Any] | None = None
-        self.validation_rounds: int | None = None
-        self.epoch_skipped = False
-        # optimization
+        """Moves a batch to its device; None: it is there."""
         self.optimization = Optimization(self)
-        self.keyed = self.keys_forward = trainer.reproducible != "off"
-        """Whether random numbers are keyed: those of loading a batch, and anew for the forward of each turn."""
         self.watches_losses = trainer.nan == "raise"
-        self.local_replicas = 1
         self.by_replica = False
         """Whether the strategy must know where one replica's turns end and the next one's begin."""
-        self.step: StepInput | None = None
-        """The newest step of this process."""
         self.arity = 1
         self.gradient_scale = 1.0
         self.numerics: dict[str, Any] = {}
-        """What the bits of this run depend on, also for a checkpoint that is saved when its settings are undone."""
-        self.training_modes: list[tuple[nn.Module, bool]] = []
+        """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
+
+    def complete(self) -> None:
+        """Refuse changes of attributes from now on."""
+        self.is_complete = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.__dict__.get("is_complete"):
+            raise AttributeError(f"Run.{name} does not change once the run is built; run.loop has what changes.")
+        super().__setattr__(name, value)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of replicas over processes."""
+        return self.strategy.layout
+
+    @property
+    def local_replicas(self) -> int:
+        """The number of replicas of this process."""
+        return len(self.layout.owned(self.strategy.data_ranks.rank))
 
     # --- the step ---------------------------------------------------------------------------------------------------
     @property
@@ -178,20 +222,20 @@ class Run:
     @property
     def training_data(self) -> TrainingData:
         """The training data of fit."""
-        assert self.data is not None
-        return self.data
+        assert self.data.training is not None
+        return self.data.training
 
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
         """Call on_train_batch_start; return whether a hook answered -1, which leaves out the rest of the epoch."""
-        self.epoch_skipped = False
+        self.loop.epoch_skipped = False
         for hook in self.hooks["on_train_batch_start"]:
             if hook(batch, batch_idx) == -1:
-                self.epoch_skipped = True
-        if self.epoch_skipped:
+                self.loop.epoch_skipped = True
+        if self.loop.epoch_skipped:
             self.watchdog.require_all_leave(batch_idx)
             self.metrics.step = -2  # the step that had begun is none
             self.strategy.abandon_step()
-        return self.epoch_skipped
+        return self.loop.epoch_skipped
 
     def count(self, step: StepInput) -> None:
         """Count a finished step and advance the schedulers that go by steps."""
@@ -224,11 +268,11 @@ class Run:
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
         """Write a point of the log, on rank 0."""
-        self.point = (self.state.global_step, {**values, "epoch": self.state.epoch})
+        self.loop.point = (self.state.global_step, {**values, "epoch": self.state.epoch})
         if self.trainer.is_global_zero:
             with self.trainer.saver.writing():
                 for logger in self.trainer.loggers:
-                    logger.log_metrics(self.point[1], self.point[0])
+                    logger.log_metrics(self.loop.point[1], self.loop.point[0])
 
     def log_point(self) -> Reduced:
         """Return the newest step's values over all replicas, and agree as `Trainer.agree` does.
@@ -256,9 +300,9 @@ class Run:
 
     def describe_place(self) -> str:
         """Describe the current stage, for messages about logged values."""
-        if self.doing == "sanity_check":
+        if self.loop.doing == "sanity_check":
             return "the sanity check"
-        return f"{self.doing} at step {self.state.global_step}" if self.stage == "fit" else self.doing
+        return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
 
     def check_losses(self) -> None:
         """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
@@ -282,7 +326,7 @@ class Run:
 
     def start_training(self) -> None:
         """Begin or resume training."""
-        self.doing = "train"
+        self.loop.doing = "train"
         self.preemption.start()
         if not self.task.training:
             self.task.train()  # one that is in training mode may have frozen parts in evaluation mode
@@ -301,7 +345,7 @@ class Run:
     def end_training(self) -> None:
         """Call the hooks that end training."""
         self.hooks.call("on_train_end")
-        self.ended = True
+        self.loop.ended = True
         self.hooks.call("on_fit_end")
         if self.strategy.leaves_default_group:
             self.trainer.agree()  # once more: on how many collectives these hooks have called
@@ -336,7 +380,7 @@ class Run:
 
     def refuse_empty_epoch(self) -> None:
         """Raise DataError where the training loader had nothing for a whole epoch."""
-        if not self.state.epoch_steps and not self.epoch_skipped:
+        if not self.state.epoch_steps and not self.loop.epoch_skipped:
             raise DataError(
                 f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
                 f"epoch: give a DataLoader, a list or another object that begins anew with each iter()."
@@ -344,7 +388,7 @@ class Run:
 
     def validation_is_due(self) -> bool:
         """Return whether to validate after this step, within the epoch."""
-        every, state = self.validation_rounds, self.state
+        every, state = self.data.validation_rounds, self.state
         if every is None or not state.epoch_steps or state.validated_at == state.global_step:
             return False
         epochs, rounds = self.trainer.check_val_every_n_epoch, state.epoch_rounds
@@ -358,15 +402,15 @@ class Run:
     def validation_ends_epoch(self) -> bool:
         """Return whether to validate now that the epoch's last step is done."""
         state, epochs = self.state, self.trainer.check_val_every_n_epoch
-        if "validation" not in self.evaluations or self.validation_rounds is not None:
+        if "validation" not in self.data.evaluations or self.data.validation_rounds is not None:
             return False
         return state.validated_at != state.global_step and epochs is not None and (state.epoch + 1) % epochs == 0
 
     def plan_validation(self) -> None:
         """Compute after how many batches of a replica validation is due; None: at the end of epochs."""
         trainer, interval = self.trainer, self.trainer.val_check_interval
-        if "validation" not in self.evaluations or (interval == 1.0 and isinstance(interval, float)):
-            if trainer.check_val_every_n_epoch is None and "validation" in self.evaluations:
+        if "validation" not in self.data.evaluations or (interval == 1.0 and isinstance(interval, float)):
+            if trainer.check_val_every_n_epoch is None and "validation" in self.data.evaluations:
                 raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
             return
         rounds = self.training_data.rounds
@@ -376,31 +420,33 @@ class Run:
                     f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
                     f"how long an epoch is; give a count of batches (int)."
                 )
-            self.validation_rounds = max(1, int(rounds * interval))
+            self.data.validation_rounds = max(1, int(rounds * interval))
             return
         if rounds is not None and interval > rounds and trainer.check_val_every_n_epoch is not None:
             raise ConfigError(
                 f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
                 f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
             )
-        self.validation_rounds = interval
+        self.data.validation_rounds = interval
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
         """Skip the rest of a resumed epoch: it was dealt out by other settings, `samples`."""
-        self.epoch_skipped, self.samples_of_epoch = True, samples
+        self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
         """Return the remaining steps of the epoch."""
-        return iter(()) if self.epoch_skipped else self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
+        return (
+            iter(()) if self.loop.epoch_skipped else self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
+        )
 
     def count_epoch(self) -> None:
         """Count the epoch if it has ended."""
         state = self.state
         if state.epoch_ended:
-            self.samples_of_epoch = None
+            self.loop.samples_of_epoch = None
             state.epoch += 1
             state.epoch_steps = state.epoch_rounds = 0
-            state.epoch_ended = self.epoch_skipped = False
+            state.epoch_ended = self.loop.epoch_skipped = False
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def no_gradients(self) -> AbstractContextManager[Any]:
@@ -410,14 +456,14 @@ class Run:
 
     def evaluation_mode(self) -> None:
         """Switch the task to evaluation mode, and remember the mode of each of its modules."""
-        self.training_modes = [(module, module.training) for module in self.task.modules()]
+        self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
         self.task.eval()
 
     def restore_training_mode(self) -> None:
         """Give each module of the task the mode that it had before `evaluation_mode`."""
-        for module, mode in self.training_modes:
+        for module, mode in self.loop.training_modes:
             module.training = mode
-        self.training_modes = []
+        self.loop.training_modes = []
 
     def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
@@ -426,14 +472,14 @@ class Run:
 
     def arity_of(self, step: str) -> int:
         """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""
-        data = self.evaluations.get(step.removesuffix("_step"))
+        data = self.data.evaluations.get(step.removesuffix("_step"))
         return count_arguments(self.task, step, several_loaders=data is not None and len(data.loaders) > 1)
 
     def in_order(self, outputs: Iterable[tuple[int, int, int, Any]]) -> list[Any]:
         """Return every rank's outputs in the order of the data; with several loaders a list for each."""
         ranks = self.strategy.data_ranks.gather_objects(list(outputs))
         every = sorted((item for rank in ranks for item in rank), key=lambda item: item[:3])
-        loaders = len(self.evaluations["predict"].loaders)
+        loaders = len(self.data.evaluations["predict"].loaders)
         lists = [[item[3] for item in every if item[0] == index] for index in range(loaders)]
         return lists[0] if loaders == 1 else lists
 
@@ -448,4 +494,4 @@ class Run:
         for rank in self.strategy.data_ranks.gather_objects(self.metrics.loaders_of):
             for name, loaders in rank.items():
                 owners.setdefault(name, set()).update(loaders)
-        return by_loader(metrics, len(self.evaluations[self.doing].loaders), owners)
+        return by_loader(metrics, len(self.data.evaluations[self.loop.doing].loaders), owners)

@@ -78,7 +78,7 @@ class Trainer(TrainerView):
             run.hooks.call("on_fit_start")
             self.sanity_check()
             run.start_training()
-            while not run.ended:
+            while not run.loop.ended:
                 with run.membership:  # where processes may leave and come, the loop goes on from here when some did
                     while not self.is_done():
                         self.begin_epoch()
@@ -88,7 +88,7 @@ class Trainer(TrainerView):
                                 self.log_step()
                             if run.validation_is_due():
                                 self.validate_now()
-                            if run.epoch_skipped or self.stops_here():
+                            if run.loop.epoch_skipped or self.stops_here():
                                 break
                         self.end_epoch()
                     run.end_training()
@@ -131,7 +131,7 @@ class Trainer(TrainerView):
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
         run, state, left = self.current_run, self.state, len(step.turns)
         strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization
-        run.step, metrics.step, metrics.turns_of_step = step, state.global_step, 0
+        run.loop.step, metrics.step, metrics.turns_of_step = step, state.global_step, 0
         output, batch, turn, replica = None, None, None, -1
         if optimization.automatic:
             optimization.zero_gradients(step)
@@ -141,7 +141,7 @@ class Trainer(TrainerView):
                 replica = turn.replica
                 strategy.open_replica(replica)
             metrics.open_turn(turn.replica, turn.samples)
-            if run.keys_forward:
+            if run.data.keys_forward:
                 seed_generators(mix(state.seed, state.global_step, turn.replica, turn.batch_idx))
             batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
             if hooks["on_train_batch_start"] and run.leaves_epoch(batch, turn.batch_idx):
@@ -191,7 +191,7 @@ class Trainer(TrainerView):
         """End an epoch; if the run stops in the middle of one, call the hooks of its end without counting it."""
         run, state = self.current_run, self.state
         run.end_steps()
-        complete = run.epoch_skipped or not self.stops_here() or state.epoch_rounds >= self.num_training_batches
+        complete = run.loop.epoch_skipped or not self.stops_here() or state.epoch_rounds >= self.num_training_batches
         if complete and run.validation_ends_epoch():
             self.validate_now()
         run.call_epoch_end("train")
@@ -247,9 +247,9 @@ class Trainer(TrainerView):
     def sanity_check(self) -> None:
         """Run a few validation batches, so that a mistake there costs seconds; nothing of it is kept."""
         run, batches = self.current_run, self.num_sanity_val_steps
-        if batches == 0 or "validation" not in run.evaluations or run.source is not None:
+        if batches == 0 or "validation" not in run.data.evaluations or run.source is not None:
             return
-        run.doing = "sanity_check"
+        run.loop.doing = "sanity_check"
         run.hooks.call("on_sanity_check_start")
         self.evaluate("validation", None if batches == -1 else batches)
         run.hooks.call("on_sanity_check_end")
@@ -259,9 +259,9 @@ class Trainer(TrainerView):
         """Validate in the middle of training."""
         run = self.current_run
         run.check_losses()
-        run.doing = "validation"
+        run.loop.doing = "validation"
         self.evaluate("validation")
-        run.doing = "train"
+        run.loop.doing = "train"
         run.metrics.open("train", fresh=False)
         self.agree()
 
@@ -272,7 +272,7 @@ class Trainer(TrainerView):
             found: list[Any] = run_in_workers.run_in_workers(self, request)
             return found
         with lifecycle.begin(self, request) as run:
-            outputs = self.evaluate(run.doing, keep_outputs=request.keep_outputs)
+            outputs = self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
             if request.stage == "predict":
                 return run.in_order(outputs) if request.keep_outputs else []
             return run.report(request.verbose)
@@ -280,7 +280,7 @@ class Trainer(TrainerView):
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> list[tuple[Any, ...]]:
         """Pass once over the loaders of "validation", "test" or "predict", every sample counted once."""
         run, state, outputs = self.current_run, self.state, []
-        hooks, metrics, data = run.hooks, run.metrics, run.evaluations[word]
+        hooks, metrics, data = run.hooks, run.metrics, run.data.evaluations[word]
         step, arity = f"{word}_step", run.arity_of(f"{word}_step")
         begin, end = run.batch_hooks(word)
         with run.no_gradients():
@@ -304,7 +304,7 @@ class Trainer(TrainerView):
                     outputs.append((turn.dataloader_idx, turn.batch_idx, turn.replica, output))
             run.call_epoch_end(word)
         reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
-        if run.doing == "sanity_check":
+        if run.loop.doing == "sanity_check":
             reduced.loggers = {}
         elif word == "validation":
             state.validated_at = state.global_step

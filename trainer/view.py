@@ -56,7 +56,7 @@ class TrainerView(TrainerArguments):
     @property
     def stage(self) -> str | None:
         """The method that is under way: "fit", "validate", "test" or "predict"; None outside of one."""
-        return self.run.stage if self.run is not None and self.run.open else None
+        return self.run.stage if self.run is not None and self.run.loop.open else None
 
     @property
     def running(self) -> bool:
@@ -66,27 +66,27 @@ class TrainerView(TrainerArguments):
     @property
     def sanity_checking(self) -> bool:
         """Whether validation batches are being tried before training."""
-        return self.running and self.current_run.doing == "sanity_check"
+        return self.running and self.current_run.loop.doing == "sanity_check"
 
     @property
     def training(self) -> bool:
         """Whether training is under way, and not a validation within it."""
-        return self.running and self.current_run.doing == "train"
+        return self.running and self.current_run.loop.doing == "train"
 
     @property
     def validating(self) -> bool:
         """Whether a validation is under way."""
-        return self.running and self.current_run.doing == "validation"
+        return self.running and self.current_run.loop.doing == "validation"
 
     @property
     def testing(self) -> bool:
         """Whether a test is under way."""
-        return self.running and self.current_run.doing == "test"
+        return self.running and self.current_run.loop.doing == "test"
 
     @property
     def predicting(self) -> bool:
         """Whether a prediction is under way."""
-        return self.running and self.current_run.doing == "predict"
+        return self.running and self.current_run.loop.doing == "predict"
 
     @property
     def evaluating(self) -> bool:
@@ -179,28 +179,28 @@ class TrainerView(TrainerArguments):
     @property
     def train_dataloader(self) -> Any:
         """The training loader, as it was given."""
-        return self.current_run.loaders.get("train")
+        return self.current_run.data.loaders.get("train")
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loaders, as they were given."""
-        return self.current_run.loaders.get("validation")
+        return self.current_run.data.loaders.get("validation")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loaders, as they were given."""
-        return self.current_run.loaders.get("test")
+        return self.current_run.data.loaders.get("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loaders, as they were given."""
-        return self.current_run.loaders.get("predict")
+        return self.current_run.data.loaders.get("predict")
 
     # --- how much there is to do ------------------------------------------------------------------------------------
     @property
     def num_training_batches(self) -> int | float:
         """Batches that each replica has in an epoch; infinity where the loader does not say."""
-        data = None if self.lengths and self.run is None else self.current_run.data
+        data = None if self.lengths and self.run is None else self.current_run.data.training
         rounds = self.lengths.get("train") if data is None else data.rounds
         return float("inf") if rounds is None else rounds
 
@@ -276,7 +276,7 @@ class TrainerView(TrainerArguments):
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)
 
     def _counts(self, word: str) -> list[int | float]:
-        data = None if self.lengths and self.run is None else self.current_run.evaluations.get(word)
+        data = None if self.lengths and self.run is None else self.current_run.data.evaluations.get(word)
         return list(self.lengths.get(word, [])) if data is None else data.counts()
 
     def broadcast(self, value: Any) -> Any:

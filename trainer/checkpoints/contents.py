@@ -34,7 +34,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "state": trainer.state.to_dict(),
             "run_id": trainer.saver.run_id,
             "numerics": run.numerics,
-            "fingerprint": {**run.fingerprint, "samples": run.samples_of_epoch or run.samples},
+            "fingerprint": {**run.fingerprint, "samples": run.loop.samples_of_epoch or run.data.samples},
             "optimizer_states": [
                 strategy.state_dicts.optimizer(optimizer) for optimizer in run.optimization.optimizers
             ],
@@ -42,7 +42,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "precision": strategy.precision.state_dict(),
             "metrics": run.metrics.state_dict(),
             "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-            "data": run.data.state_dict() if run.data is not None else {},
+            "data": run.data.training.state_dict() if run.data.training is not None else {},
             "callbacks": callback_states(trainer),
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
         }

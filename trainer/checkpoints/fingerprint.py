@@ -78,7 +78,7 @@ def fingerprint_of(run: "Run") -> dict[str, Any]:
 
 def samples_of(run: "Run") -> dict[str, Any]:
     """Return what decides which samples make up a step, as far as the training loader tells."""
-    trainer, loader = run.trainer, combined(run.loaders["train"])
+    trainer, loader = run.trainer, combined(run.data.loaders["train"])
     found: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "limit_train_batches": trainer.limit_train_batches,

@@ -234,7 +234,7 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
     run, state = trainer.current_run, trainer.state
     changes = None
     if trainer.is_global_zero:
-        changes = fingerprint.compare(saved, run.samples, run.fingerprint, rescheduled)
+        changes = fingerprint.compare(saved, run.data.samples, run.fingerprint, rescheduled)
         changes.taken += fingerprint.numerics_changed(saved.get("numerics", {}), numerics_of(trainer), run.bitwise)
         changes.taken += run.other_dtypes
     found: Changes = trainer.strategy.collectives.broadcast(changes)
@@ -369,12 +369,13 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     if resumes:
         keep_settings(trainer, saved, replays)
     else:
-        run.fingerprint = {name: value for name, value in saved["fingerprint"].items() if name != "samples"}
+        run.fingerprint.clear()
+        run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
     strategy.precision.load_state_dict(saved["precision"])
     run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in saved["callback_metrics"].items()})
-    if run.data is not None:
-        run.data.load_state_dict(saved["data"])
+    if run.data.training is not None:
+        run.data.training.load_state_dict(saved["data"])
     if run.datamodule is not None and saved["datamodule"]:
         run.datamodule.load_state_dict(saved["datamodule"])
     for callback in trainer.callbacks:

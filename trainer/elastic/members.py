@@ -150,7 +150,7 @@ class ElasticMembership(Membership):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         """Swallow what says that the group is broken; the next `__enter__` heals, when no traceback is left."""
-        if error is None or self.run.ended:
+        if error is None or self.run.loop.ended:
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True

@@ -10,7 +10,6 @@ from ..data.sampling import Layout
 from ..errors import WorkerError
 from ..optimization.nonfinite import make_guard
 from ..processes.environment import Place
-from ..processes.sync import Agreement
 
 if TYPE_CHECKING:
     from ..run import Run
@@ -84,7 +83,9 @@ class MemberState:
         progress = (*counted, state.validated_at, state.logged_at, run.metrics.exchanges)
         elapsed, stop = run.agreement.now(), run.agreement.stop
         first_step = run.preemption.first_step
-        return cls(whole, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.point, first_step)
+        return cls(
+            whole, progress, state.epoch_steps, elapsed, stop, run.trainer.should_stop, run.loop.point, first_step
+        )
 
 
 def release(strategy: "Strategy") -> None:
@@ -106,7 +107,7 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, whole: bo
     `whole`: see MemberState. An error in here leaves this process as it was.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
-    validating = run.doing != "train"
+    validating = run.loop.doing != "train"
     if validating:
         run.preemption.leave_evaluation()
     layout = Layout(run.state.replicas, place.world_size)
@@ -126,7 +127,6 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, whole: bo
     if any(behind):
         saved = broadcast_contents(saved, source, place.rank)
     # Nothing is communicated from here on, until all of it is taken over.
-    run.layout, run.local_replicas = layout, len(layout.owned(place.rank))
     metrics.set_layout(place.world_size, layout.owned(place.rank))
     if behind[place.rank]:
         _load_state(run, saved)
@@ -153,17 +153,15 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     """Let the loop go on where the newest member stands, with this process's share of the data."""
     trainer, state = run.trainer, run.state
-    run.agreement = Agreement(
-        run.strategy.collectives, place.world_size, state.global_step, newest.elapsed, run.membership.newest
-    )
+    run.agreement.restart(place.world_size, state.global_step, newest.elapsed)
     run.agreement.stop = newest.stop
     trainer.should_stop |= newest.should_stop
-    run.point, run.preemption.first_step = newest.point, newest.first_step
-    run.epoch_skipped = False
+    run.loop.point, run.preemption.first_step = newest.point, newest.first_step
+    run.loop.epoch_skipped = False
     run.optimization.guard = make_guard(run)  # one looks at the first step of its process, and the ranks must agree
     if state.epoch_ended:
         run.count_epoch()
-    sources = [run.training_data, *(source for data in run.evaluations.values() for source in data.sources)]
+    sources = [run.training_data, *(source for data in run.data.evaluations.values() for source in data.sources)]
     for source in sources:
         source.dealing = replace(source.dealing, layout=run.layout, process=place.rank)
     run.metrics.exchanges = newest.progress[-1]

@@ -29,6 +29,9 @@ SHOWN = 6
 class StepGuard:
     """Looks at a step before it changes the weights."""
 
+    needs_losses = False
+    """Whether the losses of the step must be watched."""
+
     def __init__(self, run: "Run") -> None:
         self.run = run
 
@@ -74,7 +77,7 @@ class SkippingGuard(StepGuard):
         self.before: list[Tensor] = []
         self.metrics_before = run.metrics.states.snapshot()
         # A scaled gradient may overflow although nothing is wrong: only the losses tell the two apart.
-        run.watches_losses |= run.strategy.precision.scaler is not None
+        self.needs_losses = run.strategy.precision.scaler is not None
 
     def begin_step(self) -> None:
         """Remember what a step changes besides the weights."""
@@ -224,7 +227,7 @@ def look_at_task(task: nn.Module) -> list[str]:
 
 def look_at_forward(run: "Run") -> list[str]:
     """Run the newest batch once more, and say where it first stops being finite."""
-    turns = run.step.turns if run.step is not None else []
+    turns = run.loop.step.turns if run.loop.step is not None else []
     # Forwards may meet other ranks (SyncBatchNorm, all_gather), so all ranks have one more or none has.
     able = torch.tensor([float(bool(turns) and run.optimization.automatic)])
     if not run.strategy.collectives.all_reduce(able, "min").item():
@@ -266,7 +269,7 @@ def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str,
         for name, module in run.task.named_modules()
     ]
     try:
-        if run.keys_forward:
+        if run.data.keys_forward:
             seed_generators(mix(run.state.seed, run.metrics.step, turn.replica, turn.batch_idx))
         # it may fail in its own way with such numbers; what the hooks saw until then counts
         with suppress(Exception):

@@ -69,7 +69,7 @@ def describe_bad_loss(loss: Tensor) -> str:
 
 def warn_of_no_loss(run: "Run") -> None:
     """Say at the end of an epoch, on rank 0, that none of its batches had a loss: mostly a forgotten return."""
-    metrics, trains = run.metrics, run.optimization.optimizers and not run.epoch_skipped
+    metrics, trains = run.metrics, run.optimization.optimizers and not run.loop.epoch_skipped
     # of batches that were left out: a resume may have none left of its epoch
     if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and run.trainer.is_global_zero:
         log.warning(

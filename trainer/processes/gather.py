@@ -107,15 +107,15 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
 def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
     """Raise TaskError where a step gathers that not all replicas, or ranks, take at once."""
     run = trainer.run
-    if run is None or not run.open or not (run.metrics.in_step and run.metrics.in_turn):
+    if run is None or not run.loop.open or not (run.metrics.in_step and run.metrics.in_turn):
         return
     strategy, how = run.strategy, "with sync_grads=True " if sync_grads else ""
-    if run.doing == "train" and strategy.cuts_batches:
+    if run.loop.doing == "train" and strategy.cuts_batches:
         raise TaskError(
             f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. Use "
             f"strategy ddp, whose processes have whole batches."
         )
-    if run.doing == "train" and (run.local_replicas > 1 or run.membership.changes):
+    if run.loop.doing == "train" and (run.local_replicas > 1 or run.membership.changes):
         processes = f"{strategy.data_ranks.size} processes" + (" that may die" if run.membership.changes else "")
         raise TaskError(
             f"training_step calls all_gather {how}over {run.state.replicas} replicas, which run on {processes}, one "
@@ -123,8 +123,8 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
             f"(strategy ddp) that stay, or set trainer.replicas to their number."
         )
     if size > 1 and not _all_take_part(run):
-        trains = run.doing == "train"
-        stage = "validation" if run.doing == "sanity_check" else run.doing
+        trains = run.loop.doing == "train"
+        stage = "validation" if run.loop.doing == "sanity_check" else run.loop.doing
         instead = "drop_last=True or a limit on batches" if trains else f"gathering in on_{stage}_epoch_end"
         raise TaskError(
             f"{'training' if trains else stage}_step calls all_gather, which every rank must call equally often, but "
@@ -135,9 +135,9 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
 
 def _all_take_part(run: "Run") -> bool:
     """Return whether all ranks take this turn, and will take each of the loader's as far as its length is known."""
-    if run.doing == "train":
-        return run.training_data.is_whole is not False and run.step is not None and run.step.whole
-    data = run.evaluations["validation" if run.doing == "sanity_check" else run.doing]
+    if run.loop.doing == "train":
+        return run.training_data.is_whole is not False and run.loop.step is not None and run.loop.step.whole
+    data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
     return data.is_whole is not False and data.whole and run.state.replicas % run.strategy.data_ranks.size == 0
 
 

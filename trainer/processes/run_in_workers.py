@@ -103,7 +103,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         set_module_parts(request.task, outcome.parts)
     request.task.trainer = trainer
     trainer.run = Run(trainer, request)
-    trainer.run.open, trainer.lengths = False, outcome.lengths
+    trainer.run.loop.open, trainer.lengths = False, outcome.lengths
     trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics = outcome.logged_metrics

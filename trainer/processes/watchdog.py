@@ -388,7 +388,7 @@ class Watchdog:
         """Return something that changes with every step, batch and stage."""
         run = self.run
         turns = tuple(run.metrics.turns.values())
-        return self.begun, run.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *turns
+        return self.begun, run.loop.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *turns
 
     def _connect(self) -> None:
         """Open a connection of our own to the store at which the ranks have met; the other one's user may be stuck."""
@@ -466,10 +466,11 @@ class Watchdog:
         if not self.begun:
             return "start-up"
         at = f"step {run.state.global_step + 1}"
-        if run.doing == "train":
+        if run.loop.doing == "train":
             ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
             return f"the end of epoch {run.state.epoch}, after step {run.state.global_step}" if ended else at
-        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {SHOWN_STAGE.get(run.doing, run.doing)}"
+        stage = SHOWN_STAGE.get(run.loop.doing, run.loop.doing)
+        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {stage}"
 
     def _look(self, stalled: float) -> Position:
         """Write down the stacks of this process and its loaders' workers; return where it stands."""

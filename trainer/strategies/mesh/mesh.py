@@ -302,8 +302,8 @@ class MeshStrategy(GroupStrategy):
     def leave_out(self, last: bool, after_forward: bool) -> None:
         """Take part in a step in which this process has no batch, with the masked turn that is still due."""
         run = None if self.task is None else self.task.trainer.current_run
-        if not after_forward and run is not None and run.step is not None:
-            masked.train(run, run.step.masked[-1:], last=True)
+        if not after_forward and run is not None and run.loop.step is not None:
+            masked.train(run, run.loop.step.masked[-1:], last=True)
         elif last:
             self._close_step()
 
@@ -317,9 +317,9 @@ class MeshStrategy(GroupStrategy):
         self.between_steps = True
         root = as_sharded(self.steps)
         run = None if self.task is None else self.task.trainer.current_run
-        if root is None or run is None or run.step is None or drop_sharded_gradients(root):
+        if root is None or run is None or run.loop.step is None or drop_sharded_gradients(root):
             return
-        masked.train(run, [*run.step.turns, *run.step.masked][:1], last=True)
+        masked.train(run, [*run.loop.step.turns, *run.loop.step.masked][:1], last=True)
         for parameter in run.task.parameters():
             parameter.grad = None
 

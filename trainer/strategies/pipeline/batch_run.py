@@ -41,13 +41,13 @@ class BatchRun:
         self.strategy, self.task, self.stages, self.interceptor = strategy, task, strategy.stages, strategy.interceptor
         batch, *self.others = arguments
         run = task.trainer.current_run
-        assert run.step is not None
+        assert run.loop.step is not None
         samples = count_samples(batch)
         count = self.stages.pieces(self._of_all(samples), strategy.pieces_wanted or 2 * strategy.sizes.pipeline)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
         counts = 0.0 if run.metrics.muted else run.metrics.samples * run.gradient_scale  # muted is what is masked
-        self.share = counts / run.step.samples / count
+        self.share = counts / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
         self.known = all(self._of_all(int(self.kind in self.stages.ready)))
         # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
