@@ -238,7 +238,7 @@ def decide_directory(
     directory = trainer.run_dir or found
     if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
         directory = store.create(root, trainer.run_name)
-    if directory is not None and trainer.given_dir is None:  # else whoever gave it holds it, or it is a trial's
+    if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source
 
@@ -272,7 +272,7 @@ def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path 
 
 
 def set_up(run: Run) -> None:
-    """Call the set-up hooks, place the task, make loaders and optimizers, and take over the checkpoint."""
+    """Call the set-up hooks, place the task, make loaders and optimizers, and load the checkpoint."""
     trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
     trainer.saver.attend(trainer.run_dir)
     task.trainer = trainer

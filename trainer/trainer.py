@@ -30,7 +30,7 @@ EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
 
 
 Source = str | Path | None
-"""A checkpoint, a folder with some, or one of the words that stand for one."""
+"""A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
 
 
 class Trainer(TrainerView):

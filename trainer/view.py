@@ -37,7 +37,7 @@ class TrainerView(TrainerArguments):
     logger: "Logger | None"
     loggers: "list[Logger]"
 
-    # --- where the run stands ---------------------------------------------------------------------------------------
+    # --- progress ---------------------------------------------------------------------------------------------------
     @property
     def current_epoch(self) -> int:
         """The epoch that is under way, from 0; after a run, the number of finished epochs."""

@@ -86,14 +86,6 @@ class Agreement:
     ) -> None:
         """`newest` returns the version of the newest generation of an elastic run that this rank knows of."""
         self.collectives, self.newest = collectives, newest
-        self.contribute: Callable[[], Sequence[float]] = tuple
-        """What this rank adds to a meeting, as many numbers on every rank."""
-        self.on_result: Callable[[list[float]], object] = len
-        """Called with the highest of each of these numbers over the ranks."""
-        self.count: Callable[[], int] = int
-        """Returns how many collectives of its own the script has called on this rank."""
-        self.require_same: Callable[[], object] = int
-        """Is called, on every rank, where these numbers differ."""
         self.restart(processes, step, elapsed)
 
     def restart(self, processes: int, step: int, elapsed: float) -> None:
@@ -107,6 +99,14 @@ class Agreement:
         """The signal by which the run was asked to end, as agreed; 0: none."""
         self.elapsed = elapsed
         """Seconds of the run so far, as agreed: the longest of any rank."""
+        self.contribute: Callable[[], Sequence[float]] = tuple
+        """What this rank adds to a meeting, as many numbers on every rank."""
+        self.on_result: Callable[[list[float]], object] = len
+        """Called with the highest of each of these numbers over the ranks."""
+        self.count: Callable[[], int] = int
+        """Returns how many collectives of its own the script has called on this rank."""
+        self.require_same: Callable[[], object] = int
+        """Is called, on every rank, where these numbers differ."""
         self.next_step, self.next_round = step + 1, 1
         self._started = time.monotonic() - elapsed
         self._met_at, self._met_step = time.monotonic(), step

@@ -18,7 +18,7 @@ class Reducer:
     """
 
     scale = 1.0
-    """What the loss weights of a step add up to in one process, so that the result is a mean over samples."""
+    """Sum of a step's loss weights in one process that makes the result a mean over samples."""
 
     def __init__(self, parameters: Iterable[nn.Parameter] = ()) -> None:
         self.parameters = list(parameters)
@@ -85,7 +85,7 @@ class TreeReducer(Reducer):
         send_early: bool,
         group: ProcessGroup | None = None,
     ) -> None:
-        """`send_early`: send gradients while backward goes on, as nobody looks at those of a single replica.
+        """`send_early`: send gradients while backward goes on, as no hook looks at those of a single replica.
 
         `group`: where they travel; None: the default process group.
         """
@@ -143,7 +143,7 @@ class TreeReducer(Reducer):
 
 
 class AveragingReducer(Reducer):
-    """Averages gradients when an optimizer is about to use them: under manual optimization nobody knows earlier."""
+    """Averages gradients just before an optimizer uses them, as manual optimization requires."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], averaging: FlatAverage | TreeAverage) -> None:
         super().__init__(parameters)

@@ -31,9 +31,9 @@ class Strategy:
     """How replicas map to devices and processes: where the task is placed, and how a step runs on it.
 
     The loop calls, in this order: `join`, `build_model`, `place_task`, `setup`; then for each step `training_step` and
-    `backward` for every local turn and `optimizer_step` for every optimizer; `finish` and `teardown` at the end. A
-    strategy answers by methods; nobody asks its type. Beside it are objects that it chooses: `collectives`, `reducer`
-    (how gradients meet), `state_dicts` (what a checkpoint holds), `servers` and `elastic`.
+    `backward` for every local turn and `optimizer_step` for every optimizer; `finish` and `teardown` at the end. The
+    trainer never asks for a strategy's type. A strategy chooses the objects beside it: `collectives`, `reducer` (how
+    gradients meet), `state_dicts` (what a checkpoint holds), `servers` and `elastic`.
     """
 
     name = ""
@@ -197,12 +197,12 @@ class Strategy:
     ) -> None:
         """Add the gradient of `loss`, for `inputs` only where given; with `last`, the gradients of all processes meet.
 
-        Raises TaskError where the loss is no scalar or hangs on no parameter.
+        Raises TaskError if the loss is no scalar or has no gradient.
         """
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
         if self.plain_backward and inputs is None and not retain_graph:
-            one = self.one  # which torch would make anew in each step, for 4 us
+            one = self.one  # which torch would allocate in each step, for 4 us
             if one is None or one.dtype is not loss.dtype or one.shape != loss.shape or one.device != loss.device:
                 self.one = one = torch.ones_like(loss)
             torch.autograd.backward((loss,), (one,))

@@ -28,7 +28,7 @@ class TreeNode:
 
 @dataclass
 class CarryStack(Generic[Value]):
-    """Subtrees that wait for their right sibling. What is pushed must come in the order of the replicas."""
+    """Subtrees that wait for their right sibling; push them in the order of the replicas."""
 
     waiting: list[tuple[TreeNode, Value]] = field(default_factory=list)
 

@@ -75,7 +75,7 @@ def _add(gradients: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def keep_buffers(module: nn.Module, copy: nn.Module) -> None:
-    """Take over the buffers that a step assigned anew on the first copy; changes in place are there already."""
+    """Copy buffers that a step reassigned on the first copy back to the task; in-place changes are there already."""
     for original, twin in zip(module.modules(), copy.modules(), strict=True):
         own, new = own_buffers(original), own_buffers(twin)
         for name, buffer in list(own.items()):

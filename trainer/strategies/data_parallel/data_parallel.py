@@ -181,7 +181,7 @@ class DataParallelStrategy(Strategy):
         self.threads = DeviceThreads(self.devices)
 
     def teardown(self) -> None:
-        """End the threads and let go of what they worked on."""
+        """End the threads and drop what they worked on."""
         self._close_threads()
         self.metrics = []
         super().teardown()

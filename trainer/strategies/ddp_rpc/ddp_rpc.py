@@ -325,7 +325,7 @@ class DDPRPCStrategy(DDPStrategy):
     def teardown(self) -> None:
         """Tell the servers that the run is over."""
         super().teardown()
-        with suppress(RuntimeError):  # nobody may be left to be told
+        with suppress(RuntimeError):  # all servers may have gone
             self._close_context()
         self.held, self.remote_optimizer = {}, None
         if self.session is not None:

@@ -314,7 +314,7 @@ class RpcSession:
     def end_stage(self, whole: bool) -> None:
         """Let the servers go on to what comes after this run, which has come to its end or (not `whole`) has failed."""
         self.whole &= whole
-        with suppress(RuntimeError):  # whoever kept the store has gone
+        with suppress(RuntimeError):  # the process with the store has gone
             self.store.set(f"over {self.stage}", "yes")
 
     def close(self) -> None:

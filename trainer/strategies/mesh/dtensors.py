@@ -94,7 +94,7 @@ def _mapped(tree: Any, change: TensorChange) -> Any:
 def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict: bool) -> None:
     """Copy whole weights into a task of whose tensors this rank holds parts.
 
-    What is no tensor (a module's extra state) goes by torch's own way.
+    Other values (a module's extra state) are loaded by torch.
     """
     own = task.state_dict(keep_vars=True)
     with torch.no_grad():

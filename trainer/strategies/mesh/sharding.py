@@ -77,7 +77,7 @@ def as_sharded(module: Any) -> FSDPModule | None:
 def owned(module: nn.Module, inputs: Any, output: Any) -> Any:
     """Return a block's output without views, which a Linear may return.
 
-    The hooks by which backward gathers a block's parameters hang on its output; an operation in place on a view of it
+    The hooks by which backward gathers a block's parameters are on its output; an operation in place on a view of it
     would lose them.
     """
     return map_tensors(output, lambda one: one.clone() if one.requires_grad and may_be_view(one) else one)
@@ -121,6 +121,6 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
 
 
 def shares(module: nn.Module, places: Counter[int]) -> bool:
-    """Return whether a tensor of the module stands in a module outside of it too; `places` counts those of a task."""
+    """Return whether a module outside shares a tensor with this one; `places` counts the uses of a task's tensors."""
     inside = Counter(id(tensor) for *_, tensor in tensor_slots(module))
     return any(places[tensor] > count for tensor, count in inside.items())

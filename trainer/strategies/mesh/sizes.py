@@ -1,7 +1,7 @@
 """How many processes each axis of a mesh has; no torch, so that `legato plan` needs none.
 
-Processes stand in the mesh as (pipeline, data, shard, tensor), the last axis varying fastest, so that the processes of
-a tensor-parallel group, which talk the most, are neighbours on one machine.
+Processes are ordered in the mesh as (pipeline, data, shard, tensor), the last axis varying fastest, so that the
+processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Size = int | Literal["auto"]
 AXES = ("data", "shard", "tensor", "pipeline")
 """In the order in which they are told."""
 PLACES = ("pipeline", "data", "shard", "tensor")
-"""In the order in which processes stand in the mesh."""
+"""The axes in the order of the mesh's dimensions."""
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
 STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 """Stages of each process of a pipeline, by its schedule."""
@@ -34,14 +34,14 @@ class Sizes(NamedTuple):
         return self.data * self.shard
 
     def place_of(self, rank: int) -> dict[str, int]:
-        """Return where on each axis a rank stands."""
+        """Return the coordinate of a rank on each axis."""
         found = {}
         for axis in reversed(PLACES):
             rank, found[axis] = divmod(rank, getattr(self, axis))
         return found
 
     def data_rank(self, rank: int) -> int:
-        """Return where on the axes data and shard together a rank stands: those alike in it have the same batches."""
+        """Return a rank's coordinate on the axes data and shard together; ranks with the same one share batches."""
         place = self.place_of(rank)
         return place["data"] * self.shard + place["shard"]
 

@@ -76,7 +76,7 @@ def cut_dimensions(task: nn.Module, plan: Mapping[str, str] | None, parts: int) 
 
 
 def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> dict[str, str]:
-    """Return the word for each module that a plan's patterns name; `*` stands for any part of a name.
+    """Return the word for each module that a plan's patterns name; `*` matches any part of a name.
 
     Raises ConfigError for a pattern that names nothing (with the nearest names), a word that is none, and a layer that
     cannot be cut into so many parts.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from . import dtensors
 
 BROADCAST_BYTES = 1 << 26
-"""Bytes of weights that rank 0 hands out in one message."""
+"""Bytes of weights that rank 0 broadcasts in one message."""
 META = torch.device("meta")
 
 

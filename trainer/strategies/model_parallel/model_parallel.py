@@ -139,7 +139,7 @@ class DDPModelParallelStrategy(DDPStrategy):
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and take the devices of the local rank; the last is where the loss is made."""
         given, size = list(self.own_devices or devices), self.parts_wanted
-        if {device.type for device in given} == {"cpu"}:  # as many as it takes, whoever started the processes
+        if {device.type for device in given} == {"cpu"}:  # CPU devices are all the same one, so there are enough
             given = [torch.device("cpu")] * (size * place.local_world_size)
         groups = self._share_out(given)
         if place.local_world_size > len(groups):

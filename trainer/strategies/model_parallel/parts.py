@@ -169,7 +169,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
 def refuse_shared(task: nn.Module, parts: Sequence[Sequence[PartBlock]]) -> None:
     """Raise ConfigError, with its names, where a parameter or buffer would have to be in two parts at once.
 
-    What is in no block counts to the last part.
+    Tensors outside of all blocks belong to the last part.
     """
     names: dict[int, list[str]] = {}
     for name, tensor in [*task.named_parameters(remove_duplicate=False), *task.named_buffers(remove_duplicate=False)]:

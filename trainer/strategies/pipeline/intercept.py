@@ -38,14 +38,14 @@ class BlockInterceptor:
         self.stage_of = [index for index, stage in enumerate(stages) for _ in stage]
         self.own_stages, self.relay = own_stages, relay
         self.result: Any = None
-        """What a stage has computed whose last block is yet to be called."""
+        """The output of a stage whose last block has not been called yet."""
         self.call = self._relayed
         self.token: Any = None
-        """What the block before has returned, where that is no value."""
+        """The placeholder that the block before has returned, where this process has no value."""
         self.next = 0
         self.output: Any = None
         self.own: list[Callable[..., Any]] = []
-        """What the call of each block did before."""
+        """The original call of each block."""
         self.undo: list[Callable[[], None]] = []
         for index, block in enumerate(self.blocks):
             # before any hook: where a block does not compute, its hooks must not run
