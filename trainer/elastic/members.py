@@ -271,8 +271,8 @@ class ElasticProcesses(Elasticity):
 
     changes = True
 
-    def __init__(self, terms: ElasticOptions) -> None:
-        self.terms, self.joins = terms, terms.join is not None
+    def __init__(self, options: ElasticOptions) -> None:
+        self.options, self.joins = options, options.join is not None
 
     def for_stage(self, stage: str) -> Elasticity:
         """Return this for "fit", and a no-op for the other stages."""
@@ -290,13 +290,15 @@ class ElasticProcesses(Elasticity):
                 "elastic: true needs processes that Legato has started and watches: start the script itself (or "
                 "`legato fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
             )
-        return ElasticMembership(run, elastic_worker, self.terms.timeout)
+        return ElasticMembership(run, elastic_worker, self.options.timeout)
 
     def launch(
         self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
     ) -> T | None:
         """Call `function` in new processes that may die and be replaced, or that join another launcher's."""
-        return environment.run_elastic_workers(function, processes, self.terms, max_restarts=max_restarts, grace=grace)
+        return environment.run_elastic_workers(
+            function, processes, self.options, max_restarts=max_restarts, grace=grace
+        )
 
     def node_rank(self, nodes: int) -> int:
         """Return 0: the processes of all launchers are equal."""

@@ -79,7 +79,7 @@ class DDPStrategy(GroupStrategy):
         if elastic:
             from ..elastic.members import ElasticProcesses
 
-            self.elastic = ElasticProcesses(self._terms(min_processes, join))
+            self.elastic = ElasticProcesses(self._elastic_options(min_processes, join))
         elif join is not None or min_processes != 1:
             raise ConfigError("join and min_processes are for elastic runs: set elastic=true.")
         self.ddp: DDPReducer | None = None
@@ -87,7 +87,7 @@ class DDPStrategy(GroupStrategy):
         self.batch_norm_group: tuple[Any, Any] | None = None
         """The group that all were in when batch norm got its own, and that one: both have the same ranks."""
 
-    def _terms(self, min_processes: int, join: str | None) -> ElasticOptions:
+    def _elastic_options(self, min_processes: int, join: str | None) -> ElasticOptions:
         """Return the options of an elastic run. Raises ConfigError for arguments that it excludes."""
         if min_processes < 1:
             raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
