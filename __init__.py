@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .trainer import strategies as strategies
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
-    from .trainer.processes.rank_zero import rank_zero_only as rank_zero_only
+    from .trainer.processes.environment import rank_zero_only as rank_zero_only
     from .trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _HOMES = {
     "DataModule": ".tasks.data_module",
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
-    "rank_zero_only": ".trainer.processes.rank_zero",
+    "rank_zero_only": ".trainer.processes.environment",
     "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints import background, commit, store
 from legato.trainer.checkpoints.format import flatten
 
 
@@ -49,7 +49,7 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
 
 def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str, list[float]], float]:
     """Return the seconds of each kind of work in each round, and of the first stall, which takes fresh memory."""
-    writer = store.Writer()
+    writer = background.Writer()
     behind, at_once, pickled = folder / "step-00000001", folder / "step-00000002", folder / "state.pt"
     first_stall = seconds(lambda: writer.save(behind, state))
     writer.wait()
@@ -60,7 +60,7 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
 
     for _ in range(rounds):
         # each writes to fresh files, and the disk has nothing left to do when the next begins
-        store.remove(behind)
+        commit.remove(behind)
         os.sync()
         timed("torch.save + fsync", lambda: torch_save(state, pickled))
         os.sync()
@@ -70,7 +70,7 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
         timed("save at once", lambda: store.write(at_once, state))
         timed("verify", lambda: store.verify(at_once))
         timed("verify and load", lambda: store.read_checkpoint(at_once))
-        store.remove(at_once)
+        commit.remove(at_once)
         os.sync()
         timed("save in the background: stall", lambda: writer.save(behind, state))
         timed("save in the background: the rest, beside training", writer.wait)
@@ -90,7 +90,7 @@ def main() -> None:
         # the pages of files and of the snapshot come from memory that a virtual machine may not have been given yet
         (folder / "warm").mkdir()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        writer = store.Writer()
+        writer = background.Writer()
         writer.save(folder / "warm" / "memory", state)
         writer.close()
         more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024

@@ -272,10 +272,10 @@ class Checkpoint(Retention):
             self._prune(trainer)
 
     def _refuse_anothers(self, trainer: "Trainer") -> None:
-        from ..trainer.checkpoints.store import all_in
+        from ..trainer.checkpoints.store import checkpoints_in
         from ..trainer.processes.environment import restart_count
 
-        found = all_in(Path(self.dirpath or "")) if restart_count() == 0 else []
+        found = checkpoints_in(Path(self.dirpath or "")) if restart_count() == 0 else []
         if trainer.broadcast(bool(found)):
             raise ConfigError(
                 f"Checkpoint: dirpath {str(self.dirpath)!r} has checkpoints of another run, which would be written "

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from several_ranks import ThreadRank, on_ranks
 
-from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints import background, commit, store
 from legato.trainer.checkpoints.shards import ShardBlock
 from legato.trainer.errors import CheckpointError
 
@@ -44,7 +44,7 @@ def save(path: Path, flavour: int = 0) -> None:
 
 
 def save_behind(path: Path, flavour: int = 0) -> None:
-    writer = store.Writer()
+    writer = background.Writer()
     writer.save(path, example(int(path.name[5:]), flavour))
     writer.close()
 
@@ -60,7 +60,7 @@ def save_in_parts(path: Path, flavour: int = 0, background: bool = False) -> Non
         if not background:
             store.write(path, mine, ranks=rank)
             return
-        writer = store.Writer()
+        writer = background.Writer()
         writer.save(path, mine, ranks=rank)
         writer.close()
 
@@ -85,15 +85,15 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], int]]
     "first": (lambda root: None, lambda root: save(root / step(1)), 1),
     "next": (previous, lambda root: save(root / step(3)), 3),
     "overwrite": (previous, lambda root: save(root / step(2), flavour=1), 2),
-    "remove newest": (previous, lambda root: store.remove(root / step(2)), 2),
-    "remove oldest": (previous, lambda root: store.remove(root / step(1)), 1),
+    "remove newest": (previous, lambda root: commit.remove(root / step(2)), 2),
+    "remove oldest": (previous, lambda root: commit.remove(root / step(1)), 1),
     "first, background": (lambda root: None, lambda root: save_behind(root / step(1)), 1),
     "next, background": (previous, lambda root: save_behind(root / step(3)), 3),
     "overwrite, background": (previous, lambda root: save_behind(root / step(2), flavour=1), 2),
     "next, in parts": (previous, lambda root: save_in_parts(root / step(3)), 3),
     "overwrite, in parts": (previous, lambda root: save_in_parts(root / step(2), flavour=1), 2),
     "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), background=True), 3),
-    "sweep": (interrupted, store.sweep, 2),
+    "sweep": (interrupted, commit.sweep, 2),
     "save after a death": (interrupted, lambda root: save(root / step(4)), 4),
     "overwrite after a death": (interrupted, lambda root: save(root / step(2), flavour=1), 2),
 }
@@ -177,7 +177,7 @@ def contents_of(directory: Path) -> list[int]:
 
 
 def newest(root: Path) -> list[int] | None:
-    found = store.newest_whole(root)
+    found = store.newest_complete(root)
     return contents_of(found) if found else None
 
 
@@ -189,13 +189,13 @@ def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: 
     own = [name for name in rests(root) if step(touched) in name]
     assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not own, f"a failed save left {own}"
     found = newest(root)
-    store.sweep(root)
+    commit.sweep(root)
     assert not rests(root), f"sweep left {rests(root)}"
     assert newest(root) == found, "sweep changed which one is the newest"
     for number in () if "first" in scenario else (1, 2):
         if "remove" not in scenario or number != touched:
             assert contents_of(root / step(number))[0] == number
-    for path in store.all_in(root):
+    for path in store.checkpoints_in(root):
         store.verify(path)
 
 
@@ -212,7 +212,7 @@ def inject(mode: str, scenario: str, folder: Path) -> dict[str, Any]:
     prepare, work, _ = SCENARIOS[scenario]
     template, root, twin = (folder / name for name in ("template", "run", "twin"))
     prepare(template)
-    before = {path.name: bytes_of(path) for path in store.all_in(template)}
+    before = {path.name: bytes_of(path) for path in store.checkpoints_in(template)}
     wrong: list[str] = []
     for number in range(1, 10_000):
         for path in (root, twin):

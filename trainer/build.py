@@ -16,7 +16,7 @@ from ..tasks.task import Task
 from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
 from .checkpoints import contents, fingerprint, restore, store
 from .checkpoints.reading import read_for_all
-from .checkpoints.run_names import fault_of_name
+from .checkpoints.run_names import name_problem
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
 from .data.combined import combined, one_after_another
@@ -81,7 +81,7 @@ def join(run: Run, request: Request) -> None:
     trainer, strategy, state = run.trainer, run.strategy, run.state
     if wants_public_torch():
         take_public_ways()
-    run.undo.enter_context(run.preemption.attend())
+    run.undo.enter_context(run.preemption.handle_signals())
     run.membership = strategy.elastic.for_stage(run.stage).membership(run)
     run.watchdog.place = located(find_place(trainer.cluster) or Place())
     run.undo.enter_context(run.watchdog)
@@ -274,7 +274,7 @@ def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path 
 def set_up(run: Run) -> None:
     """Call the set-up hooks, place the task, make loaders and optimizers, and load the checkpoint."""
     trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
-    trainer.saver.attend(trainer.run_dir)
+    trainer.saver.join(trainer.run_dir)
     task.trainer = trainer
     if run.datamodule is not None:
         run.datamodule.trainer = trainer
@@ -551,8 +551,8 @@ def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
     brought = task.configure_callbacks()
     own = list(brought) if isinstance(brought, (list, tuple)) else [brought]
     kinds = {type(callback) for callback in own}
-    kept = [callback for callback in callbacks if type(callback) not in kinds or callback in own]
-    return kept + [callback for callback in own if callback not in kept]
+    restored = [callback for callback in callbacks if type(callback) not in kinds or callback in own]
+    return restored + [callback for callback in own if callback not in restored]
 
 
 NONE_FOR_DEFAULT = (
@@ -577,7 +577,7 @@ def check_arguments(trainer: "Trainer") -> None:
         if expected is not None:
             hint = did_you_mean(str(value), (*CHOICES.get(name, ()), *(ACCELERATORS if name == "accelerator" else ())))
             raise ConfigError(f"trainer.{name}={value!r}: expected {expected}.{hint}")
-    fault = fault_of_name(trainer.run_name)
+    fault = name_problem(trainer.run_name)
     if fault is not None:
         raise ConfigError(f"trainer.run_name {fault}")
     trainer.gradient_clip_val = trainer.gradient_clip_val or None

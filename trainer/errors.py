@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 
 class LegatoError(Exception):
-    """The base of every error that Legato raises on purpose."""
+    """Base of every error that Legato raises on purpose."""
 
 
 class ConfigError(LegatoError, ValueError):
@@ -46,7 +46,7 @@ class DisagreementError(LegatoError, RuntimeError):
 
 
 class HangError(LegatoError, RuntimeError):
-    """The run made no progress for `hang_timeout`. The message says which rank is where, and who waits for whom."""
+    """The run made no progress for `hang_timeout`; the message has each rank's position."""
 
 
 class WorkerError(LegatoError, RuntimeError):
@@ -58,16 +58,16 @@ class WorkerError(LegatoError, RuntimeError):
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return ' Did you mean X?' for the known word nearest to `word`, or '' where none is at least `cutoff` alike."""
+    """Return ' Did you mean X?' for the known word nearest to `word`, '' if none is at least `cutoff` similar."""
     near = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to what is shown of an error; where Python has no notes (3.10), to its text."""
+    """Add a note to an error; before Python 3.11, to its message."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif isinstance(error, OSError) and error.strerror is not None:
         error.strerror += f"\n{note}"
-    elif not isinstance(error, SystemExit):  # whose only argument is the exit code
+    elif not isinstance(error, SystemExit):  # its only argument is the exit code
         error.args = (f"{error.args[0]}\n{note}" if error.args else note, *error.args[1:])

@@ -1,4 +1,4 @@
-"""Legato's own messages: seen on stderr where nobody has set up logging."""
+"""Legato's own messages, shown on stderr unless the program has set up logging."""
 
 import errno
 import logging
@@ -9,21 +9,21 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
 making_room: Callable[[], AbstractContextManager[Any]] = nullcontext
-"""What a message is written in: a progress bar gives up its line, and comes again below."""
+"""Context in which a message is written; a progress bar clears its line in it, and redraws afterwards."""
 
 
 class Output:
-    """Stdout or stderr as it is at that moment, for what a run can do without: where nobody reads it, it falls silent.
+    """Current stdout or stderr; writes are dropped once nothing reads the stream.
 
-    `legato fit ... 2>&1 | head -1` closes both after a line; a terminal may go away. Then the stream leads nowhere from
-    there on, also for the rest of the program: else whoever writes next, or the interpreter when it ends, would fail.
+    `legato fit ... 2>&1 | head -1` closes both after a line, and a terminal may close. The stream is then redirected to
+    /dev/null for the whole program: else the next writer, or the interpreter at exit, would fail.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def write(self, text: str) -> int:
-        """Write, or drop the text; a line that does not fit on the disk is dropped too."""
+        """Write the text, or drop it; a line is also dropped if the disk is full."""
         try:
             return int(self._stream.write(text))
         except (OSError, ValueError) as error:
@@ -31,7 +31,7 @@ class Output:
             return len(text)
 
     def flush(self) -> None:
-        """Hand over what was written."""
+        """Flush the stream."""
         try:
             self._stream.flush()
         except (OSError, ValueError) as error:
@@ -44,7 +44,7 @@ class Output:
 
     def _fall_silent(self, error: Exception) -> None:
         if isinstance(error, ValueError) and not self._stream.closed:
-            raise error  # it cannot be encoded, for one
+            raise error  # UnicodeEncodeError, for example
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._stream.fileno())
@@ -54,7 +54,8 @@ class Output:
         return getattr(self._stream, name)
 
     def __eq__(self, other: object) -> bool:
-        return other is self or other is self._stream  # tqdm asks whether a bar is where a message goes
+        # tqdm compares streams to see whether a bar shares one with a message.
+        return other is self or other is self._stream
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -64,7 +65,7 @@ STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
 def let_be_seen() -> None:
-    """Show what Legato logs from INFO on, unless the program has chosen itself what it wants to see and where."""
+    """Log to stderr from INFO on, unless the program has configured logging itself."""
     log = logging.getLogger("legato")
     if not (logging.getLogger().handlers or log.handlers or log.level):
         log.addHandler(_ToStderr())
@@ -72,7 +73,7 @@ def let_be_seen() -> None:
 
 
 class _ToStderr(logging.StreamHandler[Any]):
-    """Writes to what stderr is at that moment."""
+    """Handler that writes to the current stderr."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

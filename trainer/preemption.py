@@ -1,8 +1,8 @@
-"""Preemption: a run that is told to end by a signal saves itself whole, and asks to be started again.
+"""Preemption: a run that a signal asks to end saves a checkpoint and exits, to be resumed.
 
-A handler only notes the signal. The ranks agree on it where they meet (processes/sync.py), so that all of them
-stop after the same step, or leave the same validation, which a resume does again from its beginning. Before the first
-step there is nothing to save, and a signal ends the run where it stands.
+The handler only records the signal. The ranks agree on it (processes/sync.py), so that all stop after the same step, or
+leave the same validation, which a resume repeats. Before the first step nothing is to be saved, and a signal ends the
+run at once.
 """
 
 import logging
@@ -27,66 +27,66 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 REQUEUE_SECONDS = 60.0
-"""How long `scontrol requeue` may take."""
+"""Timeout of `scontrol requeue`."""
 
 
 class Preempted(BaseException):
-    """All ranks have agreed to end the run here; `Preemption` makes of it what the caller sees."""
+    """Raised on all ranks once they agree to end the run; `Preemption` turns it into a save and an exit."""
 
 
 class Preemption:
-    """What signals do to one call of fit. As a context it turns Preempted into a checkpoint and the run's end."""
+    """Signal handling of one call of fit; as a context manager it turns Preempted into a checkpoint and an exit."""
 
     def __init__(self, run: "Run") -> None:
         self.run = run
         self.signal = 0
-        """The signal that this process was told to end by; 0: none."""
+        """Signal that asked this process to end; 0: none."""
         self.started = False
         """Whether there may be something to save."""
         self.leaving = False
-        """Whether the run ends before its time already."""
+        """Whether the run is ending early already."""
         self.first_step = 0
         self.watch = SignalWatch(run.trainer.signal_grace_seconds, attends=run.stage == "fit")
 
     @contextmanager
-    def attend(self) -> Iterator[None]:
-        """Attend to signals in this context; an evaluation has nothing to save, and ends by them as any program."""
+    def handle_signals(self) -> Iterator[None]:
+        """Handle signals in this context; an evaluation has nothing to save and ends at once."""
         if self.run.stage != "fit":
             with self.watch:
                 yield
             return
-        with signals_attended(), handling_end_signals(self._note, self.watch):
+        with signals_attended(), handling_end_signals(self._record, self.watch):
             yield
-        if self.signal and not self.leaving:  # it came when all was done
+        if self.signal and not self.leaving:  # it arrived when all was done
             raise_for_signal(self.signal)
 
-    def _note(self, number: int) -> None:
+    def _record(self, number: int) -> None:
         self.signal = max(self.signal, number)
         if not self.started and not self.leaving:
             self.leaving = True
             raise_for_signal(number)
-        self.run.agreement.hurry()
+        self.run.agreement.agree_next()
 
     def start(self) -> None:
-        """From now on a signal waits until all ranks have heard of it."""
+        """From now on leave signals to the agreement of the ranks."""
         self.started, self.first_step = True, self.run.state.global_step
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """From now on the run is being closed: a signal is noted, and where nothing failed it ends the run after that.
+        """From now on only record signals: the run is being closed, and ends by them afterwards unless it failed.
 
-        One that raised here would skip what is yet to be undone.
+        An exception from a handler would skip the rest of the tear-down.
         """
         self.started, self.leaving = True, self.leaving or failed
         self.watch.answer()
 
     def stop_if_agreed(self) -> None:
-        """Raise Preempted where the ranks have agreed to end the run."""
+        """Raise Preempted if the ranks have agreed to end the run."""
         if self.run.agreement.signal:
             raise Preempted
 
-    def until_told(self, turns: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
-        """Yield the turns of a validation; raise Preempted, on every rank, where one of them is told to end."""
+    def until_preempted(self, turns: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
+        """Yield the batches of a validation; raise Preempted, on every rank, if one of them is asked to end."""
         if not self.started:
             yield from turns
             return
@@ -111,17 +111,17 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Save where the run was stopped, and leave."""
+        """Save and exit if the run was stopped."""
         self.leaving = kind is not None
         if isinstance(error, Preempted):
             self.watch.answer()
             self.leave_evaluation()
-            self.tell(self.save())
+            self.log_end(self.save())
             end = KeyboardInterrupt() if self.run.agreement.signal == signal.SIGINT else SystemExit(RESUME_ME)
             raise end from None
 
     def leave_evaluation(self) -> None:
-        """Forget a validation that was begun, and stand where training left off."""
+        """Discard a validation under way and return to the state of training."""
         run = self.run
         if run.loop.doing == "train":
             return
@@ -134,7 +134,7 @@ class Preemption:
         run.metrics.open("train", fresh=False)
 
     def save(self) -> "Path | None":
-        """Save the run where `resume=auto` finds it; return the checkpoint, None where there is nothing to save."""
+        """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
         run, trainer = self.run, self.run.trainer
         if trainer.run_dir is None or trainer.fast_dev_run or run.state.global_step == self.first_step:
             return None
@@ -145,30 +145,31 @@ class Preemption:
             if callback.dirpath == folder and not callback.save_weights_only:
                 callback.save(trainer, always=True)
                 trainer.saver.wait()
-                saved = trainer.broadcast(path.is_dir())  # waits for rank 0: who ends first is taken for the end of all
+                # Waits for rank 0: the launcher takes the first exit for the end of all.
+                saved = trainer.broadcast(path.is_dir())
                 break
         if not saved:
             trainer.save_checkpoint(path)
         return path
 
-    def tell(self, path: "Path | None") -> None:
-        """Say how the run ended, and ask SLURM for a new start where that is wanted."""
+    def log_end(self, path: "Path | None") -> None:
+        """Log how the run ended, and requeue the SLURM job if so configured."""
         trainer, number = self.run.trainer, self.run.agreement.signal
         if not trainer.is_global_zero:
             return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        saved = f"the checkpoint {path} is whole" if path is not None else "there is nothing to save"
+        saved = f"the checkpoint {path} is complete" if path is not None else "there is nothing to save"
         code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} asks for a new start:"
-        log.warning("%s: stopped at step %d, %s.%s resume=auto goes on.", name, trainer.global_step, saved, code)
+        log.warning("%s: stopped at step %d, %s.%s resume=auto continues.", name, trainer.global_step, saved, code)
         if trainer.requeue and number != signal.SIGINT:
             requeue()
 
 
 def requeue() -> None:
-    """Put this SLURM job back into the queue; warns where that fails."""
+    """Requeue this SLURM job; warn if that fails."""
     job = slurm_job()
     if job is None:
-        log.warning("requeue=true: this is no SLURM job (there is no SLURM_JOB_ID), so nothing is requeued.")
+        log.warning("requeue=true: this is not a SLURM job (there is no SLURM_JOB_ID), so nothing is requeued.")
         return
     command = ["scontrol", "requeue", job]
     try:

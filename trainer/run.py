@@ -317,10 +317,10 @@ class Run:
         """Return the names of trained parameters that are not finite; every rank calls it."""
         return bad_weights(self)
 
-    def meet(self) -> None:
+    def agree(self) -> None:
         """Agree with the other ranks between two steps; end the run if one of them was told to."""
         self.strategy.timeouts.end_startup()
-        self.agreement.meet(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
+        self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
         self.preemption.stop_if_agreed()
         self.membership.check_members(self.agreement.generation)
 

@@ -1,9 +1,9 @@
-"""Private names of torch, torchmetrics and CPython: all that Legato uses, each behind a function with a public way.
+"""Private names of torch, torchmetrics and CPython that Legato uses, each behind a function with a public fallback.
 
-A `Shortcut` says which names it takes and what the public way costs. Where this torch lacks the names, or has them with
-another signature, the function takes the public way: slower or less detailed, never wrong; `legato check` lists those.
-The environment variable LEGATO_PUBLIC_TORCH=1, and `public_only` in a program, take the public ways everywhere: to see
-whether one of these names is behind a problem with a torch that nobody has tried yet.
+A `Shortcut` tells which names it takes and what the fallback costs. If this torch lacks the names, or has them with
+another signature, the fallback is taken: slower or less detailed, never wrong; `legato check` lists those.
+LEGATO_PUBLIC_TORCH=1, and `public_only` in a program, take all fallbacks: to find out whether one of these names causes
+a problem with an untested torch.
 """
 
 import copy
@@ -29,28 +29,28 @@ from torch.utils.data import DataLoader
 from .errors import ConfigError, TaskError
 
 _forced = False
-"""Whether all functions take their public ways."""
+"""Whether all functions take their fallbacks."""
 
 
 class Shortcut:
-    """Some private names that are used together, and what goes without them."""
+    """Private names that are used together, and the cost of their fallback."""
 
     def __init__(self, names: str, without: str, probe: Callable[[], bool]) -> None:
-        """`probe` returns whether the names are as expected; what it raises for a missing one counts as no.
+        """`probe` returns whether the names are as expected; an exception counts as no.
 
-        `without` says what the public way costs, for `legato check`.
+        `without`: the cost of the fallback, for `legato check`.
         """
         self.names, self.without, self.probe = names, without, probe
         SHORTCUTS.append(self)
 
     @cached_property
     def usable(self) -> bool:
-        """Whether the names are there, and no public way is asked for. A plain attribute once it was read."""
+        """Whether the names exist, and fallbacks are not forced. A plain attribute once it was read."""
         return not _forced and self.is_there
 
     @cached_property
     def is_there(self) -> bool:
-        """Whether this torch has the names. Asked in the middle of a run: the probe draws nothing that a task would."""
+        """Whether this torch has the names. May be read in the middle of a run, so the probe draws no random number."""
         try:
             with torch.random.fork_rng(devices=()):
                 return self.probe()
@@ -62,7 +62,7 @@ SHORTCUTS: list[Shortcut] = []
 
 
 def take_public_ways(wanted: bool = True) -> None:
-    """Take the public ways everywhere in this process, or no longer."""
+    """Force all fallbacks in this process, or end that."""
     global _forced
     _forced = wanted
     for shortcut in SHORTCUTS:
@@ -71,7 +71,7 @@ def take_public_ways(wanted: bool = True) -> None:
 
 @contextmanager
 def public_only() -> Iterator[None]:
-    """Take the public ways everywhere in this process while the context is entered."""
+    """Force all fallbacks in this process within the context."""
     before = _forced
     take_public_ways()
     try:
@@ -81,7 +81,7 @@ def public_only() -> Iterator[None]:
 
 
 def remarks() -> list[str]:
-    """Return a sentence for each shortcut that is not taken, with what goes without it."""
+    """Return a sentence on the cost of each shortcut that is not usable."""
     why = "is switched off by LEGATO_PUBLIC_TORCH" if _forced else f"is not in torch {torch.__version__} as expected"
     return [f"{one.names} {why}: {one.without}." for one in SHORTCUTS if not one.usable]
 
@@ -120,7 +120,7 @@ TIMEOUT = Shortcut(
 
 
 def set_group_timeouts(limit: timedelta) -> None:
-    """Set the limit of every process group of this process, but those of MPI, which has none."""
+    """Set the timeout of every process group of this process, except those of MPI, which has none."""
     from torch import distributed
 
     default = distributed.group.WORLD
@@ -131,7 +131,7 @@ def set_group_timeouts(limit: timedelta) -> None:
 
 
 def set_group_timeout(limit: timedelta, group: Any = None) -> None:
-    """Set the limit of one process group, by default the default one."""
+    """Set the timeout of a process group, by default the default group."""
     from torch import distributed
 
     public = getattr(distributed, "set_timeout", None)  # torch 2.15
@@ -204,9 +204,9 @@ GROUP_NAMES = Shortcut(
 
 
 def reset_group_names() -> None:
-    """Let torch number this process's groups from zero: groups meet by these numbers, and a failed attempt counts.
+    """Restart torch's numbering of this process's groups: ranks meet by these numbers, and a failed attempt counts.
 
-    Only while there is no default group. The public way: torch begins anew after the default group is destroyed.
+    Only without a default group. The fallback: torch restarts it after the default group is destroyed.
     """
     from torch import distributed
 
@@ -226,19 +226,19 @@ STORE = Shortcut(
 
 
 def default_store() -> Any:
-    """Return the store at which the ranks have met; None where it cannot be had."""
+    """Return the store of the default group; None if it is not accessible."""
     return _c10d()._get_default_store() if STORE.usable else None
 
 
 # --- parameters that are sharded --------------------------------------------------------------------------------------
 def _reset_drops_gradients() -> bool:
-    """Return whether the public `reset_iter_state` drops accumulated gradients, as torch's documentation has it."""
+    """Return whether the public `reset_iter_state` drops accumulated gradients, as documented."""
     from torch.distributed.fsdp import FSDPModule
 
     if not hasattr(FSDPModule, "reset_iter_state"):
         return False
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    return (major, minor) >= (2, 15)  # 2.13 and 2.14 have it, but it forgets them
+    return (major, minor) >= (2, 15)  # 2.13 and 2.14 have it, but it keeps them
 
 
 def _has_sharded_gradients() -> bool:
@@ -258,10 +258,10 @@ SHARDED_GRADIENTS = Shortcut(
 
 
 def drop_sharded_gradients(root: Any) -> bool:
-    """Drop the gradients that a sharded module has accumulated whole; return whether it could be done.
+    """Drop the unsharded gradients that a sharded module has accumulated; return whether that was possible.
 
-    `root` is the module that `fully_shard` was applied to last, between a backward and the next forward. The public way
-    is the caller's: a backward that reduces them, whose result is dropped.
+    `root`: the module that `fully_shard` was applied to last; between a backward and the next forward. The fallback is
+    the caller's: a backward that reduces them, whose result is dropped.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -281,7 +281,7 @@ def drop_sharded_gradients(root: Any) -> bool:
 
 
 def _groups_of(block: Any) -> list[Any]:
-    """Return a block's groups of parameters; until torch 2.11 it had one or none."""
+    """Return a block's groups of parameters; until torch 2.11 it had at most one."""
     state = block._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -302,7 +302,7 @@ def _composable() -> Any:
 
 
 def forget_wrapping(module: nn.Module) -> None:
-    """Let torch forget that `fully_shard` was applied to a module, so that it can be again."""
+    """Remove the mark that `fully_shard` was applied to a module, so that it can be applied again."""
     if WRAPPED.usable:
         _composable()._module_state_mapping.pop(module, None)
 
@@ -312,7 +312,7 @@ BASE = Shortcut("Tensor._base", "the output of each sharded block is copied", la
 
 
 def may_be_view(tensor: Tensor) -> bool:
-    """Return whether a tensor is a view of another one; the public way: yes, it may be."""
+    """Return whether a tensor is a view; the fallback: True."""
     return tensor._base is not None if BASE.usable else True
 
 
@@ -331,7 +331,7 @@ DEAD_WORKERS = Shortcut(
 
 
 def raise_for_dead_loader_workers() -> None:
-    """Raise RuntimeError, which names it, where a DataLoader worker of this process has died."""
+    """Raise RuntimeError, which names it, if a DataLoader worker of this process has died."""
     if DEAD_WORKERS.usable:
         from torch import _C
 
@@ -339,7 +339,7 @@ def raise_for_dead_loader_workers() -> None:
 
 
 def _fetching() -> set[Any]:
-    """Return the code of what fetches samples in this process, and of what raises a loader worker's error again."""
+    """Return the code objects that fetch samples in this process, and that raise a loader worker's error again."""
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
@@ -354,7 +354,7 @@ FETCHING = Shortcut(
 
 
 def came_from_samples(end: StopIteration) -> bool:
-    """Return whether a map-style dataset raised this, in this process or in a loader's worker; the end does not."""
+    """Return whether a map-style dataset raised this, here or in a loader worker, other than by its end."""
     if not FETCHING.usable:
         return False
     codes = _fetching()
@@ -376,7 +376,7 @@ LOCAL_TENSOR = Shortcut(
 
 
 def local_part(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, sharing its memory, unknown to autograd; a plain tensor as it is."""
+    """Return this rank's shard of a DTensor, detached and sharing its memory; a plain tensor as it is."""
     if not hasattr(tensor, "to_local"):
         whole: Tensor = tensor
         return whole
@@ -389,7 +389,7 @@ def local_part(tensor: Any) -> Tensor:
 
 
 def set_local_data(tensor: Any, data: Tensor) -> None:
-    """Let this rank's part of a tensor have other memory; by the public way that of a DTensor keeps its own."""
+    """Replace the memory of this rank's shard of a tensor; the fallback leaves that of a DTensor."""
     if not hasattr(tensor, "to_local"):
         tensor.data = data
     elif LOCAL_TENSOR.usable:
@@ -409,11 +409,11 @@ DICTS = Shortcut(
 )
 
 Tensors = MutableMapping[str, Any]
-"""The parameters or the buffers of one module by name, to read and to replace."""
+"""Parameters or buffers of one module by name, to read and to replace."""
 
 
 class _Attributes(MutableMapping[str, Any]):
-    """A module's own parameters or buffers by name, those that are None too, by public calls only."""
+    """A module's own parameters or buffers by name, including None, by public calls only."""
 
     def __init__(self, module: nn.Module, kind: str) -> None:
         self.module, self.kind = module, kind
@@ -445,12 +445,12 @@ def own_parameters(module: nn.Module) -> Tensors:
 
 
 def own_buffers(module: nn.Module) -> Tensors:
-    """Return a module's own buffers by name, those that are None too."""
+    """Return a module's own buffers by name, including None."""
     return module._buffers if DICTS.usable else _Attributes(module, "buffers")
 
 
 def put_child(module: nn.Module, name: str, value: Any) -> None:
-    """Let something that need not be a module be the child of a module that is a copy of another one."""
+    """Set a child, which need not be a module, on a copy of a module."""
     if DICTS.usable:
         module._modules[name] = value
     elif isinstance(module, (nn.ModuleDict, nn.ModuleList)):
@@ -464,20 +464,20 @@ def put_child(module: nn.Module, name: str, value: Any) -> None:
 
 
 ModuleParts = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
-"""The parameters, buffers and children of a module by name."""
+"""Parameters, buffers and children of a module by name."""
 
 
 def module_parts(module: nn.Module) -> ModuleParts:
     """Return the parameters, buffers and children of a module."""
     if DICTS.usable:
         return module._parameters, module._buffers, module._modules
-    named = module.named_modules(remove_duplicate=False)  # named_children leaves out a child's second name
+    named = module.named_modules(remove_duplicate=False)  # named_children skips a child's second name
     children: dict[str, Any] = {name: child for name, child in named if name and "." not in name}
     return dict(own_parameters(module)), dict(own_buffers(module)), children
 
 
 def set_module_parts(module: nn.Module, parts: ModuleParts) -> None:
-    """Let a module have these parameters, buffers and children instead of its own."""
+    """Replace a module's parameters, buffers and children."""
     if DICTS.usable:
         module._parameters, module._buffers, module._modules = parts
         return
@@ -502,12 +502,12 @@ COPIES = Shortcut(
 
 
 def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
-    """Return a shallow copy of a tree of modules with `tensors`, by id of the original, for parameters and buffers.
+    """Return a shallow copy of a tree of modules with `tensors`, by id of the original, as parameters and buffers.
 
     torch.func.functional_call would swap them on the one module that all threads share, and lose gradients.
     """
     if not (COPIES.usable and DICTS.usable):
-        return copy.deepcopy(module, {**tensors, **_kept_as_they_are(module)})
+        return copy.deepcopy(module, {**tensors, **_shared_by_copies(module)})
     copies: dict[nn.Module, Any] = {original: original._replicate_for_data_parallel() for original in module.modules()}
     for original, twin in copies.items():
         for name, child in original._modules.items():
@@ -522,7 +522,7 @@ def copy_modules(module: nn.Module, tensors: dict[int, Tensor]) -> Any:
     return copies[module]
 
 
-def _kept_as_they_are(module: nn.Module) -> dict[int, Any]:
+def _shared_by_copies(module: nn.Module) -> dict[int, Any]:
     """Return, by id, the attributes of modules that a shallow copy shares with the original."""
     values = [value for one in module.modules() for name, value in vars(one).items() if not name.startswith("_")]
     return {id(value): value for value in values if not _holds_tensors(value)}
@@ -540,7 +540,7 @@ CALLS = Shortcut(
 
 
 class _Intercepted:
-    """What the class of a module gets besides its own where calls are intercepted by public means."""
+    """Mixin that intercepts calls of a module by public means."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self
@@ -548,7 +548,7 @@ class _Intercepted:
 
 
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
-    """Let `call` be called instead of a module, before any hook; return what was called, and what undoes it."""
+    """Replace a module's call, hooks included, by `call`; return the original call, and an undo function."""
     if CALLS.usable:
         compiled: Any = module._compiled_call_impl
 
@@ -570,7 +570,7 @@ def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> tuple[Callab
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called; by the public way nobody can say, and it is False."""
+    """Return whether `module.compile()` was called; the fallback: False."""
     return CALLS.usable and module._compiled_call_impl is not None
 
 
@@ -606,7 +606,7 @@ INPUTS = Shortcut(
 
 
 def check_input(module: Any, forward: Callable[[Tensor], Tensor], input: Tensor) -> None:
-    """Have a batch norm check the dimensions of its input; `forward` is its own."""
+    """Make a batch norm check the dimensions of its input; `forward` is its own."""
     if INPUTS.usable:
         module._check_input_dim(input)
         return
@@ -671,7 +671,7 @@ UNSCALE = Shortcut(
 
 
 def unscale_each(gradients: list[Tensor], found: Tensor, inverse: Tensor) -> None:
-    """Multiply gradients of one device and dtype in place; make `found` 1.0 where one is not finite."""
+    """Multiply gradients of one device and dtype in place; set `found` to 1.0 if one is not finite."""
     if UNSCALE.usable:
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
         return
@@ -711,17 +711,17 @@ STEPPED = Shortcut(
 
 
 def step_of(optimizer: Any) -> Callable[..., Any]:
-    """Return what an optimizer updates the weights with.
+    """Return the function that steps an optimizer.
 
-    Torch spends 25 us a step on marks for its profiler; they are left out while none runs, where nothing is hooked to
-    the step and nobody but a learning rate scheduler has replaced it.
+    Torch spends 25 us a step on profiler ranges; they are skipped while no profiler runs, no hook is on the step, and
+    only a learning rate scheduler has replaced it.
     """
     if not OPTIMIZER_STEP_HOOKS.usable:
         return optimizer.step  # type: ignore[no-any-return]
     own = optimizer.__dict__.get("step")
     function = type(optimizer).step if own is None else _behind_scheduler(own)
     if (
-        not hasattr(function, "hooked")  # the mark of torch's wrapper, which functools.wraps copies to another one
+        not hasattr(function, "hooked")  # mark of torch's wrapper, which functools.wraps copies to other wrappers
         or function.__code__.co_filename != optimizer_module.__file__
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         or optimizer._optimizer_step_pre_hooks
@@ -730,18 +730,18 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
         or optimizer_module._global_optimizer_post_hooks
     ):
         return optimizer.step  # type: ignore[no-any-return]
-    optimizer._opt_called = True  # what schedulers replace a step for: they warn where they come before it
+    optimizer._opt_called = True  # schedulers replace `step` to warn if they are stepped before it
     return function.__wrapped__.__get__(optimizer)  # type: ignore[no-any-return]
 
 
 def _behind_scheduler(step: Any) -> Any:
-    """Return the `step` that a learning rate scheduler has replaced by its own; None where somebody else did."""
+    """Return the `step` that a learning rate scheduler has replaced; None if other code did."""
     code = getattr(step, "__code__", None)
     return step.__wrapped__ if code is not None and code.co_filename == lr_scheduler.__file__ else None
 
 
 def mark_stepped(optimizer: Any, stepped: bool = True) -> None:
-    """Let learning rate schedulers know that an optimizer has made a step, or they warn that they come before it."""
+    """Mark an optimizer as stepped, or its learning rate schedulers warn."""
     if STEPPED.usable:
         optimizer._opt_called = stepped
     elif stepped:
@@ -773,7 +773,7 @@ REDUCED = Shortcut(
 
 
 def require_reduced(module: Any) -> None:
-    """Raise RuntimeError where DDP waits for gradients that a backward did not give; torch does it a step later."""
+    """Raise RuntimeError if DDP misses gradients after a backward; torch does that a step later."""
     if REDUCED.usable:
         module._check_reducer_finalized()
 
@@ -812,14 +812,14 @@ def batches_of(
 ) -> Iterator[Any]:
     """Yield the batches of a loader's iterator.
 
-    `ended` is given its end, and `failed` what it or `ended` raises; either may raise something else.
-    Torch spends 20 us a batch on marks for its profiler; while none runs they are left out.
+    `ended` is called with the iterator's end, and `failed` with an exception of it or of `ended`; either may raise
+    another one. Torch spends 20 us a batch on profiler ranges; they are skipped while no profiler runs.
     """
     torchs: Any = iterator
     try:
         if READS.usable and type(iterator).__next__ is _loaders()._BaseDataLoaderIter.__next__:
             profiling = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-            # Beyond the length that an iterable dataset told torch's own way goes on, which warns of it.
+            # Beyond the length that an iterable dataset declares torch's own iterator continues, with a warning.
             while torchs._num_yielded != torchs._IterableDataset_len_called and not profiling():
                 try:
                     batch = torchs._next_data()
@@ -828,7 +828,7 @@ def batches_of(
                     return
                 torchs._num_yielded += 1
                 yield batch
-        # not `yield from`, which closes the iterator with this generator: a user's own may have more for another epoch
+        # not `yield from`, which closes the iterator with this generator: a user's own iterator may serve another epoch
         while True:
             try:
                 batch = next(iterator)
@@ -881,11 +881,11 @@ MEMORY = Shortcut(
     _has_memory_server,
 )
 SendError = Callable[[Any, Callable[[], None], Exception, Any], None]
-"""Is given a queue, what drops what was sent as Python does, the error, and what was sent."""
+"""Called with a queue, a function that drops the item as Python does, the error, and the item."""
 
 
 def replace_feeder_error(send: SendError) -> None:
-    """Let `send` be called in this process where a queue cannot pickle what it is to send."""
+    """Call `send` in this process if a queue cannot pickle an item."""
     if not FEEDER.usable:
         return
     drop = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
@@ -897,7 +897,7 @@ def replace_feeder_error(send: SendError) -> None:
 
 
 def wrapped_error(batch: Any, error: Exception, where: str) -> Any:
-    """Return an error as a DataLoader takes it in the place of a batch; a `batch` that is such an error as it is."""
+    """Return an error wrapped as a DataLoader worker sends it instead of a batch; a wrapped error as it is."""
     from torch._utils import ExceptionWrapper
 
     if isinstance(batch, ExceptionWrapper):
@@ -906,7 +906,7 @@ def wrapped_error(batch: Any, error: Exception, where: str) -> Any:
 
 
 def serves_memory(trace: TracebackType | None) -> bool:
-    """Return whether a traceback is of the thread by which multiprocessing hands memory to other processes."""
+    """Return whether a traceback is of the thread by which multiprocessing sends memory to other processes."""
     if not MEMORY.usable or trace is None:
         return False
     return trace.tb_frame.f_code is resource_sharer._ResourceSharer._serve.__code__  # type: ignore[attr-defined]
@@ -915,7 +915,7 @@ def serves_memory(trace: TracebackType | None) -> bool:
 # --- torchmetrics -----------------------------------------------------------------------------------------------------
 def _has_metric_states() -> bool:
     module = sys.modules.get("torchmetrics")
-    if module is None:  # no task has a metric
+    if module is None:  # no metric is in use
         return True
     metric = module.MeanMetric()
     names = ("_reductions", "_update_count", "_computed", "_to_sync", "_forward_cache")
@@ -930,9 +930,9 @@ METRICS = Shortcut(
 
 
 def reductions_of(metric: Any) -> dict[str, Any]:
-    """Return the states of a metric by name, each with how torchmetrics merges those of several ranks.
+    """Return the states of a metric by name, each with its reduction over ranks.
 
-    No public call tells. Raises TaskError where the name is not there, rather than guess.
+    No public call has it. Raises TaskError if the private name is missing, rather than guess.
     """
     if METRICS.usable:
         found: dict[str, Any] = metric._reductions
@@ -945,30 +945,30 @@ def reductions_of(metric: Any) -> dict[str, Any]:
 
 
 def updates_of(metric: Any) -> int:
-    """Return how often a metric was updated since it was reset."""
+    """Return how often a metric was updated since its reset."""
     count: int = metric._update_count if METRICS.usable else metric.update_count
     return count
 
 
 def set_updates(metric: Any, count: int) -> None:
-    """Let a metric, whose states were set, have been updated so often, and not have been computed yet."""
+    """Set a metric's number of updates after its states were set, and drop its computed value."""
     if METRICS.usable:
         metric._update_count, metric._computed = count, None
 
 
 def newest_value_of(metric: Any) -> Any:
-    """Return the value of the newest batch that a metric was called with; None where it cannot be had."""
+    """Return a metric's value of the newest batch; None if it is not accessible."""
     return metric._forward_cache if METRICS.usable else None
 
 
 def set_newest_value(metric: Any, value: Any) -> None:
-    """Let this be the value of the newest batch that a metric was called with."""
+    """Set a metric's value of the newest batch."""
     if METRICS.usable:
         metric._forward_cache = value
 
 
 def set_synced(metric: Any, wanted: bool) -> bool:
-    """Choose whether a metric's `compute` merges the states of all ranks first; return what it did before."""
+    """Choose whether a metric's `compute` merges the states of all ranks first; return the former choice."""
     before = bool(metric.sync_on_compute)
     if METRICS.usable:
         before, metric._to_sync = metric._to_sync, wanted
@@ -991,7 +991,7 @@ EVENTS = Shortcut(
 
 
 def drop_events(writer: Any, instead: Any) -> bool:
-    """Let `instead` get what a SummaryWriter has not written to its file yet; return whether it will."""
+    """Send what a SummaryWriter has not written yet to `instead`; return whether that is possible."""
     inner = getattr(writer.file_writer.event_writer, "_async_writer", None) if EVENTS.usable else None
     if inner is None:
         return False

@@ -69,7 +69,7 @@ class Trainer(TrainerView):
         """
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
-        if run_in_workers.is_needed(self, request):
+        if run_in_workers.needs_workers(self, request):
             run_in_workers.run_in_workers(self, request)
             return
         self.state, self.run_dir, self.should_stop = State(), self.given_dir, False
@@ -216,7 +216,7 @@ class Trainer(TrainerView):
         """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop."""
         run, state = self.current_run, self.state
         if state.global_step >= run.agreement.next_step or (self.should_stop and self.world_size == 1):
-            run.meet()
+            run.agree()
         if run.agreement.stop and state.global_step >= (self.min_steps or 0) and state.epoch >= (self.min_epochs or 0):
             return True
         return 0 <= self.max_steps <= state.global_step
@@ -224,7 +224,7 @@ class Trainer(TrainerView):
     def agree(self) -> None:
         """Agree with the other ranks on the elapsed time and on whether to stop."""
         run = self.current_run
-        run.agreement.meet(self.state.global_step, self.should_stop, run.preemption.signal)
+        run.agreement.agree(self.state.global_step, self.should_stop, run.preemption.signal)
 
     def log_step(self) -> None:
         """Write the newest step's values; here, and nowhere before, they are read from the device."""
@@ -268,7 +268,7 @@ class Trainer(TrainerView):
     def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
         """Run validate, test or predict; without a task that of the run before, with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
-        if run_in_workers.is_needed(self, request):
+        if run_in_workers.needs_workers(self, request):
             found: list[Any] = run_in_workers.run_in_workers(self, request)
             return found
         with lifecycle.begin(self, request) as run:

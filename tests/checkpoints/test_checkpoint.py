@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints import background, commit, store
 from legato.trainer.errors import CheckpointError
 
 
@@ -37,32 +37,34 @@ def test_places_are_found_in_the_order_of_steps(tmp_path: Path, caplog: pytest.L
     (root / "notes.txt").write_text("mine")
     (root / "step-00000999").symlink_to(root / "step-00000005")
     names = ["step-00000005", "step-00000100", "step-99999999", "step-1000000000"]
-    assert [path.name for path in store.all_in(root)] == names
+    assert [path.name for path in store.checkpoints_in(root)] == names
     for path in (tmp_path / "run", root, root / names[-1]):
         assert store.resolve(path) == root / names[-1]
     (root / names[-1] / "state.json").unlink()
     (root / names[-2] / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING, logger="legato"):
-        assert store.newest_whole(root) == root / "step-00000100"
+        assert store.newest_complete(root) == root / "step-00000100"
     first, second = caplog.messages
     assert "step-1000000000" in first
     assert "state.json is missing" in first
     assert "step-99999999" in second
     assert "manifest.json is missing" in second
-    assert [path.name for path in store.all_in(root)] == [*names[:2], names[-1]]
+    assert [path.name for path in store.checkpoints_in(root)] == [*names[:2], names[-1]]
 
 
 def test_resolve_tells_what_it_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no whole checkpoint at .*manifest.json.*step-00001200.*checkpoints/"):
+    with pytest.raises(
+        CheckpointError, match=r"no complete checkpoint at .*manifest.json.*step-00001200.*checkpoints/"
+    ):
         store.resolve(tmp_path)
     (tmp_path / "weights.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is a file; a Legato checkpoint is a directory"):
         store.resolve(tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         store.read_checkpoint(tmp_path / "gone")
-    assert store.newest_whole(tmp_path / "gone") is None
-    assert store.all_in(tmp_path / "gone") == []
-    store.sweep(tmp_path / "gone")
+    assert store.newest_complete(tmp_path / "gone") is None
+    assert store.checkpoints_in(tmp_path / "gone") == []
+    commit.sweep(tmp_path / "gone")
 
 
 def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
@@ -70,7 +72,7 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / "paper.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="does not look like a checkpoint"):
-        store.remove(precious)
+        commit.remove(precious)
     with pytest.raises(CheckpointError, match="is no checkpoint, so it is not replaced"):
         store.write(precious, example())
     with pytest.raises(CheckpointError, match="is no checkpoint, so it is not replaced"):
@@ -78,12 +80,12 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
     one, link = tmp_path / "step-00000001", tmp_path / "step-00000002"
     store.write(one, example())
     link.symlink_to(one)
-    for refuse in (store.remove, lambda path: store.write(path, example())):
+    for refuse in (commit.remove, lambda path: store.write(path, example())):
         with pytest.raises(CheckpointError):
             refuse(link)
     assert (precious / "paper.tex").read_text() == "years of work"
     store.verify(one)
-    store.remove(one)
+    commit.remove(one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "step-00000002"]
 
 
@@ -97,7 +99,7 @@ def test_sweep_touches_nothing_but_its_own_rests(tmp_path: Path) -> None:
     (tmp_path / ".step-00000004.partial").symlink_to(outside)
     for name in (".mine.partial", ".step-1.partial", "step-00000001.partial", ".git"):
         (tmp_path / name).mkdir()
-    store.sweep(tmp_path)
+    commit.sweep(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(".git", ".mine.partial", ".step-1.partial", "outside", "step-00000001.partial")
     ]
@@ -119,7 +121,7 @@ def test_extra_files_are_part_of_it(tmp_path: Path) -> None:
 
 
 def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> None:
-    weight, writer = torch.zeros(300_000), store.Writer()
+    weight, writer = torch.zeros(300_000), background.Writer()
     seen = []
     for step in range(4):
         weight.fill_(step)
@@ -133,7 +135,7 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
     writer.close()
     assert len(set(seen)) == 1
     assert writer.memory is None
-    for step, path in enumerate(store.all_in(tmp_path)):
+    for step, path in enumerate(store.checkpoints_in(tmp_path)):
         back = store.read_checkpoint(path)
         assert back["list"] == [step]
         assert torch.equal(back["state_dict"]["a"], torch.full((1000, 300), float(step)))
@@ -141,7 +143,7 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
 
 
 def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> None:
-    writer = store.Writer()
+    writer = background.Writer()
     for step, size in enumerate((1, 1000, 10)):
         contents = {
             "state_dict": {"t": torch.rand(size, 3).t(), "half": torch.rand(size).bfloat16(), "n": torch.empty(0)}
@@ -159,7 +161,7 @@ def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> No
 
 
 def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path) -> None:
-    writer, started = store.Writer(), threading.Event()
+    writer, started = background.Writer(), threading.Event()
 
     def slow(path: Path) -> None:
         started.set()
@@ -180,7 +182,7 @@ def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path) -> None
 
 
 def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Path) -> None:
-    writer = store.Writer()
+    writer = background.Writer()
     with pytest.raises(CheckpointError, match="a is a set_iterator"):
         writer.save(tmp_path / "one", {"a": iter(set())})
     writer.close()
@@ -188,8 +190,8 @@ def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Pat
 
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     program = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import store\n"
-        "store.Writer().save(Path(sys.argv[1]), {'a': torch.ones(9)}, extra_files={'b': lambda path:"
+        "import sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import background\n"
+        "background.Writer().save(Path(sys.argv[1]), {'a': torch.ones(9)}, extra_files={'b': lambda path:"
         " (time.sleep(0.5), path.touch())})\nraise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "one")], timeout=120).returncode == 3
@@ -200,11 +202,11 @@ MEMORY = """
     import re, sys
     from pathlib import Path
     import torch
-    from legato.trainer.checkpoints import store
+    from legato.trainer.checkpoints import background, store
     # not ru_maxrss: a new program inherits that of the process that started it
     most = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
     state = {"state_dict": {str(place): torch.ones(1_000_000) for place in range(40)}, "ids": torch.arange(5_000_000)}
-    writer, root = store.Writer(), Path(sys.argv[1])
+    writer, root = background.Writer(), Path(sys.argv[1])
     store.write(root / "warm", {"a": torch.ones(3)})
     start = most()
     store.write(root / "once", state)
@@ -230,6 +232,6 @@ def test_a_replacement_that_died_between_its_names_is_found_by_its_name(tmp_path
     store.write(path, example(3))
     aside = path.rename(tmp_path / f".{path.name}.replaced")
     assert store.resolve(path) == store.resolve(tmp_path) == aside
-    assert store.all_in(tmp_path) == []
-    store.sweep(tmp_path)
-    assert store.all_in(tmp_path) == [path]
+    assert store.checkpoints_in(tmp_path) == []
+    commit.sweep(tmp_path)
+    assert store.checkpoints_in(tmp_path) == [path]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints import commit, store
 from legato.trainer.errors import CheckpointError
 
 DRIVER = Path(__file__).parents[1].joinpath("checkpoint_driver.py")
@@ -113,8 +113,8 @@ def test_everything_is_on_the_disk_before_what_builds_on_it(
 
 def test_a_disk_without_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"needs 1,000,000,000,000\.0 MB in {tmp_path}, where .* MB are free"):
-        store.free_space_check(tmp_path / "not" / "there", 10**18)
-    store.free_space_check(tmp_path, 1)
+        commit.free_space_check(tmp_path / "not" / "there", 10**18)
+    commit.free_space_check(tmp_path, 1)
     huge = torch.zeros(1).expand(2**58)
     with pytest.raises(CheckpointError, match="nothing was written"):
         store.write(tmp_path / store.directory_name(1), {"huge": huge})
@@ -125,7 +125,7 @@ FULL_DISK = """
     import sys
     from pathlib import Path
     import torch
-    from legato.trainer.checkpoints import store
+    from legato.trainer.checkpoints import background, commit, store
     from legato.trainer.errors import CheckpointError
 
     root = Path(sys.argv[1])
@@ -144,8 +144,8 @@ FULL_DISK = """
             while True:
                 file.write(bytes(1 << 16))
 
-    store.remove(root / store.directory_name(0))
-    writer = store.Writer()
+    commit.remove(root / store.directory_name(0))
+    writer = background.Writer()
     for save in (store.write, writer.save):
         try:
             save(root / store.directory_name(99), {"w": torch.ones(10)}, extra_files={"big": fill})

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.trainer.checkpoints import format, manifest, store
-from legato.trainer.checkpoints.format import Sum, file_sum, read_tensors
+from legato.trainer.checkpoints import foreign, format, manifest, store
+from legato.trainer.checkpoints.format import FileSum, file_sum, read_tensors
 from legato.trainer.errors import CheckpointError
 
 FILES = ("model.safetensors", "tensors.safetensors", "state.json", "manifest.json")
@@ -62,7 +62,7 @@ def test_every_flipped_bit_and_every_cut_is_found(
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         store.read_checkpoint(newer)
     with caplog.at_level(logging.WARNING, logger="legato"):
-        assert store.newest_whole(newer.parent) == older
+        assert store.newest_complete(newer.parent) == older
     assert "step-00000002 is passed over" in caplog.text
     assert name in caplog.text
 
@@ -94,7 +94,7 @@ def test_what_is_no_file_of_its_own_is_refused(two: tuple[Path, Path], tmp_path:
 
 
 def good_manifest() -> dict[str, object]:
-    entry = Sum(3, "ab" * 32)
+    entry = FileSum(3, "ab" * 32)
     loaded = json.loads(manifest.dump_manifest(dict.fromkeys(FILES[:3], entry)))
     assert isinstance(loaded, dict)
     return loaded
@@ -113,13 +113,13 @@ def good_manifest() -> dict[str, object]:
         (lambda body: body.update(run="another"), "does not match its own sha256"),
         (lambda body: body.update(files=[]), "files must be an object"),
         (lambda body: body["files"].pop("state.json"), "files lacks state.json"),
-        (lambda body: body["files"].update({"../../etc/passwd": {}}), "no plain file name"),
-        (lambda body: body["files"].update({"/etc/passwd": {}}), "no plain file name"),
-        (lambda body: body["files"].update({"a/b": {}}), "no plain file name"),
-        (lambda body: body["files"].update({"..": {}}), "no plain file name"),
-        (lambda body: body["files"].update({"": {}}), "no plain file name"),
-        (lambda body: body["files"].update({"a\n": {}}), "no plain file name"),
-        (lambda body: body["files"].update({"manifest.json": {}}), "no plain file name"),
+        (lambda body: body["files"].update({"../../etc/passwd": {}}), "not a plain file name"),
+        (lambda body: body["files"].update({"/etc/passwd": {}}), "not a plain file name"),
+        (lambda body: body["files"].update({"a/b": {}}), "not a plain file name"),
+        (lambda body: body["files"].update({"..": {}}), "not a plain file name"),
+        (lambda body: body["files"].update({"": {}}), "not a plain file name"),
+        (lambda body: body["files"].update({"a\n": {}}), "not a plain file name"),
+        (lambda body: body["files"].update({"manifest.json": {}}), "not a plain file name"),
         (lambda body: body["files"].update({"a": 3}), "files.a must be an object"),
         (lambda body: body["files"].update({"a": {"size": 3}}), r"files\.a\.sha256 is missing"),
         (lambda body: body["files"]["state.json"].update(size=-1), "must be a number of bytes"),
@@ -362,4 +362,4 @@ def test_fuzz_foreign_files(tmp_path: Path) -> None:
         seed = path.read_bytes()
         for _ in range(300):
             path.write_bytes(mutated(seed, generator))
-            outcome(lambda: store.read_foreign(path))
+            outcome(lambda: foreign.read_foreign(path))

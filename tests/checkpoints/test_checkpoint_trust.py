@@ -27,8 +27,8 @@ def forge(path: Path, **changes: Any) -> None:
     (callback,) = state["callbacks"].values()
     callback.update(changes)
     (path / "state.json").write_text(json.dumps(state))
-    files = {name: file_sum(path / name) for name in manifest.load_manifest(path)}
-    (path / "manifest.json").write_bytes(manifest.dump_manifest(files, manifest.run_of(path)))
+    files = {name: file_sum(path / name) for name in manifest.load_manifest(path).files}
+    (path / "manifest.json").write_bytes(manifest.dump_manifest(files, manifest.load_manifest(path).run))
     store.verify(path)
 
 

@@ -70,7 +70,7 @@ def test_a_checkpoint_that_somebody_changes_is_left_alone(
     trainer = train(tmp_path, change, asynchronous=asynchronous)
     assert trainer.global_step == 10
     assert "step-00000005 is not removed: " in caplog.text
-    assert "The run goes on" in caplog.text
+    assert "The run continues" in caplog.text
     names = sorted(path.name for path in (trainer.run_dir / "checkpoints").iterdir())
     assert names[-2:] == ["step-00000009", "step-00000010"]
     assert set(names[:-2]) <= {"step-00000005", "step-00000006"}

@@ -200,7 +200,7 @@ def test_a_resume_at_the_thousand_millionth_sample_reads_what_one_at_the_eighth_
     options = {"replicas": 2, "max_epochs": -1, "enable_checkpointing": True}
     first = tiny.make_trainer(tmp_path, **options, max_steps=1, callbacks=[saver])
     first.fit(tiny.Tiny(), DataLoader(Endless(), 4, shuffle=True))
-    saved = store.read_checkpoint(store.newest_whole(first.run_dir / "checkpoints"))
+    saved = store.read_checkpoint(store.newest_complete(first.run_dir / "checkpoints"))
     counts = {"global_step": done, "epoch_steps": done, "epoch_rounds": done, "rounds": done, "samples_seen": 8 * done}
     saved["state"] |= counts
     store.write(tmp_path / store.directory_name(done), saved)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import legato as lg
 from legato.callbacks import Checkpoint
-from legato.trainer.checkpoints.shards import Stored
+from legato.trainer.checkpoints.shards import StoredTensor
 from legato.trainer.errors import CheckpointError
 from legato.trainer.processes.environment import run_workers
 
@@ -48,7 +48,7 @@ class Wide(lg.Task):
 
 
 def tensors_in(value):
-    if isinstance(value, (torch.Tensor, Stored)):
+    if isinstance(value, (torch.Tensor, StoredTensor)):
         yield value
     elif isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
@@ -138,7 +138,7 @@ def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd
         fit(tmp_path, strategy, 4, resume=folder / "step-00000003")
     for name in ("step-00000001", "step-00000002"):  # which was saved once more
         damage(folder / name / file)
-    with pytest.raises(CheckpointError, match="There is no whole checkpoint at"):
+    with pytest.raises(CheckpointError, match="There is no complete checkpoint at"):
         fit(tmp_path, strategy, 4)
     said = capfd.readouterr().err
     assert all(said.count(f"step-0000000{step} is passed over") == 1 for step in (1, 2, 3))

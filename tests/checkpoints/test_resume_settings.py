@@ -12,7 +12,7 @@ from legato.callbacks import Checkpoint
 from legato.trainer.checkpoints import store
 from legato.trainer.errors import CheckpointError, ConfigError
 
-TOLD = "The run goes on with other settings"
+TOLD = "The run resumes with other settings"
 
 
 class Rated(Tiny):

@@ -173,7 +173,7 @@ def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
 def network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything takes a hundredth of its time."""
     monkeypatch.setattr(run_lock, "is_local", lambda folder: False)
-    for name in ("BEAT", "SILENCE", "RELEASE_WAIT", "CONTEST", "MOMENT"):
+    for name in ("HEARTBEAT", "DEAD_AFTER", "RELEASE_WAIT", "CONTEST_WAIT", "END_WAIT"):
         monkeypatch.setattr(run_lock, name, getattr(run_lock, name) / 25)
 
 
@@ -193,7 +193,7 @@ def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(
     over = threading.Event()
 
     def live() -> None:
-        while not over.wait(run_lock.BEAT):
+        while not over.wait(run_lock.HEARTBEAT):
             os.utime(tmp_path / LOCK)
 
     thread = threading.Thread(target=live)
@@ -231,7 +231,7 @@ def test_without_flock_the_process_is_looked_for(tmp_path: Path, monkeypatch: py
 @pytest.mark.usefixtures("network")
 def test_of_several_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
-    monkeypatch.setattr(run_lock, "CONTEST", 0.5)
+    monkeypatch.setattr(run_lock, "CONTEST_WAIT", 0.5)
     locks, had = [RunLock(tmp_path, f"fit {number}") for number in range(6)], []
 
     def take(lock: RunLock) -> None:

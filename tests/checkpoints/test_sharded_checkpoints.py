@@ -18,6 +18,7 @@ import legato as lg
 from legato.callbacks import Checkpoint
 from legato.trainer.__main__ import main
 from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.shards import ShardBlock
 from legato.trainer.errors import CheckpointError
 from legato.trainer.processes.environment import run_workers
@@ -87,7 +88,7 @@ def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_nothing(tmp_path,
         if not background:
             store.write(tmp_path / f"step-{step:08d}", contents, ranks=rank)
             return
-        writer = store.Writer()
+        writer = Writer()
         writer.save(tmp_path / f"step-{step:08d}", contents, ranks=rank)
         writer.close()
 

@@ -178,7 +178,7 @@ def test_rank_zero_dies_while_it_saves(tmp_path, folder, undisturbed, asynchrono
     with Killer(folder, plan):
         task, trainer = fit(tmp_path, folder, elastic=True, devices=2, callbacks=[saver, SlowSave()])
     assert_same(task, trainer, undisturbed)
-    kept = store.all_in(trainer.run_dir / "checkpoints")
+    kept = store.checkpoints_in(trainer.run_dir / "checkpoints")
     assert [path.name for path in kept] == [f"step-{step:08d}" for step in range(10, STEPS + 1, 10)]
     for path in kept:
         store.verify(path)
@@ -330,7 +330,7 @@ def test_with_too_few_processes_the_run_saves_itself_and_can_be_resumed(tmp_path
         fit(tmp_path, folder, elastic=True, devices=3, min_processes=3)
     assert ended.value.code == 75
     (run_dir,) = (tmp_path / "default").iterdir()
-    newest = store.newest_whole(run_dir / "checkpoints")
+    newest = store.newest_complete(run_dir / "checkpoints")
     assert newest is not None
     step = int(newest.name.removeprefix("step-"))
     assert 13 < step < STEPS
@@ -560,7 +560,7 @@ def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"join": "nowhere"}, "'nowhere' is no address: expected 'HOST:PORT'"),
+        ({"join": "nowhere"}, "'nowhere' is not an address: expected 'HOST:PORT'"),
         ({"min_processes": 0}, "min_processes=0: expected at least 1"),
         ({"init_method": "file:///tmp/x"}, "needs init_method=tcp://HOST:PORT"),
     ],
@@ -600,6 +600,6 @@ def test_a_pace_measured_over_a_moment_does_not_put_off_the_next_look_at_the_ros
     agreement, met = Agreement(Hasty(), 2, 0, 0.0), []
     for step in range(1, 100):
         if step >= agreement.next_step:
-            agreement.meet(step, wish=False)
+            agreement.agree(step, wants_stop=False)
             met.append(step)
     assert met == [1, 3, 7, 15, 31, 63]

@@ -287,7 +287,7 @@ def test_a_start_up_in_which_nobody_answers(tmp_path):
     process.terminate()  # it is deaf no longer, either
     said += process.communicate(timeout=20)[1]
     assert process.returncode in (75, 128 + signal.SIGTERM)
-    assert re.search(r"rank 1 waits for the other processes to meet it \(.*rendezvous.* at start-up", said), said
+    assert re.search(r"rank 1 waits for the other processes to join it \(.*rendezvous.* at start-up", said), said
 
 
 LATE = """

@@ -202,7 +202,7 @@ def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     short, port = timedelta(seconds=0.5), free_port()
     alone = Place(1, 1, 0, 2, 2, 1, "environment")
-    with pytest.raises(ConfigError, match=rf"Rank 1 of 2 found no one at 127.0.0.1:{port} within 0.5 s"):
+    with pytest.raises(ConfigError, match=rf"Rank 1 of 2 found no store at 127.0.0.1:{port} within 0.5 s"):
         environment.join_process_group(alone, "gloo", short, f"tcp://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match=rf"waited 0.5 s at 127.0.0.1:{port} for 2 ranks; missing: 1\."):
         environment.join_process_group(PAIR, "gloo", short, f"tcp://127.0.0.1:{port}")

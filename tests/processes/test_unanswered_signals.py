@@ -48,7 +48,7 @@ def end(process, code, seconds=30):
 
 
 def checkpoints(folder):
-    found = store.all_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    found = store.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
     for path in found:
         store.verify(path)
     return [path.name for path in found]
@@ -63,7 +63,7 @@ def test_a_signal_that_is_not_answered(tmp_path, how, number):
     with running(tmp_path, how) as process:
         os.kill(stuck(tmp_path), number)
         errors = end(process, 128 + number)
-    assert f"{number.name}: this process is ended in the midst of its work" in errors
+    assert f"{number.name}: this process is ended in the middle of its work" in errors
     assert "not answered for 1 s" in errors
     assert "unanswered_run.py" in errors or how == "loader"
     assert "legato-signals" not in errors
@@ -237,4 +237,4 @@ def test_torchrun(tmp_path):
             os.kill(member, signal.SIGKILL)
         process.communicate()
     assert process.returncode != 0
-    assert "SIGTERM: this process is ended in the midst of its work" in errors
+    assert "SIGTERM: this process is ended in the middle of its work" in errors

@@ -226,7 +226,7 @@ def test_a_run_that_is_told_to_end_saves_what_the_servers_have(tmp_path):
     script = Path(__file__).parents[1] / "rpc_preempted.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200)
     assert done.returncode == 75, done.stderr
-    assert "is whole. Exit code 75 asks for a new start" in done.stderr
+    assert "is complete. Exit code 75 asks for a new start" in done.stderr
     *_, saved = sorted((tmp_path / "default" / "version_0" / "checkpoints").glob("step-*"))
     resumed = Ratings()
     fit(resumed, resume=saved, **{**LAYOUTS["one"], "max_epochs": 4})

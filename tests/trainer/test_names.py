@@ -12,7 +12,6 @@ SHARED = {
     "__all__": "Python's list of public names",
     "_HOMES": "the table that such a __getattr__ reads",
     "log": "the logger of the package",
-    "logger": "the same, where `log` is a function's argument",
     "T": "a type variable",
     "Value": "a type variable",
     "TaskType": "a type variable for Task, in the class method and the function behind it",

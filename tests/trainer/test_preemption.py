@@ -84,7 +84,7 @@ def assert_resumes(folder: Path, options: dict[str, Any], weights: dict[str, tor
 
 def checkpoints(folder: Path) -> list[str]:
     """The names of all checkpoints, every one of which must be whole."""
-    found = store.all_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    found = store.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
     for path in found:
         store.verify(path)
     return [path.name for path in found]
@@ -94,7 +94,7 @@ def stopped_at(run: Running) -> int:
     """Return the step that the run says it stopped at, in one line, with the code that asks for a new start."""
     lines = [line for line in run.errors.splitlines() if "stopped at step" in line]
     assert len(lines) == 1, run.errors
-    assert "is whole" in lines[0]
+    assert "is complete" in lines[0]
     assert "Traceback" not in run.errors
     found = re.search(r"stopped at step (\d+)", lines[0])
     assert found is not None

@@ -1,1 +1,1 @@
-"""Checkpoints: what they hold, how they are written whole, verified, found and taken over."""
+"""Checkpoints: format, atomic commit, verification, search, and restore."""

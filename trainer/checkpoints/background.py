@@ -1,4 +1,4 @@
-"""Saving in the background: training waits for one copy in memory, a thread writes."""
+"""Background saves: training waits only for a copy in host memory; a thread writes it."""
 
 import mmap
 import os
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from ..processes.collectives import SINGLE, Collectives
-from .commit import NOBODY, ExtraFiles, Owner, commit
-from .format import Flat, flatten
+from .commit import NO_OWNER, ExtraFiles, Owner, commit
+from .format import FlatState, flatten
 from .progress import SAVES
 
 _ALIGNMENT = 64
 
 
 class Writer:
-    """Writes checkpoints on a thread, at most one at a time.
+    """Thread that writes checkpoints, one at a time.
 
     Host memory is one copy of the largest state saved, kept for the next save: touching fresh memory costs more than
-    the copy. The thread is no daemon, so a process that ends by an exception still finishes its checkpoint.
+    the copy. The thread is not a daemon, so a process that ends by an exception still finishes its checkpoint.
     """
 
     def __init__(self) -> None:
@@ -40,15 +40,15 @@ class Writer:
         *,
         extra_files: ExtraFiles | None = None,
         ranks: Collectives = SINGLE,
-        owner: Owner = NOBODY,
+        owner: Owner = NO_OWNER,
     ) -> None:
         """Copy `contents` and return; a thread writes the copy. Waits for the save before, and raises its error.
 
-        With several `ranks` each of them calls this, and nothing else talks to them that way until the save is done.
+        Every one of `ranks` calls this, and uses them for nothing else until the save is done.
         """
         self.wait()
         flat = flatten(contents)
-        flat.share_out(ranks)
+        flat.assign_writers(ranks)
         self._snapshot(flat)
         self._directory = Path(os.path.abspath(directory))
         self._thread = threading.Thread(target=self._write, args=(flat, extra_files, ranks, owner))
@@ -56,7 +56,7 @@ class Writer:
         self._thread.start()
 
     def join(self) -> None:
-        """Wait until nothing is being written, whether that went well or not."""
+        """Wait until the save is done, whether it succeeded or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -68,26 +68,26 @@ class Writer:
             raise CheckpointError(f"Saving {self._directory} in the background failed: {error}") from error
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises what `check` raises."""
+        """Wait until the save is done; raises what `check` raises."""
         self.join()
         self.check()
 
     def close(self) -> None:
-        """Wait, and give the memory back."""
+        """Wait, and free the memory."""
         try:
             self.wait()
         finally:
             self.memory = None
 
-    def _write(self, flat: Flat, extra_files: ExtraFiles | None, ranks: Collectives, owner: Owner) -> None:
+    def _write(self, flat: FlatState, extra_files: ExtraFiles | None, ranks: Collectives, owner: Owner) -> None:
         try:
             with SAVES.save():
                 commit(self._directory, flat, extra_files, ranks, owner)
-        except BaseException as error:  # it is raised where the run can end by it
+        except BaseException as error:  # raised by `check`, where it can end the run
             self._error = error
 
-    def _snapshot(self, flat: Flat) -> None:
-        """Copy every tensor to the host; those that are one tensor under several names are copied once."""
+    def _snapshot(self, flat: FlatState) -> None:
+        """Copy every tensor to the host; a tensor under several names is copied once."""
         tensors = [tensor for named in flat.tensors.values() for tensor in named.values()]
         tensors += [part.block for named in flat.parts.values() for part in named.values()]
         places: dict[object, int] = {}
@@ -116,7 +116,7 @@ class Writer:
     def _memory_of(self, size: int, pinned: bool) -> Tensor:
         memory = self.memory
         if memory is None or memory.nbytes < size or (pinned and not memory.is_pinned()):
-            self.memory = memory = None  # let go first, so that there are never two
+            self.memory = memory = None  # freed first, so that there are never two copies
             self.memory = memory = _allocate(max(size, 1), pinned)
         return memory
 
@@ -128,7 +128,7 @@ def _identity(tensor: Tensor) -> object:
 
 
 def _allocate(size: int, pinned: bool) -> Tensor:
-    if pinned:  # the device copies into pinned memory by itself
+    if pinned:  # the device copies into pinned memory asynchronously
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8)

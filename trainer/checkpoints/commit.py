@@ -1,9 +1,9 @@
-"""How a checkpoint comes to stand in its place, and goes from it: whole or not at all, whenever the process dies.
+"""Atomic replacement and removal of checkpoint directories, whenever the process dies.
 
-`step-00001200` is written as `.step-00001200.partial` beside it, every file synced, the manifest last, and renamed. One
-that is in the way is first renamed to `.step-00001200.replaced` and deleted last; one that is removed is first renamed
-to `.step-00001200.removed`. So at every moment the old or the new one is whole, under its own name or as `.replaced`,
-and what an interrupted process leaves has a fixed name, which the next save settles.
+`step-00001200` is written as `.step-00001200.partial` beside it, every file synced, the manifest last, and renamed. An
+existing one is first renamed to `.step-00001200.replaced` and deleted last; one that is removed is first renamed to
+`.step-00001200.removed`. So at every moment the old or the new one is complete, under its own name or as `.replaced`,
+and leftovers of an interrupted process have fixed names, which the next save cleans up.
 """
 
 import json
@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 from ..errors import CheckpointError
 from ..processes.collectives import SINGLE, Collectives
 from . import manifest
-from .format import MODEL, OTHERS, Flat, Sum, file_sum, write_bytes, write_tensors
-from .shards import PART_FILE, file_name
+from .format import MODEL, OTHERS, FileSum, FlatState, file_sum, write_bytes, write_tensors
+from .shards import SHARD_FILE, file_name
 
 T = TypeVar("T")
 ExtraFiles = Mapping[str, Callable[[Path], object]]
@@ -29,40 +29,40 @@ STEP_NAME = re.compile(r"step-([0-9]{8,})")
 PARTIAL, REPLACED, REMOVED = "partial", "replaced", "removed"
 _REST = re.compile(rf"\.({STEP_NAME.pattern})\.({PARTIAL}|{REPLACED}|{REMOVED})")
 _OWN_FILES = {manifest.MODEL_FILE, manifest.TENSORS_FILE, manifest.STATE_FILE, manifest.MANIFEST}
-_SLACK = 64 << 10  # bytes: headers, the manifest, folders
+_SLACK = 64 << 10  # bytes for headers, the manifest and folders
 
 
-def beside(directory: Path, kind: str) -> Path:
-    """Return the fixed temporary name of one kind for a checkpoint."""
+def temporary_path(directory: Path, kind: str) -> Path:
+    """Return the temporary name of one kind for a checkpoint."""
     return directory.with_name(f".{directory.name}.{kind}")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """On whose behalf a checkpoint is written."""
+    """Run for which a checkpoint is written."""
 
     run: str = ""
-    """The identity of the run, for the manifest; "": no run's."""
+    """Id of the run for the manifest; "": none."""
     sweeps: bool = True
-    """Whether nobody else writes to the folder, so that what interrupted saves left in it may be cleared up."""
+    """Whether this run alone writes to the folder, so that leftovers of interrupted saves may be deleted."""
 
 
-NOBODY = Owner()
+NO_OWNER = Owner()
 
 
 def commit(
     directory: Path,
-    flat: Flat,
+    flat: FlatState,
     extra_files: ExtraFiles | None = None,
     ranks: Collectives = SINGLE,
-    owner: Owner = NOBODY,
+    owner: Owner = NO_OWNER,
 ) -> None:
-    """Write a checkpoint to its place, replacing one that is there.
+    """Write a checkpoint, replacing an existing one.
 
-    With several `ranks` each of them calls this, and writes its own files. Raises CheckpointError, on every rank, where
-    that fails; what stood there before then stands there still.
+    Every one of `ranks` calls this, and writes its own files. Raises CheckpointError, on every rank, if that fails; an
+    existing checkpoint is kept then.
     """
-    first, extra_files, stage = ranks.rank == 0, extra_files or {}, beside(directory, PARTIAL)
+    first, extra_files, stage = ranks.rank == 0, extra_files or {}, temporary_path(directory, PARTIAL)
     needed = sum(ranks.gather_objects(flat.nbytes))
     begun = False
 
@@ -73,10 +73,10 @@ def commit(
             begun = True
             _open_stage(directory, stage, needed, owner.sweeps)
 
-    def write() -> dict[str, Sum]:
+    def write() -> dict[str, FileSum]:
         return {**(_write_whole(stage, flat, extra_files) if first else {}), **_write_parts(stage, flat, ranks.rank)}
 
-    def finish(sums: list[dict[str, Sum]]) -> None:
+    def finish(sums: list[dict[str, FileSum]]) -> None:
         if first:
             files = {name: found for written in sums for name, found in written.items()}
             write_bytes(stage / manifest.MANIFEST, manifest.dump_manifest(files, owner.run))
@@ -84,13 +84,13 @@ def commit(
             _swap_in(stage, directory)
 
     try:
-        together(ranks, begin)
-        sums = together(ranks, write)
-        together(ranks, lambda: finish(sums))
+        on_all_ranks(ranks, begin)
+        sums = on_all_ranks(ranks, write)
+        on_all_ranks(ranks, lambda: finish(sums))
     except BaseException as error:
         if begun:
             with suppress(OSError):
-                settle(directory)
+                clean_up(directory)
         if isinstance(error, OSError):
             raise CheckpointError(
                 f"{directory} could not be written: {error.strerror or error} ({_megabytes(needed)} needed"
@@ -99,10 +99,10 @@ def commit(
         raise
 
 
-def together(ranks: Collectives, action: Callable[[], T]) -> list[T]:
-    """Call `action` on every rank and return what it returned, by rank.
+def on_all_ranks(ranks: Collectives, action: Callable[[], T]) -> list[T]:
+    """Call `action` on every rank and return the results, by rank.
 
-    Raises what it raised here, or CheckpointError where it failed on other ranks only.
+    Raises its exception here, or CheckpointError if it failed on other ranks only.
     """
     if ranks.size == 1:
         return [action()]
@@ -123,7 +123,7 @@ def together(ranks: Collectives, action: Callable[[], T]) -> list[T]:
 
 def _open_stage(directory: Path, stage: Path, needed: int, sweeps: bool) -> None:
     make_folder(directory.parent)
-    settle(directory)
+    clean_up(directory)
     if sweeps and STEP_NAME.fullmatch(directory.name):
         sweep(directory.parent)
     free_space_check(directory.parent, needed)
@@ -134,22 +134,24 @@ def _check_place(directory: Path, extra_files: ExtraFiles) -> None:
     if not directory.name:
         raise CheckpointError(f"A checkpoint needs a name of its own, got {str(directory)!r}.")
     for name in extra_files:
-        if not manifest.is_plain_name(name) or name in _OWN_FILES or PART_FILE.fullmatch(name):
+        if not manifest.is_plain_name(name) or name in _OWN_FILES or SHARD_FILE.fullmatch(name):
             raise CheckpointError(f"{name!r} cannot be a file of a checkpoint; expected a plain, free name.")
     if not os.path.lexists(directory):
         return
     foreign = directory.is_symlink() or not directory.is_dir()
     if not foreign and not (directory / manifest.MANIFEST).exists():
         foreign = any(
-            entry.name not in _OWN_FILES and not PART_FILE.fullmatch(entry.name) for entry in directory.iterdir()
+            entry.name not in _OWN_FILES and not SHARD_FILE.fullmatch(entry.name) for entry in directory.iterdir()
         )
     if foreign:
-        raise CheckpointError(f"{directory} is there and is no checkpoint, so it is not replaced. Choose another name.")
+        raise CheckpointError(
+            f"{directory} exists and is not a checkpoint, so it is not replaced. Choose another name."
+        )
 
 
-def _write_whole(stage: Path, flat: Flat, extra_files: ExtraFiles) -> dict[str, Sum]:
+def _write_whole(stage: Path, flat: FlatState, extra_files: ExtraFiles) -> dict[str, FileSum]:
     state = json.dumps(flat.tree, allow_nan=False).encode("ascii")
-    files: dict[str, Sum] = {
+    files: dict[str, FileSum] = {
         manifest.MODEL_FILE: write_tensors(stage / manifest.MODEL_FILE, flat.tensors[MODEL]),
         manifest.TENSORS_FILE: write_tensors(stage / manifest.TENSORS_FILE, flat.tensors[OTHERS]),
         manifest.STATE_FILE: write_bytes(stage / manifest.STATE_FILE, state),
@@ -160,7 +162,7 @@ def _write_whole(stage: Path, flat: Flat, extra_files: ExtraFiles) -> dict[str, 
     return files
 
 
-def _write_parts(stage: Path, flat: Flat, rank: int) -> dict[str, Sum]:
+def _write_parts(stage: Path, flat: FlatState, rank: int) -> dict[str, FileSum]:
     files = {}
     for file, parts in flat.parts.items():
         if parts:
@@ -175,7 +177,7 @@ def _write_parts(stage: Path, flat: Flat, rank: int) -> dict[str, Sum]:
 
 
 def _swap_in(stage: Path, directory: Path) -> None:
-    old = beside(directory, REPLACED)
+    old = temporary_path(directory, REPLACED)
     replaces = directory.exists()
     if replaces:
         os.rename(directory, old)
@@ -186,34 +188,35 @@ def _swap_in(stage: Path, directory: Path) -> None:
         _delete(old)
 
 
-def settle(directory: Path) -> None:
-    """Clear up what an interrupted save or removal of this one checkpoint left behind."""
-    old = beside(directory, REPLACED)
+def clean_up(directory: Path) -> None:
+    """Clean up after an interrupted save or removal of this checkpoint."""
+    old = temporary_path(directory, REPLACED)
     if (old / manifest.MANIFEST).exists() and not directory.exists():
         os.rename(old, directory)  # the process died between the two renames of a replacement
         sync_folder(directory.parent)
     for kind in (PARTIAL, REPLACED, REMOVED):
-        _delete(beside(directory, kind))
+        _delete(temporary_path(directory, kind))
 
 
 def sweep(root: Path) -> None:
-    """Clear up after interrupted saves and removals in this folder; call it where no save is under way."""
+    """Clean up after interrupted saves and removals in this folder; no save may be under way."""
     if root.is_dir():
         names = {found[1] for entry in os.scandir(root) if (found := _REST.fullmatch(entry.name))}
         for name in sorted(names):
             with _naming(root / name):
-                settle(root / name)
+                clean_up(root / name)
 
 
 def remove(directory: Path, run: str | None = None) -> None:
-    """Delete a checkpoint, of `run` if one is given; raises CheckpointError for anything else.
+    """Delete a checkpoint, of `run` if given; raises CheckpointError for anything else.
 
-    What verifies is deleted: a directory, no link, with a manifest that is whole, and with no file that is not in it.
+    A checkpoint is a directory, not a link, with a valid manifest and no file that is missing from it.
     """
     _check_removable(directory, run)
-    gone = beside(directory, REMOVED)
+    gone = temporary_path(directory, REMOVED)
     with _naming(directory):
-        _delete(beside(directory, REPLACED))  # first, or settling would later bring back what was replaced before
+        # First, or `clean_up` would later restore the checkpoint that was replaced before.
+        _delete(temporary_path(directory, REPLACED))
         _delete(gone)
         os.rename(directory, gone)
         sync_folder(directory.parent)
@@ -225,12 +228,12 @@ def _check_removable(directory: Path, run: str | None) -> None:
         kind = "a link" if directory.is_symlink() else "not there" if not directory.exists() else "no directory"
         raise CheckpointError(f"{directory} is not removed: it is {kind}.")
     try:
-        files, wrote = manifest.load_manifest(directory), manifest.run_of(directory)
+        files, wrote = manifest.load_manifest(directory)
         foreign = sorted({entry.name for entry in os.scandir(directory)} - {*files, manifest.MANIFEST})
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{directory} is not removed: it does not look like a checkpoint. {error}") from error
     if run is not None and run != wrote:
-        raise CheckpointError(f"{directory} is not removed: it is no checkpoint of this run; another one wrote it.")
+        raise CheckpointError(f"{directory} is not removed: another run wrote it.")
     if foreign:
         raise CheckpointError(f"{directory} is not removed: it holds {foreign[0]}, which Legato did not write.")
 
@@ -244,7 +247,7 @@ def _naming(directory: Path) -> Iterator[None]:
 
 
 def _delete(path: Path) -> None:
-    """Delete a temporary name, the commit mark first; two processes or threads may do so at once."""
+    """Delete a temporary name, the manifest first; two processes or threads may do so at once."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():
@@ -254,14 +257,14 @@ def _delete(path: Path) -> None:
         (path / manifest.MANIFEST).unlink(missing_ok=True)
         for entry in os.scandir(path):
             if entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)  # of no checkpoint that this version writes
+                shutil.rmtree(entry.path)  # not part of a checkpoint of this version
             else:
                 Path(entry.path).unlink(missing_ok=True)
         os.rmdir(path)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, each of them synced."""
+    """Make a folder and its missing parents, and sync each."""
     if not path.is_dir():
         make_folder(path.parent)
         with suppress(FileExistsError):
@@ -270,7 +273,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """See the names in a folder to the disk."""
+    """Sync a folder, and so the names in it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -279,7 +282,7 @@ def sync_folder(path: Path) -> None:
 
 
 def free_space_check(root: Path, needed_bytes: int) -> None:
-    """Raise CheckpointError that names the folder, what is needed and what is free, where a save cannot fit."""
+    """Raise CheckpointError if a save does not fit in the free space of a folder."""
     while not root.exists() and root != root.parent:
         root = root.parent
     free = shutil.disk_usage(root).free

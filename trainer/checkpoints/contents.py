@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a run."""
+"""Contents of a checkpoint of a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return what a checkpoint of this moment holds; every rank calls it."""
+    """Return the contents of a checkpoint of this moment; every rank calls it."""
     run, strategy = trainer.current_run, trainer.strategy
     found: dict[str, Any] = {
         "state_dict": strategy.state_dicts.model(run.task),
@@ -50,10 +50,10 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     return found
 
 
-def left_by_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
-    """Return what a checkpoint holds of a run that was in workers, which took its optimizers with them.
+def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
+    """Return the contents of a checkpoint of a run that was in workers, whose optimizers ended with them.
 
-    Raises TaskError where the run's own newest checkpoint is needed for those and is not of its end.
+    The optimizers' states come from the run's newest checkpoint. Raises TaskError if that is not of the run's end.
     """
     if weights_only:
         return contents(trainer, weights_only)
@@ -69,7 +69,7 @@ def left_by_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
 
 
 def require_step_done(trainer: "Trainer") -> None:
-    """Refuse to save in the middle of a step, whose batches are read and logged although it does not count yet."""
+    """Refuse to save in the middle of a step: its batches are read and logged, but it does not count yet."""
     if trainer.training and trainer.metrics.step == trainer.global_step:
         raise TaskError(
             f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run could go "
@@ -79,16 +79,16 @@ def require_step_done(trainer: "Trainer") -> None:
 
 
 def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
-    """Return what a checkpoint says of an object's hyperparameters, under Lightning's keys.
+    """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
 
-    It also says under which argument they were handed over together, if they were.
+    Includes the name of the argument under which they were passed together, if they were.
     """
     found = {"hyper_parameters": _plain_containers(owner.hparams), "hparams_name": owner.__dict__.get("_hparams_name")}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
 
 
 def _plain_containers(value: Any) -> Any:
-    """Return mappings and sequences of other kinds, such as OmegaConf's, as dicts and lists."""
+    """Convert mappings and sequences of other types, such as OmegaConf's, to dicts and lists."""
     if isinstance(value, Mapping):
         return {key: _plain_containers(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
@@ -101,7 +101,7 @@ def _plain_containers(value: Any) -> Any:
 
 
 def numerics_of(trainer: "Trainer") -> dict[str, Any]:
-    """Return what the bits of this run depend on besides config, data and seed."""
+    """Return the settings, besides config, data and seed, on which the bits of this run depend."""
     strategy = trainer.strategy
     found = kernels.numerics(trainer.optimizers, strategy.precision.name, strategy.device, bool(trainer.compile))
     return {**found, "micro_batches": strategy.micro_batches}

@@ -1,7 +1,7 @@
-"""The fingerprint of a run: what defines it besides config text, data and seed, kept in each checkpoint.
+"""Fingerprint of a run: its settings besides config text, data and seed, stored in each checkpoint.
 
-A resume compares the checkpoint's with its own (`compare`): what decides which samples make up a step, what else
-changes the training, and of that what is restored from the checkpoint although it is set otherwise now.
+A resume compares the checkpoint's with its own (`compare`): settings that decide which samples make up a step, other
+settings that change the training, and those that are restored from the checkpoint.
 """
 
 import inspect
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}
-"""Of a new scheduler's state what follows from the optimizer's learning rate, which is compared by itself."""
+"""Keys of a new scheduler's state that follow from the optimizer's learning rate, which is compared by itself."""
 SCHEDULER = "learning rate scheduler"
 SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
-"""The settings of a parameter group by which a schedule goes."""
+"""Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers"}
-"""Of `kernels.numerics` what may differ between machines and layouts: it changes last bits only."""
+"""Keys of `kernels.numerics` that may differ between machines and layouts, and change last bits only."""
 MISSING = object()
 
 
 class SettingChange(NamedTuple):
-    """A setting that differs from the checkpoint's."""
+    """Setting that differs from the checkpoint's."""
 
     name: str
     was: Any
@@ -45,16 +45,16 @@ class SettingChange(NamedTuple):
 
 @dataclass
 class Changes:
-    """What differs between a checkpoint and the run that goes on from it."""
+    """Differences between a checkpoint and the run that resumes from it."""
 
     samples: list[SettingChange] = field(default_factory=list)
-    """What decides which samples make up a step."""
-    taken: list[SettingChange] = field(default_factory=list)
-    """What else changes the training, as it is set now."""
-    kept: list[SettingChange] = field(default_factory=list)
-    """What is set otherwise now, and restored from the checkpoint."""
+    """Settings that decide which samples make up a step."""
+    changed: list[SettingChange] = field(default_factory=list)
+    """Other settings that change the training; the current value counts."""
+    restored: list[SettingChange] = field(default_factory=list)
+    """Settings restored from the checkpoint, though they are set to other values now."""
     end_epoch: bool = False
-    """Whether steps of the epoch are left out since they cannot be dealt out as before."""
+    """Whether the rest of the epoch is skipped, as its steps would have other samples."""
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def fingerprint_of(run: "Run") -> dict[str, Any]:
 
 
 def samples_of(run: "Run") -> dict[str, Any]:
-    """Return what decides which samples make up a step, as far as the training loader tells."""
+    """Return the settings that decide which samples make up a step, as far as the training loader has them."""
     trainer, loader = run.trainer, combined(run.data.loaders["train"])
     found: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -96,7 +96,7 @@ def samples_of(run: "Run") -> dict[str, Any]:
 
 
 def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
-    """Return what a loader tells of its samples; not its length where it may be the share of one process."""
+    """Return a loader's settings that decide its samples; without the length if it may be one process's share."""
     batch_sampler, sampler = getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)
     dataset = getattr(loader, "dataset", None)
     samples = length_of(dataset) if dataset is not None else length_of(loader)
@@ -124,7 +124,7 @@ def _describe_optimizer(run: "Run", optimizer: Optimizer) -> dict[str, Any]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain settings of an optimizer's parameter group, without those that choose a kernel."""
+    """Return the plain settings of an optimizer's parameter group, except those that choose a kernel."""
     values = {name: _plain_or_missing(value) for name, value in group.items() if name not in ("params", *kernels.FLAGS)}
     return {name: value for name, value in values.items() if value is not MISSING}
 
@@ -141,7 +141,7 @@ def _describe_scheduler(config: "SchedulerConfig") -> dict[str, Any]:
 
 
 def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested values under dotted names, those of each scheduler in a sequence by themselves."""
+    """Return nested values under dotted names; a sequence of schedulers has one name each."""
     found: dict[str, Any] = {}
     for key, value in state.items():
         inner = dict(enumerate(value)) if isinstance(value, list) else value
@@ -156,7 +156,7 @@ def _flat(state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _plain_or_missing(value: Any) -> Any:
     """Return numbers, text and containers of those; MISSING for anything else."""
-    if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be one
+    if isinstance(value, torch.Tensor) and value.numel() == 1:  # a learning rate may be a tensor
         return value.item()
     if isinstance(value, PLAIN):
         return value
@@ -173,19 +173,19 @@ def _plain_or_missing(value: Any) -> Any:
 def compare(
     saved: Mapping[str, Any], samples: Mapping[str, Any], own: Mapping[str, Any], rescheduled: Collection[int]
 ) -> Changes:
-    """Return what differs between a checkpoint's contents and a run's fingerprint; what one does not tell is equal.
+    """Return the differences between a checkpoint's contents and a run's fingerprint; unknown settings count as equal.
 
-    `rescheduled`: the optimizers whose learning rates follow a new schedule from here on.
+    `rescheduled`: optimizers whose learning rates follow a new schedule from here on.
     """
     was, found = saved.get("fingerprint") or {}, Changes()
     found.samples = _changed_samples(was.get("samples", {}), samples)
-    found.taken = _changed_values(was.get("training", {}), own["training"])
+    found.changed = _changed_values(was.get("training", {}), own["training"])
     for index, now in enumerate(own["optimizers"]):
         number = f"[{index}]" if len(own["optimizers"]) > 1 else ""
         before = _at(was.get("optimizers", ()), index)
         states = saved["optimizer_states"][index]
         if before is None:
-            found.kept += _changed_settings_of_old(states, now, number, bool(own["schedulers"]))
+            found.restored += _changed_settings_of_old(states, now, number, bool(own["schedulers"]))
             continue
         for group, (one, other) in enumerate(zip(in_group_order(before, now), now["groups"], strict=False)):
             place = f"{now['class']}{number}" + (f".param_groups[{group}]" if len(now["groups"]) > 1 else "")
@@ -194,16 +194,16 @@ def compare(
                 one, {name: other[name] for name in other if same_rate or name != "initial_lr"}, f"{place}."
             ):
                 new = index in rescheduled and change.name.rpartition(".")[2] in SCHEDULED
-                (found.taken if new else found.kept).append(change)
+                (found.changed if new else found.restored).append(change)
         if None not in (before["parameters"], now["parameters"]) and before["parameters"] != now["parameters"]:
-            found.taken.append(SettingChange(f"{now['class']}{number}.params", "another order", "matched by name"))
+            found.changed.append(SettingChange(f"{now['class']}{number}.params", "another order", "matched by name"))
     for index, now in enumerate(own["schedulers"]):
-        found.taken += changed_schedule(_at(was.get("schedulers", ()), index), saved["lr_schedulers"][index], now)
+        found.changed += changed_schedule(_at(was.get("schedulers", ()), index), saved["lr_schedulers"][index], now)
     return found
 
 
 def in_group_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the saved settings of an optimizer's groups in the order that the groups have now."""
+    """Return the saved settings of an optimizer's groups in the current order of groups."""
     groups, was, names = before["groups"], before["parameters"], now["parameters"]
     if was is None or names is None:
         return list(groups)
@@ -214,9 +214,9 @@ def in_group_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[di
 def changed_schedule(
     before: Mapping[str, Any] | None, state: Mapping[str, Any], now: Mapping[str, Any]
 ) -> list[SettingChange]:
-    """Return which settings of a learning rate scheduler differ from those of the one whose `state` was saved."""
+    """Return the settings of a learning rate scheduler that differ from the one whose `state` was saved."""
     name = now["class"]
-    if before is None:  # of an older checkpoint: constructor arguments are told from progress by their names
+    if before is None:  # older checkpoints: constructor arguments are told from progress by their names
         known = set(inspect.signature(getattr(torch.optim.lr_scheduler, name, object)).parameters)
         was = {key: value for key, value in _flat(_plain_or_missing(state)).items() if key in known - {"last_epoch"}}
         return _changed_values(was, now["state"], f"{name}.")
@@ -227,7 +227,7 @@ def changed_schedule(
 
 
 def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[SettingChange]:
-    """Return how the types of a task's weights differ from those in a checkpoint: one change for each pair of types."""
+    """Return how the dtypes of a task's weights differ from a checkpoint's: one change for each pair of dtypes."""
     weights = saved.get("state_dict") or {}
     found: dict[tuple[Any, Any], list[str]] = {}
     for name, parameter in task.named_parameters():
@@ -241,17 +241,17 @@ def other_dtypes(task: nn.Module, saved: Mapping[str, Any]) -> list[SettingChang
 
 
 def numerics_changed(saved: Mapping[str, Any], own: Mapping[str, Any], every_bit: bool) -> list[SettingChange]:
-    """Return what differs in `kernels.numerics`; where not every bit counts, without what depends on the machine."""
+    """Return differences in `kernels.numerics`; unless every bit counts, without those that depend on the machine."""
     return _changed_values(saved, {name: value for name, value in own.items() if every_bit or name not in LAYOUT})
 
 
 def _changed_values(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[SettingChange]:
-    """Return what differs under the keys that both have."""
+    """Return the differences under the keys that both have."""
     return [SettingChange(prefix + key, was[key], now[key]) for key in now if key in was and was[key] != now[key]]
 
 
 def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Leave out a limit that leaves as many batches as before, and a number of batches that something else explains."""
+    """Drop a limit that leaves as many batches as before, and a number of batches that another change explains."""
     found, rounds = _changed_values(was, now), "batches of an epoch"
     names = {change.name for change in found}
     limits = {"limit_train_batches"} if now[rounds] is not None and rounds not in names else set()
@@ -262,9 +262,9 @@ def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Set
 def _changed_settings_of_old(
     state: Mapping[str, Any], now: Mapping[str, Any], number: str, scheduled: bool
 ) -> list[SettingChange]:
-    """Compare with the settings in an optimizer's state, where a checkpoint is older than fingerprints.
+    """Compare with the settings in an optimizer's state, for checkpoints without a fingerprint.
 
-    Where there are schedulers, what they may have changed is left out, but for the learning rate they began with.
+    With schedulers, settings that they may have changed are left out, except the initial learning rate.
     """
     found = []
     for was, own in zip(state.get("param_groups", ()), now["groups"], strict=False):

@@ -1,4 +1,4 @@
-"""Other people's checkpoint files: read for their weights alone, and never so that they can run code."""
+"""Checkpoint files of other programs, read without running code from them; and export to safetensors."""
 
 import os
 import re
@@ -15,27 +15,27 @@ from . import commit
 from .format import KNOWN_EVERYWHERE, read_tensors, write_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
-"""Where others keep the weights in a larger file; Lightning uses the first."""
+"""Keys under which other programs keep the weights in a larger file; Lightning uses the first."""
 LIGHTNING = "pytorch-lightning_version"
-"""What only Lightning's files hold."""
+"""Key that only Lightning's files have."""
 DDP_PREFIX, COMPILE_PART = "module.", "_orig_mod."
-_EXTRA_STATE = "_extra_state"  # what nn.Module.get_extra_state returned; it may be anything
+_EXTRA_STATE = "_extra_state"  # result of nn.Module.get_extra_state; may be anything
 
 
 def read_foreign(path: Path, names: Collection[str] = ()) -> dict[str, Tensor]:
     """Read the weights of a `torch.save` file, a Lightning `.ckpt` or a `.safetensors` file, on the host.
 
-    What DistributedDataParallel and torch.compile put before the names is taken away, unless `names`, the parameters
-    that are wanted, fit as they are. Raises CheckpointError that says what a refused file contains.
+    The prefixes of DistributedDataParallel and torch.compile are removed, unless `names`, the task's parameters, have
+    them. Raises CheckpointError with the contents of a refused file.
     """
     weights: dict[str, Tensor] = read_contents(path, names)["state_dict"]
     return weights
 
 
 def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
-    """Read such a file as the contents of a checkpoint: the weights, and what else a Lightning `.ckpt` holds."""
+    """Read such a file as the contents of a checkpoint: the weights, and the rest of a Lightning `.ckpt`."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is no file; expected a .pt, .pth, .ckpt or .safetensors file.")
+        raise CheckpointError(f"{path} is not a file; expected a .pt, .pth, .ckpt or .safetensors file.")
     if path.suffix == ".safetensors":
         return {"state_dict": _plain_names(path, read_tensors(path), names)}
     loaded = _load_pickle(path)
@@ -46,9 +46,9 @@ def read_contents(path: Path, names: Collection[str] = ()) -> dict[str, Any]:
 def _load_pickle(path: Path) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about TorchScript and old formats: what matters here is raised
+            warnings.simplefilter("ignore")  # about TorchScript and old formats; errors are raised anyway
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a foreign file fails in any way that a parser can
+    except Exception as error:  # a parser may fail on a foreign file with any exception
         unsafe = _unsafe_names(path) or re.findall(r"GLOBAL (\S+)", str(error))
         if unsafe:
             raise CheckpointError(
@@ -64,7 +64,7 @@ def _load_pickle(path: Path) -> Any:
 def _unsafe_names(path: Path) -> list[str]:
     try:
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:  # not of the zip format, or damaged: the first error says more
+    except Exception:  # not a zip file, or damaged: the first error is clearer
         return []
 
 
@@ -100,18 +100,18 @@ def _plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str])
 
 
 def _uncompiled(name: str) -> str:
-    """Take `_orig_mod.` out of a name, wherever a submodule was compiled."""
+    """Remove `_orig_mod.` from a name, wherever a submodule was compiled."""
     return ".".join(part for part in name.split(".") if part != COMPILE_PART[:-1])
 
 
 def export_weights(source: Path, target: Path) -> int:
-    """Write a checkpoint's weights to a new file, whole, under the task's own names; return how many tensors.
+    """Write a checkpoint's weights to a new safetensors file under the task's own names; return the number of tensors.
 
-    source: a checkpoint, or a run directory or folder of some, of which the newest whole one is taken; however many
-    processes wrote it. Raises CheckpointError where it is none, weights are no plain tensors, or `target` is there or
-    has another ending than its content.
+    `source`: a checkpoint, or a run directory or folder, of which the newest complete one is taken; written by any
+    number of processes. Raises CheckpointError if there is none, if weights are not plain tensors, or if `target`
+    exists or has another suffix.
     """
-    from . import store  # which imports this module
+    from . import store  # imports this module
 
     if target.suffix != ".safetensors":
         raise CheckpointError(f"{target}: the file is one of safetensors, and its name must end in .safetensors.")
@@ -122,8 +122,10 @@ def export_weights(source: Path, target: Path) -> int:
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
     odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
     if odd:
-        raise CheckpointError(f"{source}: {', '.join(odd[:4])} cannot stand in a safetensors file: no plain tensor.")
-    partial = commit.beside(target, commit.PARTIAL)
+        raise CheckpointError(
+            f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."
+        )
+    partial = commit.temporary_path(target, commit.PARTIAL)
     try:
         commit.make_folder(target.absolute().parent)
         write_tensors(partial, {name: torch.as_tensor(value) for name, value in weights.items()})
@@ -137,7 +139,7 @@ def export_weights(source: Path, target: Path) -> int:
 
 
 def run_export(arguments: Sequence[str]) -> None:
-    """Run the command."""
+    """Run `legato export`."""
     if len(arguments) != 2:
         raise ConfigError("legato export takes a checkpoint (or a run directory) and the file to write: x.safetensors.")
     source, target = map(Path, arguments)

@@ -1,7 +1,7 @@
-"""Files that are hashed while they are written, and tensors in the safetensors format.
+"""Files hashed while they are written, tensors in the safetensors format, and nested values as JSON.
 
-The library's own writer builds the whole file in memory, or writes it where no one can hash it on the way: a second
-pass. Here one pass takes each tensor's bytes from where they are. What is written is read by the library.
+The safetensors library writes a file in one call, which leaves a second pass for the hash. Here one pass takes each
+tensor's bytes from where they are. The library reads the result.
 """
 
 import base64
@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..processes.collectives import Collectives
 from .progress import SAVES
-from .shards import PartFiles, ShardBlock, Stored, file_name, shard_block
+from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -46,30 +46,30 @@ _CHUNK = 1 << 20
 _BLOCK = 1 << 26
 
 
-class Sum(NamedTuple):
-    """What a manifest says about a file."""
+class FileSum(NamedTuple):
+    """Size and hash of a file, as in the manifest."""
 
     size: int
     sha256: str
 
 
 class HashedFile:
-    """A new file that is hashed while it is written and synced when it is closed; `sum` is there afterwards."""
+    """New file that is hashed while it is written and synced when it is closed; `sum` is set afterwards."""
 
     def __init__(self, path: Path) -> None:
-        self.sum = Sum(0, "")
+        self.sum = FileSum(0, "")
         self._size = 0
         self._hash = hashlib.sha256()
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append. Hashing on a thread meanwhile was no faster where every core has a process of the run."""
+        """Append data. Hashing on a second thread was no faster with a process of the run on every core."""
         view = memoryview(data)
         self._hash.update(view)
         self._size += view.nbytes
-        while view.nbytes:  # in blocks, each of them a sign that the save moves; a full disk takes less than a block
+        while view.nbytes:  # in blocks: each is progress of the save; a full disk takes less than a block
             view = view[os.write(self._descriptor, view[:_BLOCK]) :]
-            SAVES.move()
+            SAVES.record()
 
     def __enter__(self) -> "HashedFile":
         return self
@@ -80,20 +80,20 @@ class HashedFile:
         try:
             if kind is None:
                 os.fsync(self._descriptor)
-                self.sum = Sum(self._size, self._hash.hexdigest())
+                self.sum = FileSum(self._size, self._hash.hexdigest())
         finally:
             os.close(self._descriptor)
 
 
-def write_bytes(path: Path, data: bytes) -> Sum:
+def write_bytes(path: Path, data: bytes) -> FileSum:
     """Write and sync a new file."""
     with HashedFile(path) as file:
         file.write(data)
     return file.sum
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Sum:
-    """Write and sync a new safetensors file; tensors on a device or not contiguous are copied over one by one."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
+    """Write and sync a new safetensors file; tensors on a device or not contiguous are copied one by one."""
     # the largest items first, so that every tensor is aligned for readers that map the file
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -116,16 +116,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Sum:
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's bytes as a uint8 tensor; without a copy where it is contiguous."""
-    # `contiguous` lets any stride pass where a size is 0 or 1, and the second `view` does not
+    """Return a tensor's bytes as a uint8 tensor; no copy if it is contiguous."""
+    # `contiguous` accepts any stride where a size is 0 or 1, and the second `view` does not
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read a safetensors file into memory of its own; raises CheckpointError where its header does not hold.
+    """Read a safetensors file into own memory; raises CheckpointError if the header is invalid.
 
-    The library maps the file. A tensor that stayed mapped would fail when the file goes away on a network disk, keep a
-    deleted file's space, and lie at an address of any alignment, which changes the last bits of some kernels' results.
+    The library maps the file. A mapped tensor would fail when the file goes away on a network disk, keep a deleted
+    file's space, and have any alignment, which changes the last bits of some kernels' results.
     """
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
@@ -134,10 +134,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
 
 
-def read_verified(path: Path, expected: Sum) -> dict[str, Tensor]:
-    """Read a safetensors file once, hashing it on the way, into memory of its own (see `read_tensors`).
+def read_verified(path: Path, expected: FileSum) -> dict[str, Tensor]:
+    """Read a safetensors file once, hashing it on the way, into own memory (see `read_tensors`).
 
-    Raises CheckpointError where it is not the file that `expected` describes, or no safetensors file.
+    Raises CheckpointError if it does not match `expected`, or is no safetensors file.
     """
     try:
         with HashedReader(path) as file:
@@ -156,7 +156,7 @@ def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
     length = int.from_bytes(file.take(8), "little")
     if length > size - 8:
         raise ValueError(f"its header would have {length} bytes")
-    header = json.loads(file.take(length).decode("utf-8"), object_pairs_hook=_refuse_twice)
+    header = json.loads(file.take(length).decode("utf-8"), object_pairs_hook=unique_keys)
     header.pop("__metadata__", None)
     places = {name: entry["data_offsets"] for name, entry in header.items()}
     tensors, end = {}, 0
@@ -175,17 +175,19 @@ def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
     return {name: tensors[name] for name in header}
 
 
-def _refuse_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    if len(dict(pairs)) != len(pairs):
-        raise ValueError("a name stands twice in its header")
-    return dict(pairs)
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict; raises ValueError if a key appears twice."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return found
 
 
 class HashedReader:
-    """A file that is hashed while it is read; `sum` is that of all that was read."""
+    """File that is hashed while it is read; `sum` covers all that was read."""
 
     def __init__(self, path: Path) -> None:
-        self.sum = Sum(0, "")
+        self.sum = FileSum(0, "")
         self._size = 0
         self._hash = hashlib.sha256()
         self._descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -197,7 +199,7 @@ class HashedReader:
         return bytes(data)
 
     def fill(self, target: memoryview) -> None:
-        """Read as many bytes as `target` has, piece by piece, so that they are hashed while they are in the cache."""
+        """Read as many bytes as `target` has, in pieces that are hashed while they are in the cache."""
         for start in range(0, target.nbytes, _CHUNK):
             piece = target[start : start + _CHUNK]
             filled = 0
@@ -215,14 +217,14 @@ class HashedReader:
     def __exit__(self, *exception: object) -> None:
         try:
             if os.read(self._descriptor, 1):
-                self._size = -1  # longer than it says
-            self.sum = Sum(self._size, self._hash.hexdigest())
+                self._size = -1  # longer than the header says
+            self.sum = FileSum(self._size, self._hash.hexdigest())
         finally:
             os.close(self._descriptor)
 
 
-def file_sum(path: Path, sync: bool = False) -> Sum:
-    """Return size and SHA-256 of a file; with `sync`, see it to the disk first."""
+def file_sum(path: Path, sync: bool = False) -> FileSum:
+    """Return size and SHA-256 of a file; `sync`: sync it first."""
     digest, size, buffer = hashlib.sha256(), 0, bytearray(_CHUNK)
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(descriptor, "rb", buffering=0) as file:
@@ -231,7 +233,7 @@ def file_sum(path: Path, sync: bool = False) -> Sum:
         while count := file.readinto(buffer):
             digest.update(memoryview(buffer)[:count])
             size += count
-    return Sum(size, digest.hexdigest())
+    return FileSum(size, digest.hexdigest())
 
 
 MARK = "__legato__"
@@ -243,25 +245,25 @@ KNOWN_EVERYWHERE = frozenset(
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     }
 )
-"""The dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
+"""Dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 
 ValuePath = tuple[str, ...]
 
 
 @dataclass
-class Flat:
-    """A nested value taken apart."""
+class FlatState:
+    """Nested value split into JSON and tensors."""
 
     tree: Any
-    """Strict JSON."""
+    """Strict JSON with marks in place of tensors."""
     tensors: dict[str, dict[str, Tensor]]
-    """Tensor file (`model`, `tensors`) -> name in it -> tensor, still where it was and maybe sharing memory."""
+    """Tensor file (`model`, `tensors`) -> name in it -> tensor, not copied, and possibly sharing memory."""
 
     parts: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
-    """The same for the parts that this process has of tensors that lie on several."""
+    """The same for this process's parts of sharded tensors."""
     marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    """The marks of those tensors in the tree."""
+    """Marks of those tensors in the tree."""
 
     @property
     def nbytes(self) -> int:
@@ -269,10 +271,10 @@ class Flat:
         tensors = sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
         return tensors + sum(part.block.nbytes for parts in self.parts.values() for part in parts.values())
 
-    def share_out(self, ranks: Collectives) -> None:
-        """Settle who writes what, and note it in the marks: every part one rank, the rest rank 0; every rank calls it.
+    def assign_writers(self, ranks: Collectives) -> None:
+        """Assign a writer to every part, the first rank that has it, and to the rest rank 0; every rank calls it.
 
-        Of a block that several ranks have the first one writes it.
+        The marks record the files of the parts.
         """
         own = {
             (file, name): (part.offset, tuple(part.block.shape))
@@ -293,35 +295,36 @@ class Flat:
             self.tensors = {file: {} for file in self.tensors}
 
 
-def flatten(contents: Mapping[str, Any]) -> Flat:
-    """Take a nested value apart; the tensors of `contents["state_dict"]` keep their names, in a file of their own.
+def flatten(contents: Mapping[str, Any]) -> FlatState:
+    """Split a nested value; the tensors of `contents["state_dict"]` keep their names, in a file of their own.
 
-    Raises CheckpointError that names the place of a value which is neither JSON nor a tensor.
+    Raises CheckpointError with the path of a value that is neither JSON nor a tensor.
     """
-    flat = Flat({}, {MODEL: {}, OTHERS: {}})
+    flat = FlatState({}, {MODEL: {}, OTHERS: {}})
     flat.tree = _encode(dict(contents), (), flat)
     return flat
 
 
-class _Left(dict[tuple[str, str], Any]):
-    """The tensors and parts of tensors that no mark has named yet: (file, name) -> tensor."""
+class _Unclaimed(dict[tuple[str, str], Any]):
+    """Tensors and parts without a mark so far: (file, name) -> tensor."""
 
-    files: PartFiles | None = None
+    files: ShardFiles | None = None
     some_parts = False
-    """Whether the files may hold parts that no mark names."""
+    """Whether the files may hold parts without a mark."""
 
 
 def unflatten(
     tree: Any,
     tensors: Mapping[str, Mapping[str, Tensor]],
-    files: PartFiles | None = None,
+    files: ShardFiles | None = None,
     parts: Iterable[str] | None = (),
 ) -> dict[str, Any]:
-    """Put together what `flatten` took apart, with the names of files that hold `parts`; None: some of their parts.
+    """Rebuild a value from what `flatten` returned, with the names of files that hold `parts`; None: some of their
+    parts.
 
-    A tensor in parts becomes a `Stored`. Raises CheckpointError where something does not fit.
+    A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if something does not match.
     """
-    left = _Left({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
+    left = _Unclaimed({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
     if files is not None:
         left.files, left.some_parts = files, parts is None
         left.update(dict.fromkeys(place for file in parts or () for place in files.names(file)))
@@ -338,14 +341,14 @@ def unflatten(
     return contents
 
 
-def _encode(value: Any, path: ValuePath, flat: Flat) -> Any:
+def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
         raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} deep; does it contain itself?")
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):  # also a str Enum: JSON knows only the text
+    if isinstance(value, str):  # str Enum included: JSON has only its text
         return str.__str__(value)
-    if isinstance(value, Stored):  # of another checkpoint, in whose files it stays
+    if isinstance(value, StoredTensor):  # stays in the files of another checkpoint
         return dict(value.mark)
     part = value if isinstance(value, ShardBlock) else shard_block(value) if isinstance(value, Tensor) else None
     if part is not None:
@@ -355,7 +358,7 @@ def _encode(value: Any, path: ValuePath, flat: Flat) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return _encode_numpy(value, path, flat)
     if isinstance(value, int):
-        # beyond 64 bits other readers lose digits, and Python itself refuses very long decimals
+        # beyond 64 bits other readers lose digits, and Python refuses very long decimals
         return int(value) if value.bit_length() < 64 else _mark("int", hex(value))
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else _mark("float", repr(float(value)))
@@ -366,7 +369,7 @@ def _encode(value: Any, path: ValuePath, flat: Flat) -> Any:
     return _encode_plain(value, path)
 
 
-def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: Flat) -> Any:
+def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: FlatState) -> Any:
     inner = {key: _encode(item, (*path, str(key)), flat) for key, item in value.items()}
     if all(isinstance(key, str) for key in inner) and MARK not in inner and not isinstance(value, Counter):
         return {str.__str__(key): item for key, item in inner.items()}
@@ -377,7 +380,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: Flat) -> An
     return _mark("counter" if isinstance(value, Counter) else "items", items)
 
 
-def _encode_collection(value: Any, path: ValuePath, flat: Flat) -> Any:
+def _encode_collection(value: Any, path: ValuePath, flat: FlatState) -> Any:
     inner = [_encode(item, (*path, str(place)), flat) for place, item in enumerate(value)]
     if isinstance(value, list):
         return inner
@@ -404,7 +407,7 @@ def _encode_plain(value: Any, path: ValuePath) -> Any:
     raise _refusal(value, path)
 
 
-def _encode_numpy(value: Any, path: ValuePath, flat: Flat) -> Any:
+def _encode_numpy(value: Any, path: ValuePath, flat: FlatState) -> Any:
     native = np.array(value, dtype=value.dtype.newbyteorder("="), order="C")  # a copy: contiguous and writable
     try:
         tensor = torch.from_numpy(native)
@@ -415,7 +418,7 @@ def _encode_numpy(value: Any, path: ValuePath, flat: Flat) -> Any:
     return _encode_tensor("array" if isinstance(value, np.ndarray) else "scalar", tensor, path, flat)
 
 
-def _encode_tensor(kind: str, value: Tensor, path: ValuePath, flat: Flat) -> Any:
+def _encode_tensor(kind: str, value: Tensor, path: ValuePath, flat: FlatState) -> Any:
     wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if wrapped or value.layout != torch.strided or value.is_quantized or value.is_meta:
         what = type(value).__name__ if wrapped else "meta tensor" if value.is_meta else f"{value.layout} tensor"
@@ -432,7 +435,7 @@ def _encode_tensor(kind: str, value: Tensor, path: ValuePath, flat: Flat) -> Any
     return mark
 
 
-def _encode_part(part: ShardBlock, path: ValuePath, flat: Flat) -> Any:
+def _encode_part(part: ShardBlock, path: ValuePath, flat: FlatState) -> Any:
     kind = str(part.block.dtype).removeprefix("torch.")
     if part.block.dtype not in KNOWN_EVERYWHERE:
         raise CheckpointError(
@@ -444,15 +447,15 @@ def _encode_part(part: ShardBlock, path: ValuePath, flat: Flat) -> Any:
     return mark
 
 
-def _name_in_file(path: ValuePath, flat: Flat) -> tuple[str, str]:
+def _name_in_file(path: ValuePath, flat: FlatState) -> tuple[str, str]:
     file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
-    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # the format has no lone surrogates
+    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors has no lone surrogates
     while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
-        unique += "'"  # "a.b" and "a" -> "b" spell the same
+        unique += "'"  # "a.b" and "a" -> "b" give the same name
     return file, unique
 
 
-def _decode(node: Any, path: ValuePath, left: _Left) -> Any:
+def _decode(node: Any, path: ValuePath, left: _Unclaimed) -> Any:
     if isinstance(node, list):
         return [_decode(item, (*path, str(place)), left) for place, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -476,7 +479,7 @@ def _decode(node: Any, path: ValuePath, left: _Left) -> Any:
         raise CheckpointError(f"state.json is damaged at {_dotted(path)}: {str(error)[:200]}.") from error
 
 
-def _decode_tensor(kind: str, node: dict[str, Any], left: _Left) -> Any:
+def _decode_tensor(kind: str, node: dict[str, Any], left: _Unclaimed) -> Any:
     if not {"file", "name"} <= node.keys() <= {MARK, "file", "name", "dtype", "shape"}:
         raise ValueError(f"no such mark: {str(node)[:80]}")
     place = (node["file"], node["name"])
@@ -497,7 +500,7 @@ def _decode_tensor(kind: str, node: dict[str, Any], left: _Left) -> Any:
     return array if kind == "array" else array[()]
 
 
-def _decode_parts(node: dict[str, Any], left: _Left) -> Stored:
+def _decode_parts(node: dict[str, Any], left: _Unclaimed) -> StoredTensor:
     if node.keys() != {MARK, "file", "name", "dtype", "shape", "parts"} or left.files is None:
         raise ValueError(f"no such mark: {str(node)[:80]}")
     name, shape, parts = _of(str, node["name"]), tuple(_all_of(int, node["shape"])), []
@@ -506,7 +509,7 @@ def _decode_parts(node: dict[str, Any], left: _Left) -> Stored:
         if not left.some_parts:
             del left[file, name]
         parts.append((file, tuple(_all_of(int, offset)), tuple(_all_of(int, size))))
-    return Stored(left.files, name, shape, DTYPES[node["dtype"]], parts, node)
+    return StoredTensor(left.files, name, shape, DTYPES[node["dtype"]], parts, node)
 
 
 def _of(kind: type, value: Any) -> Any:
@@ -524,7 +527,7 @@ def _decode_items(value: Any) -> dict[Any, Any]:
     for pair in _all_of(list, value):
         key, item = pair
         if not isinstance(key, Hashable) or isinstance(key, Tensor) or key in found:
-            raise ValueError("a key that is no key or stands twice")
+            raise ValueError("a key that is no key or appears twice")
         found[key] = item
     return found
 

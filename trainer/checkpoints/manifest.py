@@ -1,4 +1,4 @@
-"""The manifest: which files make up a checkpoint, with sizes and sums. Written last, it is the commit mark."""
+"""Manifest of a checkpoint: its files with sizes and hashes. Written last, it is the commit mark."""
 
 import hashlib
 import json
@@ -6,30 +6,30 @@ import re
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ... import __version__
 from ..errors import CheckpointError
-from .format import Sum
+from .format import FileSum, unique_keys
 
 MANIFEST = "manifest.json"
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 FORMAT = 2
-"""1 did not say which run wrote the checkpoint; it is still read."""
+"""1 lacked the run that wrote the checkpoint; it is still read."""
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 
 
 def is_plain_name(name: str) -> bool:
-    """Tell whether a file name stays inside the checkpoint that it is used in."""
+    """Return whether a file name stays inside the checkpoint's folder."""
     return _PLAIN_NAME.fullmatch(name) is not None and name != MANIFEST
 
 
-def dump_manifest(files: Mapping[str, Sum], run: str = "") -> bytes:
-    """Return the text of a manifest for these files, which `run` has written; "" for no run."""
+def dump_manifest(files: Mapping[str, FileSum], run: str = "") -> bytes:
+    """Return the text of a manifest for these files of `run`; "" for no run."""
     body: dict[str, Any] = {
         "format": FORMAT,
         "legato": __version__,
@@ -40,13 +40,16 @@ def dump_manifest(files: Mapping[str, Sum], run: str = "") -> bytes:
     return json.dumps({**body, "sha256": _own_sum(body)}, indent=1).encode("ascii")
 
 
-def parse_manifest(data: bytes) -> dict[str, Sum]:
-    """Return the files that a manifest names; raises CheckpointError that says which field is wrong."""
-    return _parse_manifest(data)[0]
+class Manifest(NamedTuple):
+    """Contents of a manifest."""
+
+    files: dict[str, FileSum]
+    run: str
+    """Id of the run that wrote the checkpoint; "": unknown."""
 
 
-def _parse_manifest(data: bytes) -> tuple[dict[str, Sum], str]:
-    """Return the files and the run of a manifest."""
+def parse_manifest(data: bytes) -> Manifest:
+    """Parse a manifest's text; raises CheckpointError with the wrong field."""
     body = parse_json(data, MANIFEST)
     if not isinstance(body, dict):
         raise CheckpointError(f"{MANIFEST} must hold an object.")
@@ -69,12 +72,14 @@ def _parse_manifest(data: bytes) -> tuple[dict[str, Sum], str]:
     own = body.pop("sha256")
     if own != _own_sum(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
-    return files, body.get("run", "")
+    return Manifest(files, body.get("run", ""))
 
 
-def _entry(name: str, entry: Any) -> Sum:
+def _entry(name: str, entry: Any) -> FileSum:
     if not is_plain_name(name):
-        raise CheckpointError(f"{MANIFEST}: {name[:80]!r} is no plain file name; it could lie outside the checkpoint.")
+        raise CheckpointError(
+            f"{MANIFEST}: {name[:80]!r} is not a plain file name; it could lie outside the checkpoint."
+        )
     if not isinstance(entry, dict):
         raise CheckpointError(f"{MANIFEST}: files.{name} must be an object.")
     _same_fields(entry, {"size", "sha256"}, f"files.{name}.")
@@ -83,7 +88,7 @@ def _entry(name: str, entry: Any) -> Sum:
         raise CheckpointError(f"{MANIFEST}: files.{name}.size must be a number of bytes, got {str(size)[:40]}.")
     if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
         raise CheckpointError(f"{MANIFEST}: files.{name}.sha256 must be 64 hexadecimal digits, got {str(digest)[:80]}.")
-    return Sum(size, digest)
+    return FileSum(size, digest)
 
 
 def _same_fields(found: dict[str, Any], expected: set[str], where: str) -> None:
@@ -94,44 +99,28 @@ def _same_fields(found: dict[str, Any], expected: set[str], where: str) -> None:
 
 
 def _own_sum(body: Mapping[str, Any]) -> str:
-    # with a sum of itself, no flipped bit in any field goes unseen
+    # with its own hash, a flipped bit in any field is found
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
 def parse_json(data: bytes, name: str) -> Any:
-    """Read strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError that names the file."""
+    """Parse strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError with the file's name."""
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is no JSON that can be read: {str(error)[:200]}") from None
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return found
+        raise CheckpointError(f"{name} is not valid JSON: {str(error)[:200]}") from None
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-def load_manifest(directory: Path) -> dict[str, Sum]:
-    """Return the files of a checkpoint; raises CheckpointError that names the directory and what is wrong."""
-    return _load_manifest(directory)[0]
-
-
-def run_of(directory: Path) -> str:
-    """Return the identity of the run that wrote a checkpoint, "" where none is known; errors: see `load_manifest`."""
-    return _load_manifest(directory)[1]
-
-
-def _load_manifest(directory: Path) -> tuple[dict[str, Sum], str]:
+def load_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a checkpoint; raises CheckpointError with the directory and the problem."""
     regular_size(directory, MANIFEST, limit=_LARGEST)
     try:
-        return _parse_manifest((directory / MANIFEST).read_bytes())
+        return parse_manifest((directory / MANIFEST).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{directory}: {MANIFEST} cannot be read: {error.strerror}.") from error
     except CheckpointError as error:
@@ -139,7 +128,7 @@ def _load_manifest(directory: Path) -> tuple[dict[str, Sum], str]:
 
 
 def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
-    """Return the bytes of a checkpoint's file; raises CheckpointError where it is missing, a link or no file."""
+    """Return the size of a checkpoint's file; raises CheckpointError if it is missing, a link or no file."""
     try:
         status = (directory / name).lstat()
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Progress of this process's saves, by which a watching thread tells a slow save from one that is stuck."""
+"""Progress of this process's saves, by which the signal watch tells a slow save from a stuck one."""
 
 import threading
 import time
@@ -7,12 +7,12 @@ from contextlib import contextmanager
 
 
 class SaveProgress:
-    """Counts the saves that are under way in this process, and knows when one of them last moved."""
+    """Number of saves under way in this process, and when one of them last made progress."""
 
     def __init__(self) -> None:
         self.under_way = 0
-        self.moved_at = float("-inf")
-        """`time.monotonic` of the newest sign of a save: its beginning, a written block, its end."""
+        self.progressed_at = float("-inf")
+        """`time.monotonic` of the newest progress: the beginning of a save, a written block, or its end."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -27,16 +27,16 @@ class SaveProgress:
     def _change(self, count: int) -> None:
         with self._lock:
             self.under_way += count
-        self.move()
+        self.record()
 
-    def move(self) -> None:
-        """Note that a save goes on."""
-        self.moved_at = time.monotonic()
+    def record(self) -> None:
+        """Record progress of a save."""
+        self.progressed_at = time.monotonic()
 
-    def moves(self, seconds: float) -> bool:
-        """Return whether a save is under way that has moved within so many seconds."""
-        return self.under_way > 0 and time.monotonic() < self.moved_at + seconds
+    def has_progressed(self, seconds: float) -> bool:
+        """Return whether a save is under way that made progress within `seconds`."""
+        return self.under_way > 0 and time.monotonic() < self.progressed_at + seconds
 
 
 SAVES = SaveProgress()
-"""The saves of this process."""
+"""Saves of this process."""

@@ -1,8 +1,8 @@
-"""Reading a checkpoint for all ranks of a run: each byte of it is read and hashed by one of them, once.
+"""Reading of a checkpoint by all ranks: each byte is read and hashed by one of them, once.
 
-What lies in whole files rank 0 reads and broadcasts; so does it with tensors in parts that the ranks take whole. Of
-those that each takes in part, each rank reads the file of its own number: on the layout that wrote it, its own parts.
-After a resize it reads slices of the other files.
+Rank 0 reads and broadcasts complete files, and sharded tensors that the ranks need as a whole. Of tensors needed in
+shards, each rank reads the file of its own number: on the layout that wrote it, its own shards. After a resize it reads
+slices of the other files.
 """
 
 from collections.abc import Collection, Mapping
@@ -18,12 +18,12 @@ from ..processes.collectives import Collectives
 from . import store
 from .foreign import read_contents
 from .format import flatten, unflatten
-from .shards import PART_FILE, PartFiles
+from .shards import SHARD_FILE, ShardFiles
 
 SENT_AT_ONCE = 64 << 20
 """Bytes of small tensors that are broadcast together."""
 KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
-"""The key of a checkpoint whose parts are in files of this name."""
+"""Key in the contents whose shards are in files of this name."""
 
 
 def read_for_all(
@@ -31,24 +31,23 @@ def read_for_all(
 ) -> dict[str, Any]:
     """Read a checkpoint, or a file in a foreign format; every rank calls it.
 
-    `in_parts`: the keys of the contents under which each rank reads only what it needs of the stored tensors.
-
-    Raises CheckpointError, on every rank, where something is damaged.
+    `in_parts`: keys of the contents under which each rank reads only what it needs of sharded tensors. Raises
+    CheckpointError, on every rank, if something is damaged.
     """
     if source.is_file():
         return read_contents(source, names)
     contents, held = _read_share(ranks, source, in_parts)
     if ranks.size == 1:
         return contents
-    return broadcast_contents(contents, 0, ranks.rank, PartFiles(source, held), ranks.group)
+    return broadcast_contents(contents, 0, ranks.rank, ShardFiles(source, held), ranks.group)
 
 
 def _read_share(
     ranks: Collectives, source: Path, in_parts: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-    """Read this rank's share; return the contents, on rank 0, and its files with parts.
+    """Read this rank's files; return the contents, on rank 0, and its files with shards.
 
-    Raises CheckpointError, on every rank, where something is damaged.
+    Raises CheckpointError, on every rank, if something is damaged.
     """
     rank, size = ranks.rank, ranks.size
     if size == 1:
@@ -65,7 +64,7 @@ def _read_share(
     held: dict[str, dict[str, Tensor]] = {}
     contents: dict[str, Any] = {}
     try:
-        readers = {name: _reader(name, size, in_parts) for name in files if PART_FILE.fullmatch(name)}
+        readers = {name: _reader(name, size, in_parts) for name in files if SHARD_FILE.fullmatch(name)}
         own = {name: files[name] for name, reader in readers.items() if reader == rank}
         keep = [name for name in own if not _is_shared(name, in_parts) or _file_rank(name) == rank]
         held = store.read_parts(source, own, keep)
@@ -84,7 +83,7 @@ def _file_rank(name: str) -> int:
 
 
 def _is_shared(name: str, in_parts: Collection[str]) -> bool:
-    """Return whether each rank takes its own of what is in a file."""
+    """Return whether each rank reads its own slices of a file's tensors."""
     return KEYS[name.partition("-")[0]] in in_parts
 
 
@@ -93,11 +92,11 @@ def _reader(name: str, size: int, in_parts: Collection[str]) -> int:
 
 
 def broadcast_contents(
-    contents: Mapping[str, Any], source: int, rank: int, files: PartFiles | None = None, group: Any = None
+    contents: Mapping[str, Any], source: int, rank: int, files: ShardFiles | None = None, group: Any = None
 ) -> dict[str, Any]:
-    """Give every rank of a process group the contents that rank `source` has; every rank calls it, with its own.
+    """Return rank `source`'s contents on every rank of a group; every rank calls it, with its own contents.
 
-    What lies in `files` is not sent: each rank reads there.
+    Tensors in `files` are not sent: each rank reads them there.
     """
     flat = flatten(contents) if rank == source else None
     plan: list[Any] = [None]
@@ -129,7 +128,7 @@ def broadcast_contents(
 
 
 def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Put small tensors together that are sent together; large ones go by themselves."""
+    """Group small tensors into messages; large ones get a message each."""
     small = [tensor for tensor in tensors if 0 < tensor.nbytes < SENT_AT_ONCE]
     messages, waiting = [[tensor] for tensor in tensors if tensor.nbytes >= SENT_AT_ONCE], 0
     for tensor in small:

@@ -1,4 +1,4 @@
-"""Learning rate schedulers that a resume takes over: their states, or a replay where their settings have changed."""
+"""Restore of a run from a checkpoint: schedulers, loop state, weights, optimizers, and the rest."""
 
 import inspect
 import logging
@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..optimization import kernels
 from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
-from . import fingerprint, store
+from . import fingerprint, foreign, store
 from .contents import numerics_of
 from .fingerprint import Changes, SettingChange
 
@@ -25,21 +25,23 @@ if TYPE_CHECKING:
     from ..strategies.state_dicts import StateDicts
     from ..trainer import Trainer
 
+log = logging.getLogger("legato")
+
 
 class Replay(NamedTuple):
-    """A learning rate scheduler with other settings than the saved one, advanced to the same step."""
+    """Learning rate scheduler with other settings than the saved one, advanced to the same step."""
 
     optimizer: int
-    """The index of its optimizer."""
+    """Index of its optimizer."""
     settings: list[dict[str, Any]]
-    """What it has made of the optimizer's parameter groups."""
+    """Settings of the optimizer's parameter groups after the replay."""
 
 
 def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any]) -> dict[int, Replay]:
-    """Advance each scheduler whose settings have changed to where the saved one stood; return them by their index.
+    """Advance each scheduler whose settings changed to the saved step; return them by index.
 
-    So the learning rate becomes that of the schedule which the task makes now. Some cannot be replayed: a plateau's,
-    one that the task steps in its own way, and several of one optimizer, each of which multiplies what others made.
+    The learning rate so follows the schedule as it is set now. Not replayed: ReduceLROnPlateau, schedulers that the
+    task steps itself, and several schedulers of one optimizer, each of which multiplies the others' results.
     """
     optimization, found = trainer.current_run.optimization, {}
     optimizers = [getattr(one, "original", one) for one in optimization.optimizers]
@@ -64,7 +66,7 @@ def replay_schedules(trainer: "Trainer", saved: Mapping[str, Any]) -> dict[int, 
 
 
 def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list[SettingChange]:
-    """Return which settings of a scheduler differ from the checkpoint's."""
+    """Return the settings of a scheduler that differ from the checkpoint's."""
     before = (saved.get("fingerprint") or {}).get("schedulers", ())
     own = trainer.current_run.fingerprint["schedulers"][index]
     return fingerprint.changed_schedule(
@@ -73,7 +75,7 @@ def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list
 
 
 def _position(trainer: "Trainer", saved: Mapping[str, Any], index: int, changed: list[SettingChange]) -> int | None:
-    """Return how many steps a scheduler has to have made; None where the saved state does not say."""
+    """Return the number of steps that a scheduler must have made; None if the saved state lacks it."""
     config, state = trainer.current_run.optimization.schedulers[index], trainer.state
     if any(change.name.endswith((" interval", " frequency")) for change in changed):
         done = state.global_step if config.interval == "step" else state.epoch + state.epoch_ended
@@ -92,7 +94,7 @@ def _has_plateau(scheduler: Any) -> bool:
 
 
 def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
-    """Advance a new scheduler; return what it has made of the parameter groups. 4 us a step."""
+    """Advance a new scheduler, at 4 us a step; return the settings of the parameter groups."""
     before = [fingerprint.settings_of(group) for group in optimizer.param_groups]
     mark_stepped(optimizer, True)  # else the scheduler warns that no optimizer has stepped
     try:
@@ -112,7 +114,7 @@ def _replay(scheduler: Any, optimizer: Any, steps: int) -> list[dict[str, Any]]:
 
 
 def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> list[SettingChange]:
-    """Take over the schedulers' states, with settings of now where they differ; return how learning rates change."""
+    """Load the schedulers' states, keeping changed settings; return how learning rates change."""
     rates = []
     for index, config in enumerate(trainer.current_run.optimization.schedulers):
         scheduler, state = config.scheduler, saved["lr_schedulers"][index]
@@ -131,16 +133,14 @@ def load_schedulers(trainer: "Trainer", saved: Mapping[str, Any], replays: Mappi
     return rates
 
 
-log = logging.getLogger("legato")
-
 WRAPPER = "ZeroRedundancyOptimizer"
-"""What checkpoints of strategy zero1 once said instead of the class of the optimizer in it."""
+"""Class that checkpoints of strategy zero1 once named, rather than that of the optimizer in it."""
 
 
 def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
-    """Set the trainer's state to the beginning of a run, or to where a checkpoint leaves off.
+    """Set the trainer's state to the start of a run, or to a checkpoint's.
 
-    Raises ConfigError where the trainer asks for other replicas or another seed than the run began with.
+    Raises ConfigError if the trainer has other replicas or another seed than the run began with.
     """
     state = trainer.state
     asked = trainer.replicas
@@ -169,9 +169,9 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
 def load_task_weights(
     task: "Task", saved: Mapping[str, Any], strict: bool, state_dicts: "StateDicts | None" = None
 ) -> None:
-    """Load a checkpoint's weights, by `state_dicts` where a task's tensors may be in parts.
+    """Load a checkpoint's weights, by `state_dicts` for a sharded task.
 
-    Raises CheckpointError that names the parameters that differ.
+    Raises CheckpointError with the names of parameters that differ.
     """
     weights, own = saved.get("state_dict"), task.state_dict()
     if not isinstance(weights, Mapping):
@@ -201,16 +201,16 @@ def _few(words: str, names: list[str]) -> str:
 
 
 def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError, naming both, where an optimizer is of another class than the one whose state was saved.
+    """Raise CheckpointError if an optimizer is of another class than the one whose state was saved.
 
-    Torch would take the state, with the settings in it, and stumble over it in the first step or train by the old ones.
+    Torch would load the state, settings included, and fail in the first step or train with the old settings.
     """
     classes = [described[0] for described in saved.get("numerics", {}).get("optimizers", ())]
     for index, (optimizer, state) in enumerate(zip(optimizers, saved["optimizer_states"], strict=True)):
         own, was = kernels.class_of(optimizer), classes[index] if index < len(classes) else WRAPPER
         if was == own:
             continue
-        if was == WRAPPER:  # the class is not told: settings tell, but each version of torch may add some
+        if was == WRAPPER:  # the class was not saved: compare settings, to which torch versions may add some
             settings: set[str] = set(next(iter(state.get("param_groups", ())), ()))
             foreign = sorted(settings - optimizer.param_groups[0].keys())
             missing = sorted(optimizer.param_groups[0].keys() - settings)
@@ -226,17 +226,17 @@ def require_same_optimizers(optimizers: Sequence[Optimizer], saved: Mapping[str,
 
 
 def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Collection[int]) -> Changes:
-    """Return what differs from the run that was saved, as rank 0 sees it; every rank calls it.
+    """Return the differences from the saved run, as seen by rank 0; every rank calls it.
 
-    `rescheduled`: see `fingerprint.compare`. Raises ConfigError, on every rank, where the run cannot go on with it: in
-    the middle of an epoch with other samples in a step, or at all where not one bit may differ.
+    `rescheduled`: see `fingerprint.compare`. Raises ConfigError, on every rank, for other samples in the middle of an
+    epoch, and for any difference that `bitwise` does not allow.
     """
     run, state = trainer.current_run, trainer.state
     changes = None
     if trainer.is_global_zero:
         changes = fingerprint.compare(saved, run.data.samples, run.fingerprint, rescheduled)
-        changes.taken += fingerprint.numerics_changed(saved.get("numerics", {}), numerics_of(trainer), run.bitwise)
-        changes.taken += run.other_dtypes
+        changes.changed += fingerprint.numerics_changed(saved.get("numerics", {}), numerics_of(trainer), run.bitwise)
+        changes.changed += run.other_dtypes
     found: Changes = trainer.strategy.collectives.broadcast(changes)
     before = (saved.get("fingerprint") or {}).get("samples")
     done = before is not None and before["batches of an epoch"] == state.epoch_rounds
@@ -244,11 +244,11 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
     if within and not done and found.samples and trainer.resume_at == "step" and run.goes_on:
         raise ConfigError(
             f"The checkpoint is in the middle of epoch {state.epoch} (after step {state.epoch_steps}), whose samples "
-            f"cannot be gone on with where other ones make up a step: {_list_changes(found.samples)}. Set that as it "
+            f"cannot be continued with other samples in a step: {_list_changes(found.samples)}. Set that as it "
             f"was; or set trainer.resume_at=epoch, which ends this epoch here and begins the next; or begin a new run "
             f"by resume=PATH."
         )
-    differing = [change for change in found.taken + found.kept if change.name != "reproducible"]
+    differing = [change for change in found.changed + found.restored if change.name != "reproducible"]
     begun = (saved.get("fingerprint") or {}).get("training", {}).get("reproducible", "bitwise")
     if run.bitwise and begun == "bitwise" and differing:
         raise ConfigError(
@@ -265,31 +265,31 @@ def _list_changes(changes: Sequence[SettingChange]) -> str:
     return ", ".join(map(str, changes))
 
 
-def tell_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
-    """Say in one message, on rank 0, what differs from the run that was saved, and which of the two counts."""
-    if not trainer.is_global_zero or not (changes.samples or changes.taken or changes.kept):
+def log_changes(trainer: "Trainer", changes: Changes, rates: Sequence[SettingChange]) -> None:
+    """Log the differences from the saved run on rank 0, and whether the new or the saved values count."""
+    if not trainer.is_global_zero or not (changes.samples or changes.changed or changes.restored):
         return
-    state, lines = trainer.state, ["The run goes on with other settings than those it was saved with."]
+    state, lines = trainer.state, ["The run resumes with other settings than it was saved with."]
     if changes.samples:
         at = f"; epoch {state.epoch} ends here, after {state.epoch_steps} steps" if changes.end_epoch else ""
         lines.append(f"In the samples of a step, as set now: {_list_changes(changes.samples)}{at}.")
-    if changes.taken:
-        lines.append(f"As set now: {_list_changes([*changes.taken, *rates])}.")
-    if changes.kept:
-        kept = ", ".join(f"{name}={was} and not {now}" for name, was, now in changes.kept)
+    if changes.changed:
+        lines.append(f"As set now: {_list_changes([*changes.changed, *rates])}.")
+    if changes.restored:
+        restored = ", ".join(f"{name}={was} and not {now}" for name, was, now in changes.restored)
         lines.append(
-            f"As saved, and not as set now: {kept}. To change that, set it in on_train_start, or begin a new run from "
-            f"the weights (load_from_checkpoint)."
+            f"As saved, and not as set now: {restored}. To change that, set it in on_train_start, or begin a new run "
+            f"from the weights (load_from_checkpoint)."
         )
     log.warning("%s", "\n".join(lines))
 
 
-def by_names(
+def in_parameter_order(
     optimizer: Optimizer, state: dict[str, Any], before: list[list[str]] | None, now: list[list[str]] | None
 ) -> dict[str, Any]:
-    """Return an optimizer's saved state with its parameters in the order that they have now.
+    """Return an optimizer's saved state with its parameters in the current order.
 
-    Raises CheckpointError, with names, where a parameter is new, gone or in a group with others.
+    Raises CheckpointError, with names, if a parameter is new, gone or in a group with others.
     """
     if before is None or now is None or before == now:
         return state
@@ -323,23 +323,23 @@ def by_names(
 
 
 def load_optimizers(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Take over the optimizers' states, by the names of parameters where they are known."""
+    """Load the optimizers' states, by the names of parameters where they are known."""
     run, before = trainer.current_run, (saved.get("fingerprint") or {}).get("optimizers", ())
     for index, (optimizer, state) in enumerate(
         zip(run.optimization.optimizers, saved["optimizer_states"], strict=True)
     ):
         was = before[index]["parameters"] if index < len(before) else None
-        state = by_names(optimizer, state, was, run.fingerprint["optimizers"][index]["parameters"])
+        state = in_parameter_order(optimizer, state, was, run.fingerprint["optimizers"][index]["parameters"])
         try:
             trainer.strategy.state_dicts.load_optimizer(optimizer, state)
         except ValueError as error:
             raise CheckpointError(f"The checkpoint's {type(optimizer).__name__} state does not fit: {error}") from error
-        # Else a learning rate scheduler warns, where the resumed run begins with the end of an epoch.
+        # Else a learning rate scheduler warns if the resumed run begins with the end of an epoch.
         mark_stepped(optimizer, trainer.global_step > 0)
 
 
-def keep_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> None:
-    """Note in the run's fingerprint which settings of optimizers count, so that the next resume compares with those."""
+def record_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping[int, Replay]) -> None:
+    """Record in the run's fingerprint which settings of optimizers count, for the next resume to compare with."""
     before, own = (saved.get("fingerprint") or {}).get("optimizers", ()), trainer.current_run.fingerprint["optimizers"]
     rescheduled = {replay.optimizer for replay in replays.values()}
     for index, (was, now) in enumerate(zip(before, own, strict=False)):
@@ -349,7 +349,7 @@ def keep_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mapping
 
 
 def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Take over optimizers, schedulers, metrics, data position and callbacks from a checkpoint."""
+    """Load optimizers, schedulers, metrics, data position and callbacks from a checkpoint."""
     run, strategy = trainer.current_run, trainer.strategy
     if "optimizer_states" not in saved:
         raise CheckpointError("The checkpoint holds weights only (save_weights_only), so a run cannot go on from it.")
@@ -360,14 +360,14 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
         if len(own) != len(states):
             raise CheckpointError(f"The checkpoint has {len(states)} {what}, the task now has {len(own)}.")
     require_same_optimizers(run.optimization.optimizers, saved)
-    resumes = saved is run.checkpoint  # else another process of an elastic run hands it over
+    resumes = saved is run.checkpoint  # else another process of an elastic run sends it
     replays = replay_schedules(trainer, saved) if resumes else {}
     changes = find_changes(trainer, saved, {replay.optimizer for replay in replays.values()}) if resumes else Changes()
     load_optimizers(trainer, saved)
     rates = load_schedulers(trainer, saved, replays)
-    tell_changes(trainer, changes, rates)
+    log_changes(trainer, changes, rates)
     if resumes:
-        keep_settings(trainer, saved, replays)
+        record_settings(trainer, saved, replays)
     else:
         run.fingerprint.clear()
         run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
@@ -387,7 +387,7 @@ Built = TypeVar("Built")
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 Location = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
-"""Where weights go. What torch.load would call for each storage has nothing to do here: they are read on the host."""
+"""Device of the weights. Callables, which torch.load would call for each storage, are ignored: the host has all."""
 
 
 def rebuild_task(
@@ -403,7 +403,7 @@ def rebuild_task(
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()
     if path.is_file():
-        saved["state_dict"] = store.read_foreign(path, task.state_dict().keys())
+        saved["state_dict"] = foreign.read_foreign(path, task.state_dict().keys())
     task.on_load_checkpoint(saved)
     load_task_weights(task, saved, task.strict_loading if strict is None else strict)
     return task.to(map_location) if isinstance(map_location, (torch.device, str, int)) else task
@@ -423,9 +423,9 @@ def _build_from_checkpoint(
     hparams_file: str | Path | None,
     replaced: Mapping[str, Any],
 ) -> Built:
-    """Call `kind` with the hyperparameters that the checkpoint holds, those in the file, and `replaced` on top.
+    """Call `kind` with hyperparameters: the checkpoint's, updated with the file's, and with `replaced`.
 
-    Raises CheckpointError where an argument is missing.
+    Raises CheckpointError if an argument is missing.
     """
     known = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
@@ -458,7 +458,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
 
 def _as_attributes(value: Any) -> Any:
-    """Return mappings, however deep, as dicts whose keys can also be read as attributes, which some of them were."""
+    """Convert nested mappings to dicts whose keys can also be read as attributes, as some originals' could."""
     if isinstance(value, Mapping):
         return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
     if type(value) in (list, tuple):

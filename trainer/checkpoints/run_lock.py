@@ -1,12 +1,12 @@
-"""RunLock: at most one run at a time writes to a folder, and one that has died does not keep it.
+"""RunLock: at most one run at a time writes to a folder, and a dead one does not keep it.
 
-The holder has an exclusive `flock` on `.lock` in the folder, which says who it is: host, process, start time. The
-system drops the flock with the process, however it ends. Other processes of the same run (workers that it has started,
-further ranks) have a shared one on `.lock-ranks`, so that the next holder waits until none of a dead run's is left.
+The holder has an exclusive `flock` on `.lock` in the folder, which contains its host, process and start time. The
+system drops the flock with the process, however it ends. Other processes of the same run (workers, further ranks) have
+a shared one on `.lock-ranks`, so that the next holder waits until all processes of a dead run have ended.
 
-On a network file system a flock may hold within one machine only, or not be had at all. There the holder touches the
-file every few seconds, and who finds another machine's name in it looks on for a while whether that goes on; without
-flock, the process itself is looked for where it is one of this machine.
+On a network file system a flock may be limited to one machine, or unsupported. There the holder touches the file every
+few seconds, and another machine watches for that before it takes the lock; without flock, on the same machine, it looks
+for the holder's process.
 """
 
 import errno
@@ -30,16 +30,16 @@ if sys.platform != "win32":
 log = logging.getLogger("legato")
 
 LOCK, RANKS = ".lock", ".lock-ranks"
-BEAT = 5.0
-"""Seconds between two signs of life, where they are needed."""
-SILENCE = 30.0
-"""Seconds without one after which a run on another machine counts as dead."""
-MOMENT = 1.0
-"""Seconds in which a holder that is about to end may do so."""
+HEARTBEAT = 5.0
+"""Seconds between two heartbeats, where they are needed."""
+DEAD_AFTER = 30.0
+"""Seconds without a heartbeat after which a run on another machine counts as dead."""
+END_WAIT = 1.0
+"""Seconds for a holder that is about to end."""
 RELEASE_WAIT = 5.0
-"""Seconds in which the system drops what a killed process had, and in which its workers end."""
-CONTEST = 1.0
-"""Seconds after which the last of several that have written their name without flock is the holder."""
+"""Seconds for the system to drop the locks of a killed process, and for its workers to end."""
+CONTEST_WAIT = 1.0
+"""Seconds after which, without flock, the last of several to write their record is the holder."""
 GLANCE = 0.05
 LOCAL_FILE_SYSTEMS = {
     "ext2",
@@ -56,13 +56,13 @@ LOCAL_FILE_SYSTEMS = {
     "jfs",
     "apfs",
 }
-"""File systems that one machine has for itself."""
+"""File systems that only one machine can see."""
 
 
 class RunLock:
-    """The right to write to a folder, from `take` to `release`.
+    """Right to write to a folder, from `take` to `release`.
 
-    The files are open in this process only: a child that is forked closes them, and one that is started has none.
+    The files are open in this process only: forked children close them, and started ones have none.
     """
 
     open_files: ClassVar[Any] = weakref.WeakSet()
@@ -73,16 +73,16 @@ class RunLock:
         self.shared = not is_local(folder)
         """Whether other machines may see the folder."""
         self.record: dict[str, Any] = {}
-        """What the holder has written into the file; {} where this is none."""
+        """Record that the holder has written; {} where this process does not hold the lock."""
         self._file: int | None = None
         self._over = threading.Event()
         self._beating: threading.Thread | None = None
 
     # --- the holder -------------------------------------------------------------------------------------------------
     def take(self, patient: bool = False) -> None:
-        """Take the lock; `patient`: give a holder that is alive a moment to let go.
+        """Take the lock; `patient`: wait a moment for a living holder to release it.
 
-        Raises ConfigError that names the holder, where there is one.
+        Raises ConfigError that names the holder, if there is one.
         """
         began = time.monotonic()
         while self._file is None:
@@ -106,51 +106,51 @@ class RunLock:
             self._beating.start()
 
     def _try(self, file: int, patient: bool, waited: float) -> bool:
-        """Return whether the lock is this one's now; False: look again, the holder is on its way out."""
+        """Return whether the lock was taken; False: try again, the holder is about to end."""
         locked = _flock(file, "exclusive")
         holder = _read_holder(file)
         if locked is False:
             exists = _exists(holder) if holder else False
-            if exists is None and self.shared and not self._beats(file, holder):
+            if exists is None and self.shared and not self._has_heartbeat(file, holder):
                 if _is_at(file, self.path):  # its machine has died, and the server does not know yet
                     self.path.unlink(missing_ok=True)
-            elif waited > (MOMENT if exists is not False and not patient else RELEASE_WAIT):
+            elif waited > (END_WAIT if exists is not False and not patient else RELEASE_WAIT):
                 raise ConfigError(self._refusal(holder))
             return False
         if not _is_at(file, self.path):
-            return False  # the holder has ended and taken the file away
-        if holder and self._lives(holder, file, bool(locked)):
+            return False  # the holder has ended and removed the file
+        if holder and self._is_alive(holder, file, bool(locked)):
             raise ConfigError(self._refusal(holder))
         self.record = _own_record(self.stage)
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(self.record).encode(), 0)
         if locked is None:
             os.fsync(file)
-            time.sleep(CONTEST)
+            time.sleep(CONTEST_WAIT)
             if (winner := _read_path(self.path)) != self.record:
                 raise ConfigError(self._refusal(winner))
         return True
 
-    def _lives(self, holder: dict[str, Any], file: int, locked: bool) -> bool:
-        """Return whether the holder that a file names is at work, where the flock does not tell."""
+    def _is_alive(self, holder: dict[str, Any], file: int, locked: bool) -> bool:
+        """Return whether the holder in a record is alive, where the flock does not tell."""
         here = holder.get("boot") == _boot() if holder.get("boot") else holder.get("host") == socket.gethostname()
         if locked and (here or not self.shared):
             return False
         exists = _exists(holder)
         if exists is not None:
             return exists
-        return self._beats(file, holder)
+        return self._has_heartbeat(file, holder)
 
-    def _beats(self, file: int, holder: dict[str, Any]) -> bool:
-        """Look on for a while; return whether the holder, on another machine, gives a sign of life."""
+    def _has_heartbeat(self, file: int, holder: dict[str, Any]) -> bool:
+        """Watch for a while; return whether the holder, on another machine, sends a heartbeat."""
         log.info(
             "%s names process %s on %s; looking on for up to %g s whether it is at work.",
-            self.path, holder.get("pid"), holder.get("host"), SILENCE,
+            self.path, holder.get("pid"), holder.get("host"), DEAD_AFTER,
         )  # fmt: skip
-        seen, deadline = os.fstat(file).st_mtime_ns, time.monotonic() + SILENCE
+        seen, deadline = os.fstat(file).st_mtime_ns, time.monotonic() + DEAD_AFTER
         while time.monotonic() < deadline:
             time.sleep(GLANCE)
-            try:  # opened anew, since a network file system looks at its server then
+            try:  # reopened, as a network file system asks its server then
                 again = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return False
@@ -171,10 +171,10 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Raise CheckpointError where another run has taken the lock in spite of this one."""
+        """Raise CheckpointError if another run has taken the lock meanwhile."""
         if self._file is None or not self.record:
             return
-        if not self.path.exists() and self.folder.is_dir():  # somebody has tidied up
+        if not self.path.exists() and self.folder.is_dir():  # the folder was deleted
             self.release()
             try:
                 self.take()
@@ -184,14 +184,14 @@ class RunLock:
             raise CheckpointError(f"This run has lost its folder: {self._refusal(found)}")
 
     def release(self) -> None:
-        """Give the folder free."""
+        """Release the lock."""
         self._over.set()
         if self._beating is not None:
             self._beating.join()
             self._beating = None
         if self._file is not None:
             if self.record and _is_at(self._file, self.path) and _read_holder(self._file) == self.record:
-                with suppress(OSError):  # what stays there is nobody's, since the flock goes
+                with suppress(OSError):  # a file that stays is unlocked, since the flock goes
                     self.path.unlink(missing_ok=True)
                     (self.folder / RANKS).unlink(missing_ok=True)
             self.close()
@@ -203,7 +203,7 @@ class RunLock:
             os.close(file)
 
     def _beat(self) -> None:
-        while not self._over.wait(BEAT):
+        while not self._over.wait(HEARTBEAT):
             file = self._file
             if file is None:
                 return
@@ -213,8 +213,8 @@ class RunLock:
                 return
 
     # --- the other processes of its run -----------------------------------------------------------------------------
-    def attend(self) -> None:
-        """Be known as a process of the holder's run until `release`; where that cannot be, it is not known."""
+    def join(self) -> None:
+        """Register as a process of the holder's run until `release`, where the file system allows it."""
         path = self.folder / RANKS
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -228,7 +228,7 @@ class RunLock:
         self.open_files.add(self)
 
     def _wait_for_ranks(self) -> None:
-        """Wait until no process of a run before this one is left; they end with it, but some a moment later."""
+        """Wait until all processes of an earlier run have ended; some take a moment."""
         path, deadline = self.folder / RANKS, time.monotonic() + RELEASE_WAIT
         if not path.exists():
             return
@@ -247,7 +247,7 @@ class RunLock:
 
 
 def _watch_forks() -> None:
-    """Let children that are forked from now on close what is open: else they would keep a dead one's lock."""
+    """Make forked children close open lock files, which would keep the lock of a dead parent."""
     if not RunLock.watches_forks and hasattr(os, "register_at_fork"):
         RunLock.watches_forks = True
         os.register_at_fork(after_in_child=_close_all)
@@ -258,13 +258,13 @@ def _close_all() -> None:
         lock.close()
 
 
-def is_left_by_training(folder: Path) -> bool:
-    """Return whether a run that trains holds a folder, or died holding it."""
+def belongs_to_training(folder: Path) -> bool:
+    """Return whether a training run holds a folder, or died holding it."""
     return bool(_read_path(folder / LOCK).get("stage") == "fit")
 
 
 def _flock(file: int, kind: str) -> bool | None:
-    """Return whether the lock is had; None where the file system has none."""
+    """Return whether the flock was taken; None if the file system has none."""
     if sys.platform == "win32":
         return None
     try:
@@ -275,7 +275,7 @@ def _flock(file: int, kind: str) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether an open file still is the one at `path`."""
+    """Return whether an open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError:
@@ -283,7 +283,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def _read_holder(file: int) -> dict[str, Any]:
-    """Return the holder that a file names; {} where it names none."""
+    """Return the holder's record in a file; {} if there is none."""
     try:
         found = json.loads(os.pread(file, 4096, 0))
     except (OSError, ValueError):
@@ -305,7 +305,7 @@ def _own_record(stage: str) -> dict[str, Any]:
 
 
 def _exists(holder: dict[str, Any]) -> bool | None:
-    """Return whether the process of a record is there; None where it is of another machine or container."""
+    """Return whether the process of a record exists; None if it is on another machine or in another container."""
     pid, started = holder.get("pid"), holder.get("started")
     if holder.get("host") != socket.gethostname() or holder.get("boot") != _boot() or holder.get("space") != _space():
         return None
@@ -315,13 +315,13 @@ def _exists(holder: dict[str, Any]) -> bool | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except OSError:  # it is there, and somebody else's
+    except OSError:  # it exists, and belongs to another user
         return True
     return _started(pid) == started and not _is_dead(pid)
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since the system's start; "" where nobody says."""
+    """Return when a process was started, in ticks since boot; "" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
@@ -329,7 +329,7 @@ def _started(pid: int) -> str:
 
 
 def _is_dead(pid: int) -> bool:
-    """Return whether a process has ended and its parent has not asked how."""
+    """Return whether a process has ended without its parent having waited for it (a zombie)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (OSError, IndexError):
@@ -344,7 +344,7 @@ def _boot() -> str:
 
 
 def _space() -> str:
-    """Return the name of this process's space of process numbers."""
+    """Return the name of this process's PID namespace."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -352,7 +352,7 @@ def _space() -> str:
 
 
 def is_local(folder: Path) -> bool:
-    """Return whether only this machine sees a folder; True where the system does not say."""
+    """Return whether only this machine sees a folder; True if the system does not tell."""
     try:
         mounts = [line.split(" ") for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     except OSError:

@@ -1,4 +1,4 @@
-"""Saver: the one owner of a trainer's saves. Nothing else writes, clears up or removes checkpoints of a run."""
+"""Saver: the only writer of a trainer's checkpoints."""
 
 import errno
 import logging
@@ -14,10 +14,10 @@ from ..optimization.nonfinite import require_finite
 from . import manifest, store
 from .background import Writer
 from .commit import Owner, make_folder, remove
-from .contents import contents, left_by_workers
+from .contents import contents, contents_after_workers
 from .progress import SAVES
 from .run_lock import RunLock
-from .run_names import run_directory_gone, unwritable
+from .run_names import not_writable, run_directory_gone
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -25,48 +25,48 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOSPC)
-"""What the system says of a folder in which nothing can be written."""
+"""Errors of the system for a folder that is not writable."""
 
 
 class Saver:
-    """Saves, clears up and removes the checkpoints of a trainer's runs, one after another in the order asked for.
+    """Writes, cleans up and removes the checkpoints of a trainer's runs, one operation at a time.
 
-    A save in the background is finished before anything else is begun: two that wrote at once would clear up each
-    other's files, and where every rank has a part of the state, meet in one process group on two threads.
+    A background save is finished before anything else begins: two at once would delete each other's files and, with
+    sharded states, use one process group from two threads.
     """
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
         self.writer = Writer()
         self.run_id = ""
-        """The identity of the run, in the manifest of each of its checkpoints. A resume keeps it."""
+        """Id of the run, in the manifest of each of its checkpoints; kept by a resume."""
         self.locks: dict[Path, RunLock] = {}
-        """Of the folders that this process may write to."""
+        """Locks of the folders that this process may write to."""
         self._run_dir: os.stat_result | None = None
-        """The run directory as it was found when the run began."""
+        """Stat of the run directory at the start of the run."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave here what writes and what is held, when the trainer travels to another process."""
+        """Drop the writer and the locks when the trainer is sent to another process."""
         return {"trainer": self.trainer, "writer": Writer(), "run_id": self.run_id, "locks": {}, "_run_dir": None}
 
     # --- the right to write -----------------------------------------------------------------------------------------
     def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
-        """Let no other run write to a folder, until `release`; raises ConfigError where another one does."""
+        """Lock a folder until `release`; raises ConfigError if another run holds it."""
         folder = folder.resolve()
         if folder not in self.locks:
             lock = RunLock(folder, stage)
             lock.take(patient)
             self.locks[folder] = lock
 
-    def attend(self, folder: Path | None) -> None:
-        """Be known as one of the processes of the run that writes to a folder, where this one does not hold it."""
+    def join(self, folder: Path | None) -> None:
+        """Register as a process of the run that holds the lock of a folder, unless this one does."""
         self._run_dir = None if folder is None else folder.stat()
         if folder is not None and (folder := folder.resolve()) not in self.locks:
             self.locks[folder] = RunLock(folder, "rank")
-            self.locks[folder].attend()
+            self.locks[folder].join()
 
     def hold_for_all(self, folder: Path, patient: bool = False) -> None:
-        """Hold one more folder on rank 0, which may be another process than before; every rank calls it."""
+        """Lock one more folder on rank 0, which may be another process than before; every rank calls it."""
         problem = None
         if not self.trainer.is_global_zero:
             self.release(folder)
@@ -81,14 +81,14 @@ class Saver:
             raise ConfigError(problem)
 
     def release(self, *folders: Path) -> None:
-        """Let others write to these folders, by default to all."""
+        """Release these folders, by default all."""
         for folder in [one.resolve() for one in folders] or list(self.locks):
             if folder in self.locks:
                 self.locks.pop(folder).release()
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Say which run directory cannot be written to, where something in this context fails by that."""
+        """Turn OSErrors in this context into an error that names the run directory, if that is not writable."""
         self.require_run_dir()
         try:
             yield
@@ -97,10 +97,10 @@ class Saver:
             folder = self.trainer.run_dir
             if folder is None or error.errno not in UNWRITABLE:
                 raise
-            raise unwritable(folder, error.strerror) from error
+            raise not_writable(folder, error.strerror) from error
 
     def require_run_dir(self) -> None:
-        """Raise ConfigError where somebody has deleted the run directory, moved it or put another in its place."""
+        """Raise ConfigError if the run directory was deleted, moved or replaced."""
         folder = self.trainer.run_dir
         if folder is None or self._run_dir is None:
             return
@@ -113,13 +113,13 @@ class Saver:
     def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
         """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
 
-        Raises CheckpointError where that fails, and where a save in the background before it has failed: a plain save
-        writes its own first.
+        Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
+        then.
         """
         trainer = self.trainer
         with SAVES.save(), trainer.strategy.timeouts.during("checkpoint"):
             if trainer.strategy.task is None:
-                self._write(path, left_by_workers(trainer, weights_only), False)
+                self._write(path, contents_after_workers(trainer, weights_only), False)
                 return
             step = trainer.global_step
             if trainer.training and step and step % trainer.log_every_n_steps == 0:
@@ -143,7 +143,7 @@ class Saver:
         for lock in self.locks.values():
             lock.check()
         if asynchronous:
-            self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the one before, and raises its error
+            self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the save before, and raises its error
             return
         self.writer.join()
         try:
@@ -157,49 +157,49 @@ class Saver:
         self.writer.check()
 
     def _owns(self, folder: Path) -> bool:
-        """Return whether this run alone writes to a folder: to its own, and to those of Checkpoint callbacks."""
+        """Return whether only this run writes to a folder: true of its own, and those of Checkpoint callbacks."""
         known = [callback.dirpath for callback in self.trainer.checkpoint_callbacks]
         known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / store.FOLDER)
         return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
 
     def check(self) -> None:
-        """Raise CheckpointError, once, if a save in the background has failed."""
+        """Raise CheckpointError, once, if a background save has failed."""
         self.writer.check()
 
     def wait(self) -> None:
-        """Wait until nothing is being written; raises what `check` raises."""
+        """Wait until the save is done; raises what `check` raises."""
         self.writer.wait()
 
     def own_in(self, folder: Path) -> set[str]:
-        """Return the names of the checkpoints in a folder that this run wrote."""
-        return {path.name for path in store.all_in(folder) if self._wrote(path)}
+        """Return the names of this run's checkpoints in a folder."""
+        return {path.name for path in store.checkpoints_in(folder) if self._wrote(path)}
 
     def _wrote(self, path: Path) -> bool:
         try:
-            return manifest.run_of(path) == self.run_id
+            return manifest.load_manifest(path).run == self.run_id
         except CheckpointError:
             return False
 
     # --- removing ---------------------------------------------------------------------------------------------------
     def remove(self, path: Path) -> None:
-        """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it.
+        """Delete a checkpoint of this run; every rank may call it, rank 0 acts.
 
-        Raises CheckpointError where a save before it failed, and where there is no checkpoint of this run.
+        Raises CheckpointError if a save before it failed, and if there is no checkpoint of this run.
         """
         if self.trainer.is_global_zero:
             self.wait()
             remove(path, self.run_id)
 
     def discard(self, path: Path) -> None:
-        """Delete a checkpoint that need not be kept; warns where somebody else has deleted, moved or changed it."""
+        """Delete a checkpoint that need not be kept; warn if it was deleted, moved or changed meanwhile."""
         if self.trainer.is_global_zero:
             self.wait()
             try:
                 remove(path, self.run_id)
             except CheckpointError as error:
-                log.warning("%s The run goes on, and leaves it as it is.", error)
+                log.warning("%s The run continues, and leaves it as it is.", error)
 
 
 def new_identity() -> str:
-    """Return an identity that no other run has."""
+    """Return an id that no other run has."""
     return uuid.uuid4().hex

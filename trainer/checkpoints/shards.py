@@ -1,4 +1,4 @@
-"""Tensors in parts: the block that one process has of a tensor that lies on several, saved, and put together again."""
+"""Sharded tensors in checkpoints: the shard that each process saves, and reads by slices."""
 
 import math
 import re
@@ -20,63 +20,63 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """The block of a tensor that this process has."""
+    """Shard of a tensor on this process."""
 
     block: Tensor
     shape: Numbers
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     offset: Numbers
-    """Where the block begins in it."""
+    """Index of the shard's first element in the whole tensor."""
 
 
 def shard_block(tensor: Tensor) -> ShardBlock | None:
-    """Return this process's part of a DTensor; None for a tensor that it has whole."""
+    """Return this process's shard of a DTensor; None for any other tensor."""
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return None
     (chunk,) = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks of a tensor
     shape, offset = chunk.sizes, tuple(chunk.offsets)
     local = tensor.detach().to_local()
-    if not math.prod(shape):  # more processes than rows: this one has none
+    if not math.prod(shape):  # more processes than rows: this shard is empty
         offset = (0,) * len(tensor.shape)
     return ShardBlock(local.view(shape), tuple(tensor.shape), tuple(offset))
 
 
 def file_name(file: str, rank: int) -> str:
-    """Return the name of the file in which a rank keeps its parts of what belongs to `file`."""
+    """Return the name of the file in which a rank keeps its shards of what belongs to `file`."""
     return f"{file}-{rank:05d}.safetensors"
 
 
-PART_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
+SHARD_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-class PartFiles:
-    """The files of a checkpoint that hold parts, opened as they are needed."""
+class ShardFiles:
+    """Files of a checkpoint that hold shards, opened when needed."""
 
     def __init__(self, directory: Path, held: dict[str, dict[str, Tensor]] | None = None) -> None:
-        """`held`: the tensors of files that this process has read already."""
+        """`held`: tensors of files that this process has read already."""
         self.directory, self.held = directory, held or {}
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
 
     def names(self, file: str) -> Iterator[tuple[str, str]]:
-        """Yield (file, name) of every part in a file."""
+        """Yield (file, name) of every shard in a file."""
         for name in self.held.get(file) or self._handle(file).keys():
             yield file, name
 
     def block(self, file: str, name: str) -> Any:
-        """Return a part that is read where it is sliced."""
+        """Return a shard that is read when sliced."""
         held = self.held.get(file, {}).get(name)
         return self._handle(file).get_slice(name) if held is None else held
 
     def shape(self, file: str, name: str) -> list[int]:
-        """Return the shape of a part."""
+        """Return the shape of a shard."""
         block = self.block(file, name)
         return list(block.shape) if isinstance(block, Tensor) else list(block.get_shape())
 
     def drop(self, file: str, name: str) -> None:
-        """Forget a part that was read before; it is read again where it is asked for."""
+        """Free a shard that was read before; it is read again when needed."""
         self.held.get(file, {}).pop(name, None)
 
     def _handle(self, file: str) -> Any:
@@ -89,21 +89,21 @@ class PartFiles:
         return self._open[file]
 
 
-class Stored:
-    """A tensor that lies in a checkpoint in parts, and is read where it is sliced."""
+class StoredTensor:
+    """Tensor stored in shards, read when sliced."""
 
     def __init__(
         self,
-        files: PartFiles,
+        files: ShardFiles,
         name: str,
         shape: Numbers,
         dtype: torch.dtype,
         parts: Sequence[tuple[str, Numbers, Numbers]],
         mark: Mapping[str, Any],
     ) -> None:
-        """`parts`: of each its file, offset and shape; `mark`: what says so in the state (see tree.py).
+        """`parts`: file, offset and shape of each shard; `mark`: its mark in the state (see format.py).
 
-        Raises ValueError where they do not make up the whole.
+        Raises ValueError if they do not make up the whole tensor.
         """
         self.files, self.name, self.dtype, self.parts, self.mark = files, name, dtype, parts, mark
         self.shape = torch.Size(shape)
@@ -120,11 +120,11 @@ class Stored:
             raise ValueError(f"the parts of {name!r} do not make up a tensor of shape {shape}")
 
     def numel(self) -> int:
-        """Return how many numbers the whole has."""
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     def __getitem__(self, place: tuple[slice, ...]) -> Tensor:
-        """Return the block that is asked for (slices without steps, one for each dimension), in memory of its own."""
+        """Return a block (slices without steps, one for each dimension) in own memory."""
         starts = [range(size)[part].start for part, size in zip(place, self.shape, strict=True)]
         counts = [len(range(size)[part]) for part, size in zip(place, self.shape, strict=True)]
         found = torch.zeros(counts, dtype=self.dtype)
@@ -147,40 +147,40 @@ def _zip(*sequences: Sequence[int]) -> Iterator[tuple[int, ...]]:
     return zip(*sequences, strict=True)
 
 
-def made_whole(value: Any) -> Any:
-    """Return nested containers with every stored tensor read, and forgotten in parts."""
-    if isinstance(value, Stored):
+def load_stored(value: Any) -> Any:
+    """Return nested containers with every stored tensor read whole, freeing its shards."""
+    if isinstance(value, StoredTensor):
         found = value.whole()
         for file, _, _ in value.parts:
             value.files.drop(file, value.name)
         return found
     if type(value) is dict:
-        return {key: made_whole(item) for key, item in value.items()}
-    return type(value)(map(made_whole, value)) if type(value) in (list, tuple) else value
+        return {key: load_stored(item) for key, item in value.items()}
+    return type(value)(map(load_stored, value)) if type(value) in (list, tuple) else value
 
 
-class Outline(NamedTuple):
-    """What other ranks know of a tensor."""
+class Placeholder(NamedTuple):
+    """Placeholder for a tensor owned by another rank."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-def outlines(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return outlines in the place of tensors; numbers, also as tensors without dimensions, stay, on the host."""
+def with_placeholders(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace tensors by placeholders; numbers, also as tensors without dimensions, stay, on the host."""
     return {
-        name: (Outline(tuple(value.shape), value.dtype) if value.ndim else value.detach().cpu())
+        name: (Placeholder(tuple(value.shape), value.dtype) if value.ndim else value.detach().cpu())
         if isinstance(value, Tensor)
         else value
         for name, value in values.items()
     }
 
 
-def in_parts(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parts in the place of outlines: this rank's own tensors, and empty ones of what others keep."""
+def without_placeholders(known: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace placeholders: by this rank's own tensors, and by empty shards of those that other ranks own."""
     found = {}
     for name, value in known.items():
-        if isinstance(value, Outline):
+        if isinstance(value, Placeholder):
             kept = own.get(name)
             if kept is None:
                 kept = torch.empty((0,) * len(value.shape), dtype=value.dtype)

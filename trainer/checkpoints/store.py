@@ -1,15 +1,15 @@
-"""Checkpoints: a directory that is whole or not there, and holds no pickle.
+"""Checkpoint directories: complete or absent, without pickle; search for them in run directories.
 
     step-00001200/
     |-- model.safetensors      contents["state_dict"], under the task's own parameter names
     |-- tensors.safetensors    every other tensor
     |-- model-00002.safetensors, tensors-00002.safetensors
-    |                          rank 2's parts of tensors that lie on several processes (parts.py)
-    |-- state.json             everything else, with marks where tensors stood (tree.py)
+    |                          rank 2's shards of sharded tensors (shards.py)
+    |-- state.json             everything else, with marks in place of tensors (format.py)
     `-- manifest.json          sizes and SHA-256 sums of the files; written last: the commit mark
 
-How one is put in its place and taken away is in commit.py, the background writer in background.py, other people's
-files in foreign.py.
+Atomic writes are in commit.py, background saves in background.py, files of other programs in
+foreign.py.
 """
 
 import copy
@@ -28,48 +28,24 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError
 from ..processes.collectives import SINGLE, Collectives
 from . import commit, manifest
-from .background import Writer
-from .commit import NOBODY, STEP_NAME, Owner, free_space_check, remove, sweep
-from .foreign import read_contents, read_foreign
-from .format import MODEL, OTHERS, Sum, file_sum, flatten, read_verified, unflatten
-from .run_lock import is_left_by_training
+from .commit import NO_OWNER, STEP_NAME, Owner
+from .foreign import read_contents
+from .format import MODEL, OTHERS, FileSum, file_sum, flatten, read_verified, unflatten
+from .run_lock import belongs_to_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
-from .run_names import CONFIG, VERSION, fault_of_name
-from .shards import PART_FILE, PartFiles, made_whole
+from .run_names import CONFIG, VERSION, name_problem
+from .shards import SHARD_FILE, ShardFiles, load_stored
 
 if TYPE_CHECKING:
     from .saver import Saver
 
-__all__ = [
-    "Owner",
-    "Writer",
-    "all_in",
-    "check_sizes",
-    "directory_name",
-    "free_space_check",
-    "newest_whole",
-    "read_any",
-    "read_callback",
-    "read_checkpoint",
-    "read_foreign",
-    "read_parts",
-    "read_rest",
-    "remove",
-    "resolve",
-    "sweep",
-    "verify",
-    "write",
-]
-
-logger = logging.getLogger("legato")
+log = logging.getLogger("legato")
 
 FOLDER = "checkpoints"
-"""Where a run directory keeps them."""
+"""Folder of the checkpoints in a run directory."""
 Check = Callable[[Path], object]
-"""Raises CheckpointError for a checkpoint that is not whole: `verify`, or `check_sizes` where it is read afterwards.
-
-It may return False for one that was found to be damaged before.
-"""
+"""Raises CheckpointError for an incomplete checkpoint: `verify`, or `check_sizes` if it is read afterwards. May return
+False for one that was found damaged before."""
 
 
 def directory_name(step: int) -> str:
@@ -83,33 +59,32 @@ def write(
     *,
     extra_files: commit.ExtraFiles | None = None,
     ranks: Collectives = SINGLE,
-    owner: Owner = NOBODY,
+    owner: Owner = NO_OWNER,
 ) -> None:
-    """Write a checkpoint, from one process; a whole one that has this name is replaced at once or kept.
+    """Write a checkpoint, replacing an existing one of this name atomically.
 
-    With several `ranks` each of them calls this, with the same contents: of a tensor that lies on several (a DTensor)
-    each writes its part, and rank 0 the rest. `extra_files` maps further file names to functions that write the file at
-    the path that they are given. Raises CheckpointError where a value cannot be stored, the disk is too full or writing
-    fails; nothing is left behind then.
+    Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
+    `extra_files` maps further file names to functions that write the file at a given path. Raises CheckpointError if a
+    value cannot be stored, the disk is too full or writing fails; nothing is left behind then.
     """
     flat = flatten(contents)
-    flat.share_out(ranks)
+    flat.assign_writers(ranks)
     commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks, owner)
 
 
 def read_checkpoint(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
-    """Verify a checkpoint and return what was written, tensors on the host.
+    """Verify a checkpoint and return its contents, tensors on the host.
 
-    Under the keys `in_parts` a tensor that was written in parts is a `Stored`, which reads what it is asked for. Raises
-    CheckpointError that names the file and what is wrong with it.
+    Under the keys `in_parts` a sharded tensor is a `StoredTensor`, read when sliced. Raises CheckpointError with the
+    file and the problem.
     """
     files = check_sizes(directory)
-    parts = [name for name in files if PART_FILE.fullmatch(name)]
+    parts = [name for name in files if SHARD_FILE.fullmatch(name)]
     return read_rest(directory, files, read_parts(directory, {name: files[name] for name in parts}, parts), in_parts)
 
 
-def read_parts(directory: Path, files: Mapping[str, Sum], keep: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """Verify files that hold parts of tensors, each read once; return the tensors of those to `keep`."""
+def read_parts(directory: Path, files: Mapping[str, FileSum], keep: Collection[str]) -> dict[str, dict[str, Tensor]]:
+    """Verify files with shards, each read once; return the tensors of those to `keep`."""
     held = {}
     for name, expected in files.items():
         if name in keep:
@@ -121,17 +96,17 @@ def read_parts(directory: Path, files: Mapping[str, Sum], keep: Collection[str])
 
 def read_rest(
     directory: Path,
-    files: Mapping[str, Sum],
+    files: Mapping[str, FileSum],
     held: dict[str, dict[str, Tensor]],
     in_parts: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Verify and read what one process reads for all; see `read_checkpoint`.
+    """Verify and read the files that one process reads for all; see `read_checkpoint`.
 
-    `held`: the tensors of those that are in memory.
+    `held`: tensors of files that are in memory.
     """
     names = {MODEL: manifest.MODEL_FILE, OTHERS: manifest.TENSORS_FILE}
     for name, expected in files.items():
-        if name not in (*names.values(), manifest.STATE_FILE) and not PART_FILE.fullmatch(name):
+        if name not in (*names.values(), manifest.STATE_FILE) and not SHARD_FILE.fullmatch(name):
             _verify(directory, name, expected)
     tensors = {key: read_verified(directory / name, files[name]) for key, name in names.items()}
     try:
@@ -139,17 +114,17 @@ def read_rest(
         if hashlib.sha256(state).hexdigest() != files[manifest.STATE_FILE].sha256:
             raise CheckpointError(f"{manifest.STATE_FILE} is damaged: its SHA-256 is not the one that was written.")
         tree = manifest.parse_json(state, manifest.STATE_FILE)
-        parts = [name for name in files if PART_FILE.fullmatch(name)]
-        found = unflatten(tree, tensors, PartFiles(directory, held), parts)
-        return {key: value if key in in_parts else made_whole(value) for key, value in found.items()}
+        parts = [name for name in files if SHARD_FILE.fullmatch(name)]
+        found = unflatten(tree, tensors, ShardFiles(directory, held), parts)
+        return {key: value if key in in_parts else load_stored(value) for key, value in found.items()}
     except (CheckpointError, OSError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
 
 
 def read_callback(directory: Path, state_key: str) -> Any:
-    """Return what a callback saved in a checkpoint that was verified, without reading its tensors; None: nothing.
+    """Return a callback's state in a verified checkpoint, without reading its tensors; None if there is none.
 
-    Raises CheckpointError where the state holds a tensor, or cannot be read.
+    Raises CheckpointError if the state holds a tensor, or cannot be read.
     """
     try:
         tree = manifest.parse_json((directory / manifest.STATE_FILE).read_bytes(), manifest.STATE_FILE)
@@ -160,21 +135,21 @@ def read_callback(directory: Path, state_key: str) -> Any:
 
 
 def read_any(path: Path, names: Collection[str] = (), in_parts: Collection[str] = ()) -> dict[str, Any]:
-    """Read what `resolve` finds at a path, or the file there that others have made; see `foreign.read_contents`."""
+    """Read the checkpoint that `resolve` finds at a path, or a foreign file there; see `foreign.read_contents`."""
     return read_contents(path, names) if path.is_file() else read_checkpoint(resolve(path), in_parts)
 
 
 def verify(directory: Path) -> None:
-    """Check every file against the manifest; raises CheckpointError that names the file and what is wrong."""
+    """Check every file against the manifest; raises CheckpointError with the file and the problem."""
     for name, expected in check_sizes(directory).items():
         _verify(directory, name, expected)
 
 
-def check_sizes(directory: Path) -> dict[str, Sum]:
-    """Return what the manifest says of each file, all of which have their sizes; raises what `verify` raises."""
+def check_sizes(directory: Path) -> dict[str, FileSum]:
+    """Return the manifest's entries, after a check of the files' sizes; raises what `verify` raises."""
     if not directory.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {directory}: it is no directory.")
-    files = manifest.load_manifest(directory)
+        raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
+    files = manifest.load_manifest(directory).files
     for name, expected in files.items():
         size = manifest.regular_size(directory, name)
         if size != expected.size:
@@ -182,7 +157,7 @@ def check_sizes(directory: Path) -> dict[str, Sum]:
     return files
 
 
-def _verify(directory: Path, name: str, expected: Sum) -> None:
+def _verify(directory: Path, name: str, expected: FileSum) -> None:
     try:
         damaged = file_sum(directory / name) != expected
     except OSError as error:
@@ -191,36 +166,36 @@ def _verify(directory: Path, name: str, expected: Sum) -> None:
         raise CheckpointError(f"{directory}: {name} is damaged: its SHA-256 is not the one that was written.")
 
 
-def all_in(root: Path) -> list[Path]:
+def checkpoints_in(root: Path) -> list[Path]:
     """Return the committed checkpoints of a folder (those with a manifest), oldest step first."""
     return [path for path in _steps(root) if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
 
 
-def newest_whole(root: Path, check: Check = verify) -> Path | None:
-    """Return the newest checkpoint of a folder that passes `check`; warns of every newer one and what is wrong.
+def newest_complete(root: Path, check: Check = verify) -> Path | None:
+    """Return the newest checkpoint of a folder that passes `check`; warn of every newer one and its problem.
 
-    Where a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the
-    next `sweep` or save brings it back.
+    If a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the next
+    `sweep` or save restores it.
     """
     for path in reversed(_steps(root)):
         try:
             if check(path) is False:
                 continue
         except CheckpointError as error:
-            logger.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
+            log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
         else:
             return path
     return None
 
 
 def _steps(root: Path) -> list[Path]:
-    """Return what is named like a checkpoint, or is one that a dying process was replacing, oldest step first."""
+    """Return checkpoints, and those that a dying process was replacing, oldest step first."""
     if not root.is_dir():
         return []
     found: dict[str, Path] = {}
     for path in sorted(root.iterdir()):  # ".step-..." sorts first and yields to "step-..."
         name = path.name.removeprefix(".").removesuffix(f".{commit.REPLACED}")
-        if path.name not in (name, commit.beside(root / name, commit.REPLACED).name) or path.is_symlink():
+        if path.name not in (name, commit.temporary_path(root / name, commit.REPLACED).name) or path.is_symlink():
             continue
         if STEP_NAME.fullmatch(name) and path.is_dir():
             found[name] = path
@@ -228,29 +203,29 @@ def _steps(root: Path) -> list[Path]:
 
 
 def resolve(path: Path, check: Check = verify) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest one of a folder or run directory that is whole.
+    """Return the checkpoint at a path: itself, or the newest of a folder or run directory that passes `check`.
 
-    Whole is what passes `check`. Raises CheckpointError that tells what was looked for.
+    Raises CheckpointError with the paths that were tried.
     """
     path = path if path.name else path.absolute()
-    for itself in (path, commit.beside(path, commit.REPLACED)):  # the second: a process died while it replaced it
+    for itself in (
+        path,
+        commit.temporary_path(path, commit.REPLACED),
+    ):  # the second: a process died while it replaced it
         if (itself / manifest.MANIFEST).is_file():
             return itself
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}, and a run goes on from "
+            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}, and a run resumes from "
             f"nothing else. A file's weights are taken by load_from_checkpoint, and by validate, test and predict."
         )
     for folder in (path / FOLDER, path):
-        if (found := newest_whole(folder, check)) is not None:
+        if (found := newest_complete(folder, check)) is not None:
             return found
     raise CheckpointError(
-        f"There is no whole checkpoint at {path}: expected a directory with a {manifest.MANIFEST}, or one that holds "
+        f"There is no complete checkpoint at {path}: expected a directory with a {manifest.MANIFEST}, or one with "
         f"{directory_name(1200)}-like directories, itself or in {FOLDER}/."
     )
-
-
-log = logging.getLogger("legato")
 
 
 def versions(root: Path, name: str) -> list[Path]:
@@ -263,8 +238,8 @@ def versions(root: Path, name: str) -> list[Path]:
 
 
 def create(root: Path, name: str) -> Path:
-    """Make a new run directory and return it. Raises ConfigError where nothing can be written there."""
-    fault = fault_of_name(name)
+    """Make a new run directory and return it. Raises ConfigError if it is not writable."""
+    fault = name_problem(name)
     if fault is not None:
         raise ConfigError(f"run.name {fault}")
     number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
@@ -289,7 +264,7 @@ def create(root: Path, name: str) -> Path:
 
 
 def write_config(directory: Path, text: str, weights: Path | None) -> None:
-    """Store the config of a run; that of an evaluation names the weights it took, so that it can be done again."""
+    """Store the config of a run; that of an evaluation includes the weights, so that it can be repeated."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
         text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
@@ -299,11 +274,11 @@ def write_config(directory: Path, text: str, weights: Path | None) -> None:
 def newest_in(directory: Path, check: Check = verify) -> Path | None:
     """Return the newest checkpoint of a run directory that passes `check`."""
     folder = directory / CHECKPOINTS
-    return newest_whole(folder, check) if folder.is_dir() else None
+    return newest_complete(folder, check) if folder.is_dir() else None
 
 
 def newest_checkpoint(root: Path, name: str, check: Check = verify) -> tuple[Path, Path] | None:
-    """Return the newest run directory of a name that holds a checkpoint which passes `check`, and that checkpoint."""
+    """Return the newest run directory of a name with a checkpoint that passes `check`, and that checkpoint."""
     for directory in reversed(versions(root, name)):
         found = newest_in(directory, check)
         if found is not None:
@@ -311,13 +286,13 @@ def newest_checkpoint(root: Path, name: str, check: Check = verify) -> tuple[Pat
     return None
 
 
-def newest_held(root: Path, name: str, saver: "Saver", check: Check) -> tuple[Path, Path] | None:
-    """Return what `newest_checkpoint` does, with the directory held before anything is read in it.
+def newest_locked(root: Path, name: str, saver: "Saver", check: Check) -> tuple[Path, Path] | None:
+    """Return what `newest_checkpoint` does, after the directory was locked.
 
-    Raises ConfigError where another run of this name writes to it, or to a newer one that has no checkpoint yet.
+    Raises ConfigError if another run of this name writes to it, or to a newer one without a checkpoint yet.
     """
     for directory in reversed(versions(root, name)):
-        if any((directory / CHECKPOINTS).glob("*step-*")) or is_left_by_training(directory):
+        if any((directory / CHECKPOINTS).glob("*step-*")) or belongs_to_training(directory):
             saver.hold(directory, "fit")
             found = newest_in(directory, check)
             if found is not None:
@@ -329,17 +304,17 @@ def newest_held(root: Path, name: str, saver: "Saver", check: Check) -> tuple[Pa
 def find(
     root: Path, name: str, resume: str | Path | None, saver: "Saver | None" = None, check: Check = verify
 ) -> tuple[Path | None, Path | None]:
-    """Return the directory and the checkpoint that `resume` leads to; None for a new directory, or for no checkpoint.
+    """Return the directory and the checkpoint for `resume`; None for a new directory, or for no checkpoint.
 
-    "auto" goes on in the newest run directory of this name that holds a whole checkpoint, if there is one. A path (a
-    checkpoint, or a folder with some) is started from in a new run directory. Raises CheckpointError where it has none.
+    "auto" continues in the newest run directory of this name with a complete checkpoint, if there is one. From a path
+    (a checkpoint, or a folder of some) a new run directory starts. Raises CheckpointError if it has none.
     """
     if resume is None:
         return None, None
     if resume == "auto":
-        found = newest_checkpoint(root, name, check) if saver is None else newest_held(root, name, saver, check)
+        found = newest_checkpoint(root, name, check) if saver is None else newest_locked(root, name, saver, check)
         if found is None:
-            log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", root / name)
+            log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", root / name)
         return found if found is not None else (None, None)
     path = Path(resume)
     if not path.exists():
@@ -347,28 +322,26 @@ def find(
     return None, resolve(path, check)
 
 
-log = logging.getLogger("legato")
-
 FRESH = "checkpoint=none takes fresh weights."
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """The run in `directory`, or without one the newest of a name that has a whole checkpoint.
+    """Run in `directory`, or the newest of a name with a complete checkpoint.
 
-    Resolved by the process that decides for all, rank 0 or the one that starts the workers.
+    Resolved by the process that decides for all: rank 0, or the one that starts the workers.
     """
 
     root: Path
     name: str
     directory: Path | None
     word: str
-    """ "best", "last", "auto" (go on with the run), or "" for the best, or the last where there is no best."""
+    """"best", "last", "auto" (resume the run), or "": the best, or the last if there is no best."""
 
     def weights(self, callbacks: Sequence[Any]) -> Path:
-        """Return the checkpoint to evaluate, and say which it is; `callbacks` are the run's Checkpoint callbacks.
+        """Return the checkpoint to evaluate, and log which it is; `callbacks` are the run's Checkpoint callbacks.
 
-        A damaged one is passed over with a warning. Raises CheckpointError where there is none.
+        Skips a damaged one with a warning. Raises CheckpointError if there is none.
         """
         for callback, newest in self._newest(callbacks):
             which, found = ("last", newest) if self.word == "last" else self._best(newest, callback)
@@ -377,22 +350,22 @@ class StoredRun:
             log.info("checkpoint: the %s%s, %s. %s", which, of, found, FRESH)
             return found
         place = self.directory if self.directory is not None else self.root / self.name
-        raise CheckpointError(f"There is no whole checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
+        raise CheckpointError(f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
 
     def to_resume(self, check: Check) -> tuple[Path | None, Path | None]:
-        """Return the run directory and the checkpoint to go on from; None for both where there is no checkpoint."""
+        """Return the run directory and the checkpoint to resume from; None for both if there is no checkpoint."""
         assert self.directory is not None
         found = newest_in(self.directory, check)
         if found is None:
-            log.info("resume=auto: there is no whole checkpoint in %s, so the run begins anew.", self.directory)
+            log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", self.directory)
             return None, None
         return self.directory, found
 
     def _newest(self, callbacks: Sequence[Any]) -> Iterator[tuple[Any, Path]]:
-        """Yield the newest whole checkpoint of each place where the run may save, with the callback that does."""
+        """Yield the newest complete checkpoint of each folder where the run may save, with its callback."""
         for callback in callbacks:
             if callback.dirpath is not None:
-                found = newest_whole(Path(callback.dirpath))
+                found = newest_complete(Path(callback.dirpath))
                 if found is not None:
                     yield callback, found
         inside = next((callback for callback in callbacks if callback.dirpath is None), None)
@@ -404,7 +377,7 @@ class StoredRun:
             yield inside, found
 
     def _best(self, newest: Path, callback: Any) -> tuple[str, Path]:
-        """Return the best whole checkpoint beside the newest one, which knows their values; else the newest."""
+        """Return the best complete checkpoint, by the values that the newest one has; else the newest."""
         state = None if callback is None else read_callback(newest, callback.state_key)
         if state is None:
             if self.word == "best":

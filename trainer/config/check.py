@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checkpoints.run_names import fault_of_name, fault_of_path
+from ..checkpoints.run_names import name_problem, path_problem
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
@@ -295,9 +295,9 @@ def _out_of_range(key: Key, value: Any) -> list[Problem]:
 
     fault = None
     if key in (("run", "name"), ("trainer", "run_name")):
-        fault = fault_of_name(value)
+        fault = name_problem(value)
     elif key == ("run", "root"):
-        fault = fault_of_path(value)
+        fault = path_problem(value)
     elif key[0] == "trainer" and len(key) == 2 and (expected := wanted(str(key[1]), value)) is not None:
         hint = did_you_mean(value, ACCELERATORS) if key[1] == "accelerator" else ""
         fault = f"must be {expected}, not {describe(value)}.{hint}"

@@ -45,7 +45,7 @@ def evaluate(run: "Run", turn: ReplicaBatch, step: str, arity: int) -> None:
 
 def counted(run: "Run", turns: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
     """Yield the turns of an evaluation that count, until the run is told to stop; run those that do not."""
-    for turn in run.preemption.until_told(turns):
+    for turn in run.preemption.until_preempted(turns):
         if turn.masked:
             evaluate(run, turn, step, arity)
         else:

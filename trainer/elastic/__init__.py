@@ -1,1 +1,1 @@
-"""Elastic runs: processes of ddp may die, be replaced and join while the run goes on."""
+"""Elastic runs: processes of ddp may die, be replaced and join while the run continues."""

@@ -35,14 +35,14 @@ from .store import (
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-logger = logging.getLogger("legato")
+log = logging.getLogger("legato")
 
 GUEST_TIMEOUT = 5.0
-"""Seconds without a sign of life after which a guest, and with it its workers, counts as dead."""
-_LAUNCHER_POLL = 0.05  # seconds between two looks at the board
+"""Seconds without a heartbeat after which a guest and its workers count as dead."""
+_LAUNCHER_POLL = 0.05  # seconds between two looks at the store
 
 Enter = Callable[[int, ElasticWorker], Callable[[], None]]
-"""What a worker begins with, given how often all were started again and its seat."""
+"""Called with the number of restarts and the worker's description; returns what the worker calls first."""
 
 
 def launch_elastic(
@@ -50,7 +50,7 @@ def launch_elastic(
 ) -> Any:
     """Call `function` in `processes` workers that may die and be replaced; return what one of them returned.
 
-    None where the only ones that have done their work are another launcher's. Raises what `launch_workers` raises.
+    Returns None if only another launcher's workers finished. Raises what `launch_workers` raises.
     """
     if options.join is None and processes < options.min_processes:
         raise ConfigError(
@@ -61,7 +61,7 @@ def launch_elastic(
         host, port = split_address(options.listen)
         store: Any = host_store(host, port, is_loopback(host), "Choose another port in init_method.")
         address = f"{host}:{store.port}"
-        logger.info("Others can join this run: trainer.strategy.join=%s", address)
+        log.info("Others can join this run: trainer.strategy.join=%s", address)
     else:
         store, address = connect_to_store(options.join, timeout=60.0), options.join
 
@@ -75,7 +75,7 @@ def launch_elastic(
 
 
 class ElasticWorkerGroup(WorkerGroup):
-    """What host and guest have in common: their own workers."""
+    """Worker group of one launcher of an elastic run; base of host and guest."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: "Store", address: str, options: ElasticOptions
@@ -85,22 +85,23 @@ class ElasticWorkerGroup(WorkerGroup):
         self.store = MembershipStore.new(store) if options.join is None else MembershipStore.newest(store, timeout=60.0)
         self.node = 0
         self.workers: dict[int, Member] = {}
-        """The workers of this launcher, by their ids."""
+        """Workers of this launcher, by id."""
         self.enter: Callable[[ElasticWorker], Callable[[], None]] | None = None
-        self.lost: list[Failure] = []
-        """Deaths after which the others went on."""
-        self.done: set[Member] = set()
-        """Workers that have done their work."""
-        self.lingering: list[Member] = []
-        """Those of them that wait to be dismissed."""
-        self.answering: Member | None = None
-        self.answer: Any = None
-        self.answered = False
+        self.survived_failures: list[Failure] = []
+        """Failures after which the run continued."""
+        self.finished_members: set[Member] = set()
+        """Workers that have finished."""
+        self.waiting_to_exit: list[Member] = []
+        """Finished workers that wait for permission to exit."""
+        self.returning: Member | None = None
+        self.result: Any = None
+        self.has_result = False
 
     def start(self, context: Any, enter: Callable[..., Callable[[], None]]) -> None:
         """Start a worker for each device."""
         self._context, self._relay.processes, self.enter = context, [], enter
-        self.node = 0 if self.options.join is None else 1 + self.store.next_ids("nodes")  # a guest may be here earlier
+        # Guests count from 1, as one may be numbered before the host starts its workers.
+        self.node = 0 if self.options.join is None else 1 + self.store.next_ids("nodes")
         first = self.store.next_ids("ids", len(self._ranks))
         for slot in self._ranks:
             self._start_member(Member(first + slot, self.node, slot), joins=self.options.join is not None)
@@ -111,78 +112,78 @@ class ElasticWorkerGroup(WorkerGroup):
         self._start_one(member.id, True, self.enter(ElasticWorker(member, self.address, self.store.attempt, joins)))
 
     def value(self) -> Any:
-        """Return the result, from whichever worker brought it."""
-        return self.answer
+        """Return the result of whichever worker sent it."""
+        return self.result
 
     def _pause(self) -> float:
         return _LAUNCHER_POLL
 
     # --- the end of a worker ----------------------------------------------------------------------------------------
-    def _note_end(self, rank: int, process: BaseProcess) -> None:
-        """Take note of a worker's end; here `rank` is its id."""
+    def _record_end(self, rank: int, process: BaseProcess) -> None:
+        """Record a worker's end; `rank` is its id here."""
         member, end = self.workers[rank], self._read_end(rank, process)
-        if end != 0 and process.pid is not None:  # what it has started ends with it
+        if end != 0 and process.pid is not None:  # kill its children as well
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         if self._stopped_at is not None:
-            super()._note_end(rank, process)
+            super()._record_end(rank, process)
         elif end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
-            self._died(member)
+            self._on_death(member)
         elif isinstance(end, Failure):
             self._note_failure(member, replace(end, **self._rank_fields(member)))
-        elif member == self.answering:
-            self.answer, self.answered = unpack(self._folder / f"value-{rank}"), True
+        elif member == self.returning:
+            self.result, self.has_result = unpack(self._folder / f"value-{rank}"), True
         self._release_next()
 
     def _rank_fields(self, member: Member) -> dict[str, Any]:
-        """Return how a member is called in messages."""
+        """Return the rank and world size to name in messages about a member."""
         return {"rank": member.slot, "world_size": len(self._ranks)}
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
         raised = bool(failure.text) and not failure.communication
-        if member in self.done:
-            self.lingering = [other for other in self.lingering if other != member]
-            self.answering = None if self.answering == member else self.answering
+        if member in self.finished_members:
+            self.waiting_to_exit = [other for other in self.waiting_to_exit if other != member]
+            self.returning = None if self.returning == member else self.returning
             return
-        if not self._survives(member, raised):
+        if not self._is_survivable(member, raised):
             self._failures.append(failure)
         else:
-            self.lost.append(failure)
+            self.survived_failures.append(failure)
             replaced = self.restarts_left > 0 and not raised and not self._relay.received
             more = "; another process is being started." if replaced else f".\n\n{failure.text}" if raised else "."
-            logger.warning("%s The run goes on without it%s", failure.summary, more)
+            log.warning("%s The run continues without it%s", failure.summary, more)
             if replaced:
                 self.restarts_left -= 1
                 self._replace(member)
-        self._died(member)
+        self._on_death(member)
 
     def _replace(self, member: Member) -> None:
         fresh = Member(self.store.next_ids("ids"), self.node, member.slot)
-        self._starts(fresh)
+        self._on_start(fresh)
         self._start_member(fresh, joins=True)
 
-    def _finished(self, member: Member) -> None:
+    def _on_finish(self, member: Member) -> None:
         if member.id in self.workers:
-            self.done.add(member)
-            self.lingering.append(member)
+            self.finished_members.add(member)
+            self.waiting_to_exit.append(member)
 
     def _release_next(self) -> None:
-        """Let one worker that has done its work bring the result, and the others go once it has."""
-        while self.lingering and (self.answered or self.answering is None):
-            member = self.lingering.pop(0)
-            if not self.answered:
-                self.answering = member
-            self.store.release_member(member, answers=not self.answered)
+        """Let one finished worker return the result, and the others exit after it."""
+        while self.waiting_to_exit and (self.has_result or self.returning is None):
+            member = self.waiting_to_exit.pop(0)
+            if not self.has_result:
+                self.returning = member
+            self.store.release_member(member, returns_result=not self.has_result)
 
-    def _survives(self, member: Member, raised: bool) -> bool:
-        """Return whether the run can go on without this worker, which `raised` an error of its own or was killed."""
+    def _is_survivable(self, member: Member, raised: bool) -> bool:
+        """Return whether the run can continue without this worker; `raised`: it failed by an error of its own."""
         raise NotImplementedError
 
-    def _died(self, member: Member) -> None:
+    def _on_death(self, member: Member) -> None:
         raise NotImplementedError
 
-    def _starts(self, member: Member) -> None:
+    def _on_start(self, member: Member) -> None:
         raise NotImplementedError
 
     def _kill(self, member: Member) -> None:
@@ -193,7 +194,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
 
 class HostWorkerGroup(ElasticWorkerGroup):
-    """The crew of the launcher that keeps the store: it decides who takes part."""
+    """Worker group of the host launcher, which serves the store and decides on generations."""
 
     def __init__(
         self, folder: Path, ranks: range, relay: SignalRelay, store: "Store", address: str, options: ElasticOptions
@@ -201,8 +202,8 @@ class HostWorkerGroup(ElasticWorkerGroup):
         super().__init__(folder, ranks, relay, store, address, options)
         self.registry = MemberRegistry([], options)
         self.published_at = 0.0
-        self.signs: dict[int, tuple[int, float]] = {}
-        """For each guest that is here how many signs of life it gave, and when the newest was seen."""
+        self.guest_heartbeats: dict[int, tuple[int, float]] = {}
+        """Number of heartbeats of each guest, and when the newest was seen."""
         self.closed = False
 
     def start(self, context: Any, enter: Callable[..., Callable[[], None]]) -> None:
@@ -215,13 +216,13 @@ class HostWorkerGroup(ElasticWorkerGroup):
         self.store.publish(generation)
         self.published_at = time.monotonic()
         if generation.version > 1 and not self.registry.finished:
-            logger.debug(
+            log.debug(
                 "Generation %d: %d processes, to %s.", generation.version, len(generation.members), generation.order
             )
 
     def _is_running(self) -> bool:
         going = self._stopped_at is None and not self._failures
-        return super()._is_running() or (going and (bool(self.registry.members) or bool(self.signs)))
+        return super()._is_running() or (going and (bool(self.registry.members) or bool(self.guest_heartbeats)))
 
     def _poll(self) -> None:
         if self._stopped_at is not None or self._failures:
@@ -237,10 +238,11 @@ class HostWorkerGroup(ElasticWorkerGroup):
         self._release_next()
 
     def _close(self) -> None:
-        """Nobody is left who trains: the run is done, or lost; who waits for a place in it need not wait on."""
+        """End the run after its last member: succeeded, or failed if none finished. Spare and starting workers are
+        killed."""
         self.closed = True
         if not self.registry.finished and self._preempted_at is None:
-            self._failures += self.lost
+            self._failures += self.survived_failures
         self._announce_end()
         for member in [*self.registry.spares, *self.registry.starting]:
             self.registry.remove(member)
@@ -253,33 +255,33 @@ class HostWorkerGroup(ElasticWorkerGroup):
     def _handle(self, what: str, member: Member, note: dict[str, Any]) -> None:
         registry = self.registry
         if member.node != self.node:
-            self.signs.setdefault(member.node, (-1, time.monotonic()))
+            self.guest_heartbeats.setdefault(member.node, (-1, time.monotonic()))
         if what == "begun":
             registry.begin(member, note["replicas"])
         elif what == "ready":
             registry.add(member)
         elif what == "joined":
-            registry.joined.add(member)
+            registry.have_state.add(member)
         elif what == "starting":
             registry.starting.add(member)
         elif what == "died":
             registry.remove(member)
         elif what == "broken":
-            registry.renew(note["version"])
+            registry.request_generation(note["version"])
         elif what == "finished":
             registry.finish(member)
-            self._finished(member)
+            self._on_finish(member)
         elif what == "left":
-            self.signs.pop(member.node, None)
+            self.guest_heartbeats.pop(member.node, None)
 
     def _drop_silent_guests(self) -> None:
         now, registry = time.monotonic(), self.registry
-        for node, count in self.store.heartbeats(self.signs).items():
-            before, when = self.signs[node]
-            self.signs[node] = (count, now if count != before else when)
-            if now - self.signs[node][1] > GUEST_TIMEOUT:
-                logger.warning("Launcher %d has given no sign of life for %g s.", node, GUEST_TIMEOUT)
-                del self.signs[node]
+        for node, count in self.store.heartbeats(self.guest_heartbeats).items():
+            before, when = self.guest_heartbeats[node]
+            self.guest_heartbeats[node] = (count, now if count != before else when)
+            if now - self.guest_heartbeats[node][1] > GUEST_TIMEOUT:
+                log.warning("Launcher %d has given no sign of life for %g s.", node, GUEST_TIMEOUT)
+                del self.guest_heartbeats[node]
                 for member in [*registry.members, *registry.spares, *registry.starting]:
                     if member.node == node:
                         registry.remove(member)
@@ -291,17 +293,17 @@ class HostWorkerGroup(ElasticWorkerGroup):
         self.published_at = time.monotonic()
         for member in self.store.missing(generation):
             if member in self.registry.members:
-                logger.warning("Process %d did not come within %g s.", member.id, self.options.timeout)
+                log.warning("Process %d did not come within %g s.", member.id, self.options.timeout)
                 self._kill(member)
                 if member.id not in self.workers:
                     self.registry.remove(member)
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
-        self._read_messages()  # what was told before the death counts before it, whenever this launcher gets to it
-        if not self.closed or member in self.done:
+        self._read_messages()  # reports sent before the death count first, however late this launcher reads them
+        if not self.closed or member in self.finished_members:
             super()._note_failure(member, failure)
 
-    def _survives(self, member: Member, raised: bool) -> bool:
+    def _is_survivable(self, member: Member, raised: bool) -> bool:
         takes_part = member in self.registry.members
         return self.registry.running and not (raised and takes_part)
 
@@ -310,14 +312,14 @@ class HostWorkerGroup(ElasticWorkerGroup):
         rank = members.index(member) if member in members else member.id
         return {"rank": rank, "world_size": len(members)}
 
-    def _died(self, member: Member) -> None:
+    def _on_death(self, member: Member) -> None:
         self.registry.remove(member)
 
-    def _starts(self, member: Member) -> None:
+    def _on_start(self, member: Member) -> None:
         self.registry.starting.add(member)
 
     def end(self) -> None:
-        """See that no process lives on, and tell guests that there is nothing more to join."""
+        """Kill all processes, and tell guests that the run is over."""
         if not self.closed:
             self._announce_end()
         super().end()
@@ -328,7 +330,7 @@ class HostWorkerGroup(ElasticWorkerGroup):
 
 
 class GuestWorkerGroup(ElasticWorkerGroup):
-    """The crew of a launcher whose workers join a run: it tells the host what becomes of them."""
+    """Worker group of a launcher that joins a run; reports its workers' state to the host."""
 
     def _poll(self) -> None:
         if self._stopped_at is not None or self._failures:
@@ -337,7 +339,7 @@ class GuestWorkerGroup(ElasticWorkerGroup):
             self.store.heartbeat(self.node)
             for note in self.store.new_messages():
                 if note["what"] == "finished":
-                    self._finished(note["member"])
+                    self._on_finish(note["member"])
             self._release_next()
         except RuntimeError as error:
             raise WorkerError(
@@ -345,17 +347,17 @@ class GuestWorkerGroup(ElasticWorkerGroup):
                 "checkpoint of the run with resume=auto."
             ) from error
 
-    def _survives(self, member: Member, raised: bool) -> bool:
+    def _is_survivable(self, member: Member, raised: bool) -> bool:
         return not raised and (bool(self._pending) or self.restarts_left > 0)
 
-    def _died(self, member: Member) -> None:
+    def _on_death(self, member: Member) -> None:
         self.store.post("died", member)
 
-    def _starts(self, member: Member) -> None:
+    def _on_start(self, member: Member) -> None:
         self.store.post("starting", member)
 
     def end(self) -> None:
-        """See that no process lives on, and tell the host, which waits for that."""
+        """Kill all processes, and tell the host, which waits for that."""
         super().end()
         with suppress(RuntimeError):
             self.store.post("left", Member(-1, self.node, 0))

@@ -1,7 +1,7 @@
-"""Membership in an elastic run: how a process notices that the others have changed, and goes on with those there are.
+"""Membership of a process in an elastic run: detect changes of the members, and continue with the new ones.
 
-It notices that connections broke or that another generation is out, leaves the loop, forms the next group, and the loop
-goes on as after a resume in the middle of an epoch.
+A broken connection or a new generation ends the loop; the process forms the group of the newest generation, takes over
+the newest state, and the loop continues as after a resume in the middle of an epoch.
 """
 
 import logging
@@ -36,21 +36,21 @@ log = logging.getLogger("legato")
 T = TypeVar("T")
 
 GENERATION_WAIT = 1.0
-"""Seconds after a broken connection in which the host mostly knows who has died."""
+"""Seconds after a broken connection within which the host usually knows which member has died."""
 RECOVERY_TIMEOUT = 10.0
-"""Seconds to wait for another generation after that; a guest's launcher counts as dead earlier."""
+"""Seconds to wait for another generation after that; longer than GUEST_TIMEOUT."""
 FORM_TIMEOUT = 2.0
-"""Seconds that a group may take to form once all its members have come: milliseconds, unless one dies just then.
+"""Seconds for a group to form once all its members have arrived; milliseconds, unless one dies just then.
 
-Twice as many each time that it did not come about although nobody died: on a busy machine it takes longer.
+Doubled after each attempt that failed without a death: on a busy machine it takes longer.
 """
-MAX_RENEWALS = 3
-"""How often a group may break at one step although nobody died, before that counts as an error."""
-_STORE_POLL = 0.003  # seconds between two looks at the board
+MAX_BREAKS = 3
+"""Number of times that a group may break at the same step without a death before that is an error."""
+_STORE_POLL = 0.003  # seconds between two looks at the store
 
 
 class MembershipChanged(Exception):
-    """All ranks have seen that another generation is out; the loop is left so that they can form its group."""
+    """Raised on all ranks once they agree that there is a new generation, to leave the loop."""
 
 
 class ElasticMembership(Membership):
@@ -63,27 +63,27 @@ class ElasticMembership(Membership):
         self.run, self.member, self.timeout = run, elastic_worker.member, timeout
         self.store = MembershipStore(connect_to_store(elastic_worker.address, timeout=60.0), elastic_worker.attempt)
         self.joins = elastic_worker.joins
-        """Whether this process came when the run was under way, and has not taken part yet."""
+        """Whether this process joined a run under way and has not taken part yet."""
         self.generation = Generation(0, ())
         self.place = Place()
-        self.entered = self.broken = False
-        self.whole = not elastic_worker.joins
-        """Whether weights and loop state of this process belong together and to this run."""
-        self.writes = False
+        self.taking_part = self.broken = False
+        self.consistent = not elastic_worker.joins
+        """Whether weights and loop state of this process are consistent with each other and belong to this run."""
+        self.loggers_open = False
         """Whether the loggers of this process are open."""
         self.snapshot = MetricSnapshot(run)
-        self.renewed_at, self.renewals = -1, 0
+        self.broke_at, self.breaks = -1, 0
 
     # --- before training --------------------------------------------------------------------------------------------
     def connect(self, place: Place) -> Place:
-        """Form the first group; who joins a run under way stays alone until it is built, and is never rank 0."""
+        """Form the first group. A process that joins later has none until it is set up, and is never rank 0."""
         if self.joins:
             return replace(place, rank=1)
         self._form(self.store.generation(1), self.timeout)  # some may take long to start
         return self.place
 
     def adopt_settings(self) -> None:
-        """Take over replicas and run directory of the run to join. Raises ConfigError where it is another run."""
+        """Take replicas and run directory from the run to join. Raises ConfigError where its settings differ."""
         trainer = self.run.trainer
         if not trainer.use_distributed_sampler:
             raise ConfigError(
@@ -107,10 +107,10 @@ class ElasticMembership(Membership):
             time.sleep(_STORE_POLL)
         return facts
 
-    def _enter(self) -> None:
-        """Begin to take part: the first members have a group; who joins waits for a generation that names it."""
+    def _take_part(self) -> None:
+        """Take part: first members have a group already; others wait for a generation with them."""
         run, trainer = self.run, self.run.trainer
-        self.entered, numerics = True, contents.numerics_of(trainer)
+        self.taking_part, numerics = True, contents.numerics_of(trainer)
         self.snapshot.start()
         if self.joins:
             if run.bitwise:
@@ -119,25 +119,25 @@ class ElasticMembership(Membership):
             self.broken = True
             return
         if self.place.rank == 0:
-            self.writes = True
+            self.loggers_open = True
             facts = {"seed": trainer.seed, "reproducible": trainer.reproducible, "replicas": run.state.replicas}
             self.store.set_facts({**facts, "run_dir": trainer.log_dir, "numerics": numerics})
         self.store.post("begun", self.member, replicas=run.state.replicas)
 
     # --- while training ---------------------------------------------------------------------------------------------
     def newest(self) -> int:
-        """Look at the board; rank 0 does it for all."""
+        """Return the newest generation's version on rank 0, which reads it for all; 0 elsewhere."""
         return self.store.version() if self.place.rank == 0 else 0
 
     def check_members(self, version: int) -> None:
-        """Raise MembershipChanged where the ranks have agreed that another generation is out."""
-        if version > self.generation.version and self.entered:
+        """Raise MembershipChanged if the agreed generation is newer than the current one."""
+        if version > self.generation.version and self.taking_part:
             raise MembershipChanged
 
     def __enter__(self) -> None:
-        """Form the next group, if the last one is broken; as often as it takes."""
-        if not self.entered:
-            self._enter()
+        """Recover from a broken group; repeated until a group forms."""
+        if not self.taking_part:
+            self._take_part()
         while self.broken:
             try:
                 self._recover()
@@ -149,29 +149,29 @@ class ElasticMembership(Membership):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
-        """Swallow what says that the group is broken; the next `__enter__` heals, when no traceback is left."""
+        """Suppress errors of a broken group; the next `__enter__` recovers, once no traceback holds its objects."""
         if error is None or self.run.loop.ended:
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True
-            self.whole = self.whole and not _is_in_update(trace)
-            # What hangs on the frames that are left (a Work, for one) would keep the old group's connections open, and
-            # others waiting for this process in it.
+            self.consistent = self.consistent and not _is_in_update(trace)
+            # Objects in the frames (such as a Work) would keep the old group's connections open, and the others
+            # waiting.
             traceback.clear_frames(trace)
         return self.broken
 
     def _is_broken_by(self, error: BaseException) -> bool:
-        """Return whether an error came of a broken connection, and there is a generation to go on with."""
+        """Return whether an error is due to a broken connection, with a newer generation to continue in."""
         if not is_communication(error):
             return False
         if self._newer_generation_within(GENERATION_WAIT):
             return True
         step = self.run.state.global_step
-        self.renewals = self.renewals + 1 if step == self.renewed_at else 1
-        self.renewed_at = step
-        if self.renewals > MAX_RENEWALS:
+        self.breaks = self.breaks + 1 if step == self.broke_at else 1
+        self.broke_at = step
+        if self.breaks > MAX_BREAKS:
             return False
-        log.warning("Connections broke although no process has died; they are made anew (%s).", error)
+        log.warning("Connections broke although no process has died; they are opened again (%s).", error)
         self.store.post("broken", self.member, version=self.generation.version)
         return self._newer_generation_within(RECOVERY_TIMEOUT)
 
@@ -185,17 +185,17 @@ class ElasticMembership(Membership):
 
     # --- from one group to the next ---------------------------------------------------------------------------------
     def _recover(self) -> None:
-        """Form the group of the newest generation and stand there where the newest of its members stands."""
+        """Form the group of the newest generation and take over its newest state."""
         run = self.run
         recovery.release(run.strategy)
         environment.leave_process_group()
-        renewals = self.renewals if self.renewed_at == run.state.global_step else 0
-        self._form(self._next_generation(), FORM_TIMEOUT * 2**renewals)
-        opens_loggers = self.place.rank == 0 and not self.writes
-        recovery.transfer_state(run, self.place, self.snapshot, self.whole, opens_loggers)
+        breaks = self.breaks if self.broke_at == run.state.global_step else 0
+        self._form(self._next_generation(), FORM_TIMEOUT * 2**breaks)
+        opens_loggers = self.place.rank == 0 and not self.loggers_open
+        recovery.transfer_state(run, self.place, self.snapshot, self.consistent, opens_loggers)
         if self.joins:
             self.store.post("joined", self.member)
-        self.joins, self.whole, self.writes = False, True, self.place.rank == 0
+        self.joins, self.consistent, self.loggers_open = False, True, self.place.rank == 0
         recovery.repeat_after_step(run)
         if self.generation.order == "leave":
             self._leave()
@@ -204,7 +204,7 @@ class ElasticMembership(Membership):
             log.info("Step %d: going on with %d processes.", run.state.global_step, self.place.world_size)
 
     def _next_generation(self) -> Generation:
-        """Return the newest generation, once all its members have come."""
+        """Return the newest generation, once all its members have arrived."""
         seen, generation, began = self.generation.version, self.generation, time.monotonic()
         while True:
             version = self.store.version()
@@ -239,27 +239,28 @@ class ElasticMembership(Membership):
         self.generation, self.place = generation, Place(rank, slot, node, world, here, len(nodes), "legato")
         if world > 1:
             store = PrefixStore(f"group/{generation.version}", self.store.entries)
-            reset_group_names()  # torch counts the groups of a process, also those that did not come about
+            # torch numbers the groups of a process, failed ones too, and all ranks must use the same number.
+            reset_group_names()
             patience = timedelta(seconds=seconds)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
             set_group_timeout(timedelta(seconds=self.timeout))
 
     def _leave(self) -> None:
-        """Save the run and end it, since too few are left."""
+        """Save the run and exit: fewer members than min_processes are left."""
         run = self.run
         path = run.preemption.save()
         if self.place.rank == 0:
             log.warning(
                 "%d processes are left, and min_processes is more: stopped at step %d, %s. Exit code %d asks for a new "
-                "start: resume=auto goes on.",
+                "start: resume=auto continues.",
                 self.place.world_size, run.state.global_step,
-                "there is nothing to save" if path is None else f"the checkpoint {path} is whole", RESUME_ME,
+                "there is nothing to save" if path is None else f"the checkpoint {path} is complete", RESUME_ME,
             )  # fmt: skip
         raise SystemExit(RESUME_ME)
 
     # --- after training ---------------------------------------------------------------------------------------------
-    def answers(self, rank: int) -> bool:
-        """Wait until the launcher says that this process may go, and whether it is to bring the result."""
+    def returns_result(self, rank: int) -> bool:
+        """Wait for permission to exit; return whether this process returns the result."""
         self.store.post("finished", self.member)
         while (word := self.store.released(self.member)) is None:
             time.sleep(_STORE_POLL)
@@ -283,7 +284,7 @@ class ElasticProcesses(Elasticity):
         raise ConfigError(reason)
 
     def membership(self, run: Run) -> Membership:
-        """Return this process's membership. Raises ConfigError where another program has started the process."""
+        """Return this process's membership. Raises ConfigError if another program started it."""
         elastic_worker = environment.find_elastic_worker()
         if elastic_worker is None:
             raise ConfigError(
@@ -295,7 +296,7 @@ class ElasticProcesses(Elasticity):
     def launch(
         self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float
     ) -> T | None:
-        """Call `function` in new processes that may die and be replaced, or that join another launcher's."""
+        """Call `function` in new processes that may die and be replaced, or that join another launcher's run."""
         return environment.run_elastic_workers(
             function, processes, self.options, max_restarts=max_restarts, grace=grace
         )
@@ -306,6 +307,7 @@ class ElasticProcesses(Elasticity):
 
 
 def _is_in_update(trace: TracebackType | None) -> bool:
-    """Return whether an error came when weights may have been changed already, and the step was not wholly counted."""
+    """Return whether an error came from within the optimizer step: weights may be changed without the step being
+    counted."""
     between = {Strategy.optimizer_step.__code__, Run.count.__code__}
     return any(frame.f_code in between for frame, _ in traceback.walk_tb(trace))

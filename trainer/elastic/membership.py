@@ -12,31 +12,31 @@ T = TypeVar("T")
 
 
 class RunFinished(Exception):
-    """The run is over for a process that waited to take part in it."""
+    """Raised in a process that waited to join a run which has ended."""
 
 
 class Membership:
-    """This process's membership in a run whose processes stay the same: nothing happens."""
+    """Membership in a run with fixed processes; ElasticMembership overrides it."""
 
     changes = False
     """Whether processes may leave and join while the run trains."""
 
     def connect(self, place: "Place") -> "Place":
-        """Form the group and return this process's place in it."""
+        """Form the process group; return this process's place in it."""
         return place
 
     def adopt_settings(self) -> None:
-        """Learn of the run what must be known before anything is built."""
+        """Take the settings of the run to join, before anything is set up."""
 
     def newest(self) -> int:
         """Return the version of the newest generation of members."""
         return 0
 
     def check_members(self, version: int) -> None:
-        """Leave the loop where the ranks have agreed that another generation is out."""
+        """Leave the loop if the ranks have agreed on a newer generation."""
 
-    def answers(self, rank: int) -> bool:
-        """Return whether this process brings the launcher the result, now that its work is done."""
+    def returns_result(self, rank: int) -> bool:
+        """Return whether this process returns the run's result to the launcher."""
         return rank == 0
 
     def __enter__(self) -> None:

@@ -1,6 +1,6 @@
-"""The board of an elastic run: on it launchers and processes tell each other who takes part. A store keeps it.
+"""Membership store of an elastic run: launchers and workers exchange generations, messages and heartbeats through it.
 
-Only the host, the launcher that keeps the store, writes generations. Everyone may write notes, which the host reads.
+Only the host launcher writes generations. Every process may post messages, which the host reads.
 """
 
 import json
@@ -23,56 +23,56 @@ exit, as the run is done; exit, as the run has failed."""
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """How an elastic run deals with processes that leave and come."""
+    """Options of an elastic run."""
 
     min_processes: int = 1
-    """With fewer, the run saves a checkpoint and ends, to be resumed."""
+    """With fewer processes the run saves a checkpoint and exits, to be resumed."""
     join: str | None = None
-    """ "host:port" of the run to join; None: this launcher begins a run."""
+    """"host:port" of the run to join; None: this launcher starts a run."""
     listen: str = "127.0.0.1:0"
-    """Where a launcher that begins a run keeps the store; port 0: a free one."""
+    """Address of the store of a launcher that starts a run; port 0: a free one."""
     timeout: float = 1800.0
-    """Seconds after which a process that does not come to a new group is ended."""
+    """Seconds after which a process that does not join a new group is killed."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One process of an elastic run. Its rank is its position in the generation."""
+    """One process of an elastic run. Its rank is its index in the generation."""
 
     id: int
-    """Its own, never used again."""
+    """Unique id, never reused."""
     node: int
-    """Which launcher started it; 0: the host."""
+    """Index of the launcher that started it; 0: the host."""
     slot: int
-    """Its index among the processes of that launcher, and so its device."""
+    """Index among the processes of that launcher, and so of its device."""
 
 
 @dataclass(frozen=True)
 class ElasticWorker:
-    """What a process of an elastic run knows when it starts."""
+    """Description of a worker of an elastic run, which gets it at start."""
 
     member: Member
     address: str
-    """Where the run's store is, as "host:port"."""
+    """Address of the store, "host:port"."""
     attempt: int
-    """Which of the boards in it is in use."""
+    """Number of the attempt, part of the store's prefix."""
     joins: bool
     """Whether the run is under way already."""
 
     def text(self) -> str:
-        """Return all of it as a line."""
+        """Return all fields as a line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def read(cls, text: str) -> "ElasticWorker":
-        """Read what `text` wrote."""
+        """Parse what `text` returned."""
         values = json.loads(text)
         return cls(**{**values, "member": Member(**values["member"])})
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Who takes part from now on."""
+    """Members of the process group from now on, by rank, and what they do."""
 
     version: int
     members: tuple[Member, ...]
@@ -80,7 +80,7 @@ class Generation:
 
 
 class MembershipStore:
-    """What stands in the store about one attempt at an elastic run."""
+    """Keys of one attempt at an elastic run, in torch's store."""
 
     def __init__(self, entries: "Store", attempt: int) -> None:
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -88,16 +88,16 @@ class MembershipStore:
         self.attempt, self.root = attempt, entries
         self.entries: Any = PrefixStore(f"legato/elastic/{attempt}", entries)
         self.read = 0
-        """Bytes of notes that were read."""
+        """Bytes of messages that were read."""
 
     @classmethod
     def new(cls, entries: "Store") -> "MembershipStore":
-        """Begin another attempt, as the host."""
+        """Start another attempt, as the host."""
         return cls(entries, entries.add("legato/elastic/attempts", 1))
 
     @classmethod
     def newest(cls, entries: "Store", timeout: float) -> "MembershipStore":
-        """Look at the attempt that is under way, as a guest. Raises ConfigError where none is for `timeout` seconds."""
+        """Open the current attempt, as a guest. Raises ConfigError if there is none for `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while (attempt := entries.add("legato/elastic/attempts", 0)) == 0:  # the host has just opened the store
             if time.monotonic() > deadline:
@@ -117,30 +117,30 @@ class MembershipStore:
         return found
 
     def generation(self, version: int) -> Generation:
-        """Return a generation that was published."""
+        """Return a published generation."""
         values = json.loads(self.entries.get(f"generation/{version}"))
         return Generation(values["version"], tuple(Member(**member) for member in values["members"]), values["order"])
 
     def arrive(self, generation: Generation, member: Member) -> None:
-        """Tell that a member is ready to form the group of a generation."""
+        """Mark a member as ready to form the group of a generation."""
         self.entries.set(_arrival(generation, member), "yes")
 
     def is_complete(self, generation: Generation) -> bool:
-        """Return whether there is a group to form, and all its members have come."""
+        """Return whether the generation has members, and all have arrived."""
         found: bool = self.entries.check([_arrival(generation, member) for member in generation.members])
         return found
 
     def missing(self, generation: Generation) -> list[Member]:
-        """Return the members that have not come to the group of a generation."""
+        """Return the members that have not arrived."""
         return [member for member in generation.members if not self.entries.check([_arrival(generation, member)])]
 
     # --- notes ------------------------------------------------------------------------------------------------------
     def post(self, what: str, member: Member, **more: Any) -> None:
-        """Leave a note for the launchers."""
+        """Append a message for the launchers."""
         self.entries.append("notes", json.dumps({"what": what, "member": asdict(member), **more}) + "\n")
 
     def new_messages(self) -> list[dict[str, Any]]:
-        """Return the notes that came since the last call."""
+        """Return the messages since the last call."""
         if not self.entries.check(["notes"]):
             return []
         notes = self.entries.get("notes")[self.read :]
@@ -150,33 +150,33 @@ class MembershipStore:
 
     # --- single facts -----------------------------------------------------------------------------------------------
     def set_facts(self, facts: dict[str, Any]) -> None:
-        """Tell what everyone who joins must know of the run."""
+        """Publish the run's settings for processes that join."""
         self.entries.set("facts", json.dumps(facts))
 
     def facts(self) -> dict[str, Any] | None:
-        """Return what rank 0 told of the run; None before it has."""
+        """Return the run's settings; None until rank 0 has published them."""
         found: dict[str, Any] | None = json.loads(self.entries.get("facts")) if self.entries.check(["facts"]) else None
         return found
 
-    def release_member(self, member: Member, answers: bool) -> None:
-        """Let a process that has done its work go; `answers`: it brings its launcher the result."""
-        self.entries.set(f"dismissed/{member.id}", "answer" if answers else "go")
+    def release_member(self, member: Member, returns_result: bool) -> None:
+        """Permit a finished process to exit; `answers`: it returns the result to its launcher first."""
+        self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
-        """Return "answer" or "go" once the launcher has said so."""
+        """Return "answer" or "go" if the process may exit."""
         key = f"dismissed/{member.id}"
         return self.entries.get(key).decode() if self.entries.check([key]) else None
 
     def next_ids(self, what: str, count: int = 1) -> int:
-        """Return the first of `count` numbers that nobody else gets."""
+        """Reserve `count` unique numbers and return the first."""
         return int(self.entries.add(f"numbers/{what}", count)) - count
 
     def heartbeat(self, node: int) -> None:
-        """Show that a launcher lives."""
+        """Count a heartbeat of a launcher."""
         self.entries.add(f"beats/{node}", 1)
 
     def heartbeats(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Return how often each launcher has shown that it lives."""
+        """Return the number of heartbeats of each launcher."""
         return {node: self.entries.add(f"beats/{node}", 0) for node in nodes}
 
 
@@ -185,7 +185,7 @@ def _arrival(generation: Generation, member: Member) -> str:
 
 
 def connect_to_store(address: str, timeout: float) -> "Store":
-    """Return a client of the store at "host:port". Raises ConfigError where none answers within `timeout` seconds."""
+    """Return a client of the store at "host:port". Raises ConfigError if none answers within `timeout` seconds."""
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     host, port = split_address(address)
@@ -207,50 +207,50 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of "host:port"; raises ConfigError for anything else."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{address!r} is no address: expected 'HOST:PORT'.")
+        raise ConfigError(f"{address!r} is not an address: expected 'HOST:PORT'.")
     return host.strip("[]"), int(port)
 
 
 class MemberRegistry:
-    """Keeps the members in the order of their ranks: who stays keeps the order, who comes is put at the end.
+    """Members in the order of their ranks: members that stay keep their order, new ones are appended.
 
-    So rank 0, which alone writes files, is another process only when the one before it has gone.
+    So rank 0, the only one to write files, changes only when its process has died.
     """
 
     def __init__(self, members: list[Member], options: ElasticOptions) -> None:
         self.options = options
         self.members = list(members)
         self.spares: list[Member] = []
-        """Those that could take part at once: the run has no replica for them, or no generation names them yet."""
+        """Processes that could take part at once, but for lack of a replica, or until the next generation."""
         self.starting: set[Member] = set()
         """Replacements that are being started."""
         self.waiting_to_begin = set(members)
-        self.joined = set(members)
-        """Those that have the run's state."""
+        self.have_state = set(members)
+        """Members that have the run's state."""
         self.finished: set[Member] = set()
         self.replicas = len(members)
-        """No more processes than this can take part."""
+        """Maximum number of members."""
         self.generation = Generation(1, tuple(members))
-        self.renewed = False
+        self.is_requested = False
 
     @property
     def running(self) -> bool:
-        """Whether every first member has begun to train, so that the others can go on when one dies."""
+        """Whether every first member has begun to train; from then on the run survives deaths."""
         return not self.waiting_to_begin
 
     def begin(self, member: Member, replicas: int) -> None:
-        """A first member has begun to train."""
+        """Record that a first member has begun to train."""
         self.waiting_to_begin.discard(member)
         self.replicas = replicas
 
     def add(self, member: Member) -> None:
-        """A process is ready to take part."""
+        """Record that a process is ready to take part."""
         self.starting.discard(member)
         if member not in self.members:
             self.spares.append(member)
 
     def remove(self, member: Member) -> bool:
-        """A process has died; return whether it took part."""
+        """Record the death of a process; return whether it took part."""
         self.starting.discard(member)
         self.spares = [spare for spare in self.spares if spare != member]
         took_part = member in self.members
@@ -258,18 +258,18 @@ class MemberRegistry:
         return took_part
 
     def finish(self, member: Member) -> None:
-        """A member has done its work; so has everyone who trained with it, and there is nothing more to join."""
+        """Record that a member has finished, and with it the run: nothing can join any more."""
         self.remove(member)
         self.finished.add(member)
-        self.spares += [other for other in self.members if other not in self.joined]
-        self.members = [other for other in self.members if other in self.joined]
+        self.spares += [other for other in self.members if other not in self.have_state]
+        self.members = [other for other in self.members if other in self.have_state]
 
-    def renew(self, version: int) -> None:
-        """The group of a generation broke although nobody died: let its members form another one."""
-        self.renewed |= version == self.generation.version
+    def request_generation(self, version: int) -> None:
+        """Request another generation, as the group of this one broke without a death."""
+        self.is_requested |= version == self.generation.version
 
     def decide(self) -> Generation | None:
-        """Return the next generation, where one is due."""
+        """Return the next generation if one is due."""
         if not self.running or not self.members:
             return None
         if not self.finished and self.generation.order != "leave":
@@ -282,7 +282,10 @@ class MemberRegistry:
         if self.generation.order == "leave":
             order = "leave"
         next_generation = Generation(self.generation.version + 1, tuple(self.members), order)
-        if (next_generation.members, order) == (self.generation.members, self.generation.order) and not self.renewed:
+        if (next_generation.members, order) == (
+            self.generation.members,
+            self.generation.order,
+        ) and not self.is_requested:
             return None
-        self.generation, self.renewed = next_generation, False
+        self.generation, self.is_requested = next_generation, False
         return next_generation

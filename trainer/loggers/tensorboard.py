@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.run_names import run_directory_gone, unwritable
+from ..checkpoints.run_names import not_writable, run_directory_gone
 from .logger import Logger, NoExperiment
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class TensorBoardLogger(Logger):
             return
         self._let_go()
         if self._events.is_dir():
-            raise unwritable(self._directory or self._events, f"no right to write to {self._events}")
+            raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
         if self._own is None and self._directory is not None and not self._directory.is_dir():
             raise run_directory_gone(self._directory)
         log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self._events)

@@ -1,1 +1,1 @@
-"""Processes: where this one stands, how others are started and watched, what they agree on."""
+"""Processes: ranks and places, rendezvous, workers, agreement between ranks, signals, hangs."""

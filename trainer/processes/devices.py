@@ -1,4 +1,4 @@
-"""Which devices a run takes."""
+"""Choice of the devices of a run."""
 
 import torch
 
@@ -35,7 +35,7 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
 
 
 def _wanted(devices: int | str | list[int], there: int, kind: str, limited: bool) -> int:
-    """Return how many devices are asked for."""
+    """Return the number of devices asked for."""
     if isinstance(devices, list):
         return len(devices) or 1
     if devices == "auto" or devices in (-1, "-1"):

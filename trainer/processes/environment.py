@@ -1,6 +1,6 @@
-"""Where this process stands among the processes of the run, and how they find each other.
+"""Environment variables: the rank of this process as a launcher gave it, the rendezvous, and the start of workers.
 
-The only file that reads or writes the environment. torch is imported when it is needed, so that `warm_up` can start
+The only file that reads or writes the environment. torch is imported where it is needed, so that `warm_up` can start
 the workers' server while the caller still reads its config.
 """
 
@@ -19,8 +19,7 @@ from urllib.parse import urlsplit
 from ..elastic import launcher
 from ..elastic.store import ElasticOptions, ElasticWorker, split_address
 from ..errors import ConfigError
-from . import own_group, workers
-from .fork_safety import settling
+from . import fork_safety, own_group, workers
 from .rendezvous import Rendezvous, host_store, is_loopback, join_store
 from .workers import GRACE
 from .workers import warm_up as warm_up
@@ -34,7 +33,7 @@ _CLUSTER_OFF = "To train without the other processes, unset them or set trainer.
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process stands in its group."""
+    """Rank, local rank and node of this process, and the sizes that they count up to."""
 
     rank: int = 0
     local_rank: int = 0
@@ -43,14 +42,15 @@ class Place:
     local_world_size: int = 1
     nodes: int = 1
     origin: str = "alone"
-    """Who started the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
-    "script" (by init_process_group; a local rank of -1 is not known yet)."""
+    """What started the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
+    "script" (init_process_group; a local rank of -1 is not known yet)."""
 
 
 def find_place(cluster: str = "auto") -> Place | None:
-    """Return this process's place in the group that a launcher started, or the script made; None where nobody did.
+    """Return this process's place in a launcher's or the script's process group; None where there is none.
 
-    With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables do not fit.
+    With `cluster="off"` only Legato's own workers are seen. Raises ConfigError where the variables contradict each
+    other.
     """
     worker = os.environ.get("LEGATO_WORKER")
     if worker is not None and worker.split(":")[0] == str(os.getpid()):
@@ -66,17 +66,17 @@ def find_place(cluster: str = "auto") -> Place | None:
 def _from_launcher(worker: str | None) -> Place | None:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _from_environment("torchrun")
-    # A process that a worker of Legato has started inherits RANK, and is no member of the group.
+    # A process started by a worker of Legato inherits RANK without being a member of the group.
     if worker is None and ("RANK" in os.environ or "WORLD_SIZE" in os.environ):
         return _from_environment("environment")
     return _from_slurm() or _from_mpi()
 
 
 def _in_group(rank: int, world_size: int) -> Place:
-    """Return the place in a process group that the script has made: the launcher's, where that says the same."""
+    """Return the place in the script's own process group: the launcher's, if that has the same rank and size."""
     try:
         launched = _from_launcher(os.environ.get("LEGATO_WORKER"))
-    except ConfigError:  # variables that the script has set for itself, such as WORLD_SIZE alone
+    except ConfigError:  # variables that the script set for itself, such as WORLD_SIZE alone
         launched = None
     if launched is not None and (
         (launched.rank, launched.world_size) == (rank, world_size) or launched.origin == "torchrun"
@@ -87,13 +87,32 @@ def _in_group(rank: int, world_size: int) -> Place:
 
 
 def find_elastic_worker() -> ElasticWorker | None:
-    """Return this process's seat in an elastic run; None outside of one."""
+    """Return what this process needs to join its elastic run; None outside of one."""
     text = os.environ.get("LEGATO_ELASTIC_WORKER")
     return ElasticWorker.read(text) if text and find_place("off") is not None else None
 
 
+def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function or method run on rank 0 only; on other ranks it returns None."""
+
+    @functools.wraps(function)
+    def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _current_rank() == 0 else None
+
+    return on_rank_zero
+
+
+def _current_rank() -> int:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    place = find_place()
+    return 0 if place is None else place.rank
+
+
 def restart_count() -> int:
-    """Return how often this run's processes have been started again after a failure."""
+    """Return how often the processes of this run were restarted after a failure."""
     worker = os.environ.get("LEGATO_WORKER")
     if worker is not None:
         return int(worker.split(":")[1])
@@ -101,17 +120,17 @@ def restart_count() -> int:
 
 
 def wants_public_torch() -> bool:
-    """Return whether private names of torch are not to be used (LEGATO_PUBLIC_TORCH=1; see torch_private)."""
+    """Return whether private names of torch must not be used (LEGATO_PUBLIC_TORCH=1; see torch_private)."""
     return os.environ.get("LEGATO_PUBLIC_TORCH", "") not in ("", "0")
 
 
 def slurm_job() -> str | None:
-    """Return the id of the SLURM job that this process is part of; None outside of one."""
+    """Return the id of the SLURM job of this process; None outside of one."""
     return os.environ.get("SLURM_JOB_ID") or None
 
 
 def _read_int(*names: str) -> int | None:
-    """Return the first of these variables that is set."""
+    """Return the first of these variables that is set, as an integer."""
     for name in names:
         value = os.environ.get(name, "").strip()
         if value:
@@ -141,7 +160,7 @@ def _from_environment(origin: str) -> Place:
 
 def _from_slurm() -> Place | None:
     rank, world_size = _read_int("SLURM_PROCID"), _read_int("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    # An interactive shell is a step of one task; so is a script that srun starts once: nothing to join.
+    # An interactive shell is a step of one task; so is a script that srun starts once: there is nothing to join.
     if rank is None or world_size is None or world_size == 1:
         return None
     nodes = _read_int("SLURM_STEP_NUM_NODES", "SLURM_NNODES") or 1
@@ -178,7 +197,8 @@ def _from_mpi() -> Place | None:
 
 
 def _check_numbers(place: Place, names: tuple[str, ...]) -> Place:
-    """Return `place` if its numbers fit together. `names` are the variables of its numbers, in its order."""
+    """Return `place` if its numbers fit together; `names`: the variables they were read from, in the order of its
+    fields."""
     for number, size, left, right in (
         (place.rank, place.world_size, names[0], names[3]),
         (place.local_rank, place.local_world_size, names[1], names[4]),
@@ -196,13 +216,13 @@ def _check_numbers(place: Place, names: tuple[str, ...]) -> Place:
 
 
 def _expand_tasks(text: str) -> list[int]:
-    """Return SLURM's tasks per node: "2(x3),1" means 2, 2, 2, 1."""
+    """Return SLURM's tasks per node: "2(x3),1" is [2, 2, 2, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(tasks) for tasks, times in found for _ in range(int(times or 1))]
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of SLURM's node list: of "gpu[003-005,7],cpu1" it is "gpu003"."""
+    """Return the first host of SLURM's node list: "gpu003" for "gpu[003-005,7],cpu1"."""
     match = re.match(r"([^,\[]*)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodes)
     return "".join(part or "" for part in match.groups()) if match else ""
 
@@ -211,18 +231,18 @@ def first_host(nodes: str) -> str:
 
 
 def join_process_group(place: Place, backend: str, timeout: timedelta, init_method: str | None = None) -> str:
-    """Join the process group of `place`, once; a second call does nothing while the group lives.
+    """Create the default process group of `place`, unless it exists.
 
-    Returns where its ranks met, "" where they had before.
+    Returns the address of the rendezvous, "" if the group existed.
 
-    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or what SLURM and MPI tell), "tcp://host:port" or
-    "file:///path". Without it, workers of Legato meet at their launcher's store and all others by "env://". Raises
-    ConfigError where the meeting place is taken, cannot be reached or lacks ranks after `timeout`.
+    `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI), "tcp://host:port" or
+    "file:///path". By default workers of Legato use their launcher's store, all others "env://". Raises ConfigError if
+    the address is taken or cannot be reached, or if ranks are missing after `timeout`.
     """
     from torch import distributed
 
     if distributed.is_initialized():
-        settling.install()
+        fork_safety.install()
         have = (distributed.get_rank(), distributed.get_world_size())
         if have != (place.rank, place.world_size):
             raise ConfigError(
@@ -233,20 +253,20 @@ def join_process_group(place: Place, backend: str, timeout: timedelta, init_meth
     for name in backend.split(","):
         if not distributed.is_backend_available(name.split(":")[-1]):
             raise ConfigError(f"This build of torch has no process group backend {name.split(':')[-1]!r}; take gloo.")
-    if backend == "mpi":  # MPI knows its own ranks
+    if backend == "mpi":  # MPI assigns ranks itself
         distributed.init_process_group("mpi", timeout=timeout)
         own_group.note_made_here()
         return "MPI's own place"
     where, store = find_store(place, timeout, init_method)
     distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
     own_group.note_made_here()
-    settling.install()
+    fork_safety.install()
     atexit.register(leave_process_group)
     return where
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
-    """Return where all ranks of `place` have met, and the store there."""
+    """Return the address of the rendezvous and the store there, once all ranks of `place` have joined it."""
     where = _find_rendezvous(place, init_method)
     if where.one_node:
         _keep_to_loopback()
@@ -254,7 +274,7 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
 
 
 def leave_process_group() -> None:
-    """Leave the process group, if there is one."""
+    """Destroy the process group, if there is one."""
     from torch import distributed
 
     atexit.unregister(leave_process_group)
@@ -263,7 +283,7 @@ def leave_process_group() -> None:
 
 
 def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
-    """Return where the ranks of `place` meet."""
+    """Return the rendezvous of the ranks of `place`."""
     parts = urlsplit(init_method or "env://")
     known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
     if parts.scheme == "file" and parts.path and not parts.query:
@@ -281,7 +301,8 @@ def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
     agent = place.origin == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     elsewhere = agent or place.origin == "legato"
     one_node = known or is_loopback(host)
-    # Of several agents each counts its own restarts, so that only a single one's count makes a common name.
+    # Each of several agents counts only its own restarts, so that the count is the same on all ranks only with one
+    # agent.
     attempt = restart_count() if one_node else 0
     return Rendezvous(
         host, port, "", elsewhere, one_node, attempt, "Set MASTER_PORT to a free port, the same on all ranks."
@@ -315,7 +336,7 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
 
 
 def _keep_to_loopback() -> None:
-    """Let the ranks of one machine talk over its loopback interface only, unless the user has chosen another."""
+    """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another."""
     name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
@@ -338,9 +359,8 @@ def run_workers(
     """Call `function` in `processes` new processes of this machine and return what the first of them returned.
 
     Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores). After a failure all are
-    stopped and, up to `max_restarts` times, started again. With `nodes` > 1 the same call is made on every node, and
-    NODE_RANK, MASTER_ADDR and MASTER_PORT say which one this is and where they meet.
-    `grace`, errors: see `launch_workers`.
+    stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes the same call, with
+    NODE_RANK, MASTER_ADDR and MASTER_PORT set. `grace`, errors: see `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -375,7 +395,7 @@ def run_elastic_workers(
     max_restarts: int = 0,
     grace: float = GRACE,
 ) -> T | None:
-    """Call `function` in `processes` new processes that may die and be replaced, or that join another launcher's.
+    """Call `function` in `processes` new elastic workers, which may die, be replaced, or join another launcher's run.
 
     Up to `max_restarts` of them are replaced. Errors: see `launch_workers`.
     """
@@ -395,7 +415,7 @@ def run_elastic_workers(
 
 
 def node_rank(nodes: int) -> int:
-    """Return which of `nodes` machines this is. Raises ConfigError where the environment does not tell."""
+    """Return the rank of this machine among `nodes`. Raises ConfigError where no variable has it."""
     return _node(nodes)[0] if nodes > 1 else 0
 
 
@@ -419,7 +439,8 @@ def _cores() -> int:
 def _set_worker_environment(
     place: Place, environment: dict[str, str], address: str, attempt: int, threads: int, elastic_worker: str = ""
 ) -> None:
-    """Take `place`, in a worker: the caller's environment of now, not of when the fork server was started."""
+    """Set the environment of a worker: the caller's current one (the fork server's is older), with the variables of
+    `place`."""
     import torch
 
     host, port = split_address(address)

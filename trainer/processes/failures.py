@@ -1,4 +1,4 @@
-"""How a process ends in the middle of its work: by an error, or from another thread than the stuck one."""
+"""Exits of a worker: its failure report, and how another thread ends a process whose main thread hangs."""
 
 import multiprocessing
 import os
@@ -13,34 +13,34 @@ _report: Path | None = None
 
 
 def set_report_file(path: Path) -> None:
-    """Remember where this process, a worker, says how it ended."""
+    """Set the file to which this worker writes how it ended."""
     global _report
     _report = path
 
 
 def touch_alive_file() -> None:
-    """Let the launcher of this process, a worker, know that a thread of it still runs."""
+    """Touch this worker's alive file: a thread of it still runs."""
     if _report is not None:
         alive_file(_report).touch()
 
 
 def alive_file(report: Path) -> Path:
-    """Return the file that `touch_alive_file` touches, beside a worker's report."""
+    """Return the alive file that belongs to a worker's report."""
     return report.with_suffix(".alive")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` so that the file is whole or not there."""
+    """Write `content` so that the file is complete or does not exist."""
     partial = path.with_suffix(".part")
     partial.write_bytes(content)
     partial.replace(path)
 
 
 def failure_of(error: BaseException, named: frozenset[str]) -> Failure:
-    """Return how this process, a worker, failed.
+    """Return the failure report of this worker for `error`.
 
-    When a loader's worker has died torch says so by a signal, whose handler raises at any moment, also in here; until
-    then the death may look like a broken connection.
+    The death of a loader worker reaches torch as a signal, whose handler may raise at any moment, in here too; before
+    that it may look like a broken connection.
     """
     from ..torch_private import raise_for_dead_loader_workers
 
@@ -53,9 +53,9 @@ def failure_of(error: BaseException, named: frozenset[str]) -> Failure:
 
 
 def end_process(error: BaseException, tell: bool = True) -> NoReturn:
-    """End this process and its children with `error` as the reason; a process that nobody watches may `tell` it.
+    """Kill this process and its children, with `error` in the report, or printed if there is no launcher and `tell`.
 
-    Nothing is flushed: whoever is stuck may hold the lock of a stream.
+    Nothing is flushed: a thread that hangs may hold the lock of a stream.
     """
     if _report is not None:
         write_atomically(_report, pack(Failure.of_exception(error, frozenset())))
@@ -67,9 +67,9 @@ def end_process(error: BaseException, tell: bool = True) -> NoReturn:
 
 
 def end_by_force(number: int, why: str) -> NoReturn:
-    """End this process and its children in the midst of its work: a signal was not answered."""
+    """Kill this process and its children because it did not answer signal `number`."""
     if _report is not None:
-        what = f"was ended by {signal.Signals(number).name} in the midst of its work, since {why}"
+        what = f"was ended by {signal.Signals(number).name} in the middle of its work, because {why}"
         write_atomically(_report, pack(Failure(time.monotonic(), what, forced_by=number)))
     for child in multiprocessing.active_children():
         child.kill()

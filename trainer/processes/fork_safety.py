@@ -1,4 +1,4 @@
-"""Forking from and ending a process that has a process group, whose threads need the interpreter after a collective.
+"""Pauses before a fork and at exit, so that threads of gloo and NCCL are done with the interpreter.
 
 The threads of gloo and NCCL take a thread state from the interpreter when they drop the last reference to a tensor. Up
 to CPython 3.12 a child that is forked at that moment (loader workers are forked from ranks) inherits the interpreter's
@@ -12,34 +12,30 @@ import atexit
 import os
 import time
 
-SETTLE = 0.01
-"""Seconds that the interpreter lock is given up before a fork or the end, so that such threads are done: they need much
-less."""
+PAUSE = 0.01
+"""Seconds for which the interpreter lock is released before a fork or at exit; the threads need much less."""
 BURST = 0.1
-"""Seconds within which several forks (a loader's workers) count as one."""
+"""Seconds within which several forks (one for each loader worker) share one pause."""
 
 
-class Settling:
-    """Lets a process group's threads finish with the interpreter before this process forks or ends."""
-
-    def __init__(self) -> None:
-        self.installed = False
-        self.settled_at = 0.0
-
-    def install(self) -> None:
-        """Watch over every fork of this process from now on, and over its end."""
-        if self.installed:
-            return
-        self.installed = True
-        atexit.register(time.sleep, SETTLE)
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(before=self.settle)
-
-    def settle(self) -> None:
-        """Wait a moment, unless that was just done."""
-        if time.monotonic() - self.settled_at > BURST:
-            time.sleep(SETTLE)
-            self.settled_at = time.monotonic()
+_installed = False
+_paused_at = 0.0
 
 
-settling = Settling()
+def install() -> None:
+    """Register a pause before each fork and at exit, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    atexit.register(time.sleep, PAUSE)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=_pause)
+
+
+def _pause() -> None:
+    """Sleep for a moment, unless that was just done."""
+    global _paused_at
+    if time.monotonic() - _paused_at > BURST:
+        time.sleep(PAUSE)
+        _paused_at = time.monotonic()

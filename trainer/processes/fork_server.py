@@ -1,8 +1,8 @@
-"""Signals that reach the server from which workers are forked, or a worker that is not ready; only that imports this.
+"""Signal mask of multiprocessing's fork server and of workers that are not ready yet; imported only by that server.
 
-What a scheduler sends to every process of a job would end the server in the middle of starting a worker, which then has
-no exit code; and a worker that is just being forked would lose it. Both have the signals blocked: the server never gets
-them (it ends with the process that started it), a worker does as soon as it has handlers of its own.
+A scheduler signals every process of a job. That would end the server while it forks a worker, which then has no exit
+code, or be lost on a worker that is just being forked. So the end signals are blocked in both: the server never gets
+them (it ends with the process that started it), a worker unblocks them once its handlers are installed.
 """
 
 import os
@@ -11,13 +11,14 @@ import signal
 from .signals import END_SIGNALS
 
 _blocked = set(END_SIGNALS) - signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
-_heeds_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # multiprocessing's server ignores it from now on
+# Read now, since multiprocessing's server ignores SIGINT from its start on.
+_handles_ctrl_c = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
 
 
 def _let_through() -> None:
-    """Let a forked process, but not its own children, have the signals: by default they end it."""
+    """Unblock the signals in a forked worker, but not in its children, with their default handlers."""
     if _blocked:
-        if _heeds_ctrl_c:
+        if _handles_ctrl_c:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _blocked)
         _blocked.clear()

@@ -1,7 +1,8 @@
-"""`Task.all_gather`: tensors of every rank, compared before they travel: gloo aborts the process where they differ.
+"""`Task.all_gather`: gather tensors of every rank, after a check of their shapes: gloo aborts the process where they
+differ.
 
-What one rank gives may have more rows (a longer first dimension) than what another gives: evaluation deals every sample
-out once, and shares need not be even. Everything else must agree, and is an error on every rank where it does not.
+Only the first dimension may differ: evaluation counts every sample once, so shares may be uneven. Any other difference
+raises on every rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 MESSAGE_ALIGNMENT = 16
-"""Bytes: a row of the table in which tensors travel begins where every dtype may begin."""
+"""Bytes to which each row of a message is padded, so that every dtype is aligned."""
 
 
 class UnevenTensors(list[Tensor]):
-    """The tensors of every rank, by rank, where their first dimensions differ so that they cannot be stacked."""
+    """List of every rank's tensor, by rank, returned if their first dimensions differ and they cannot be stacked."""
 
     def __getattr__(self, name: str) -> NoReturn:
         rows = [len(tensor) for tensor in self]
@@ -38,7 +39,7 @@ class UnevenTensors(list[Tensor]):
 
 
 class _Description(NamedTuple):
-    """What must agree between ranks for one tensor."""
+    """Properties of a tensor that must be equal on all ranks."""
 
     name: str
     kind: str
@@ -89,7 +90,7 @@ def _joined(parts: list[Tensor]) -> Any:
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
 def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
-    """Return the ranks that gather."""
+    """Return the collectives of the ranks that gather."""
     if group is None or strategy.place.world_size == 1:
         ranks = strategy.data_ranks
         if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
@@ -105,7 +106,7 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
 
 
 def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
-    """Raise TaskError where a step gathers that not all replicas, or ranks, take at once."""
+    """Raise TaskError where not all replicas or ranks run the step at the same time."""
     run = trainer.run
     if run is None or not run.loop.open or not (run.metrics.in_step and run.metrics.in_turn):
         return
@@ -134,7 +135,7 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
 
 
 def _all_take_part(run: "Run") -> bool:
-    """Return whether all ranks take this turn, and will take each of the loader's as far as its length is known."""
+    """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
     if run.loop.doing == "train":
         return run.training_data.is_whole is not False and run.loop.step is not None and run.loop.step.whole
     data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
@@ -143,7 +144,7 @@ def _all_take_part(run: "Run") -> bool:
 
 # --- what must agree --------------------------------------------------------------------------------------------------
 def _names_in(data: Any, name: str) -> Iterator[str]:
-    """Yield the place of each tensor, in the order of `map_tensors`."""
+    """Yield a name for each tensor, in the order of `map_tensors`."""
     if isinstance(data, Tensor):
         yield name
     elif isinstance(data, tuple) and hasattr(data, "_fields"):
@@ -161,7 +162,7 @@ def _names_in(data: Any, name: str) -> Iterator[str]:
 
 
 def _require_same(every: Sequence[Sequence[_Description]]) -> None:
-    """Raise DisagreementError, on every rank, where ranks gave what cannot be gathered."""
+    """Raise DisagreementError, on every rank, if the descriptions differ."""
     names = [[one.name for one in described] for described in every]
     odd = next((rank for rank, own in enumerate(names) if own != names[0]), None)
     if odd is not None:
@@ -200,10 +201,10 @@ def _require_same(every: Sequence[Sequence[_Description]]) -> None:
 
 # --- how they travel --------------------------------------------------------------------------------------------------
 def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks: Collectives) -> list[list[Tensor]]:
-    """Return each tensor of every rank, given their shapes: one collective for each kind of device, as bytes."""
+    """Return each tensor of every rank, given their shapes, in one collective for each kind of device, as bytes."""
     found: list[list[Tensor]] = [[] for _ in tensors]
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        # the widest first, so that none begins out of line
+        # widest dtype first keeps all aligned
         some = sorted(
             (i for i, t in enumerate(tensors) if t.device == device), key=lambda i: -tensors[i].element_size()
         )
@@ -228,11 +229,11 @@ def _bytes_of(tensor: Tensor, shape: Sequence[int]) -> int:
 
 
 _channels: dict[Any, Any] = {}
-"""For the default group one for the gradients of gathers: they must not meet the collectives of DDP's backward."""
+"""Process groups for gradients of gathers, so that they do not mix with the collectives of DDP's backward."""
 
 
 def _channel(strategy: "Strategy", group: Any) -> Any:
-    """Return the process group in which gradients go back; every rank calls it."""
+    """Return the process group for gradients of gathers; every rank calls it."""
     if group is not None:
         return group
     if not strategy.leaves_default_group and strategy.data_ranks.group is not None:
@@ -245,7 +246,7 @@ def _channel(strategy: "Strategy", group: Any) -> Any:
 
 
 class _WithGradient(torch.autograd.Function):
-    """Every rank's tensor; the gradient of this rank's is the sum over the losses of all ranks, in their order."""
+    """All-gather with a backward pass: the gradients of all ranks are summed in the order of ranks."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, channel: Any, parts: list[Tensor]) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""The roll: which processes a run has, on which nodes and devices, held against the config and said once."""
+"""Layout of a run's processes over nodes and devices: checked against the config, and printed once."""
 
 import socket
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 ProcessEntry = tuple[int, int, str, str]
-"""Of each process: its rank, its node's index, the node's name, and its device."""
+"""Rank, node index, host name and device of a process."""
 
 
 def check_place(trainer: "Trainer", place: Place) -> None:
-    """Raise ConfigError, on every rank, where a launcher started other processes than num_nodes and devices ask for.
+    """Raise ConfigError, on every rank, if a launcher started other processes than num_nodes and devices ask for.
 
-    `devices=auto` and `num_nodes=1`, their defaults, ask for nothing: there the launcher alone knows.
+    The defaults `devices=auto` and `num_nodes=1` accept any layout.
     """
     if place.origin in ("alone", "legato") or trainer.strategy.elastic.changes:
         return
     automatic, devices = trainer.devices in ("auto", -1, "-1"), trainer.device_list
     local = len(devices) if automatic else trainer.strategy.local_processes(devices)
     if place.origin == "script":
-        nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes  # 1, the default, asks for nothing
+        nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes  # the default, 1, accepts any number
         if not automatic and place.world_size != local * nodes:
             raise ConfigError(
                 f"The process group that the script has made has {place.world_size} processes, but trainer.devices="
@@ -46,7 +46,7 @@ def check_place(trainer: "Trainer", place: Place) -> None:
         )
     if automatic:
         return
-    if place.origin == "environment":  # set by hand, perhaps without LOCAL_WORLD_SIZE: the product is what is known
+    if place.origin == "environment":  # set by hand, perhaps without LOCAL_WORLD_SIZE: only the product is known
         if place.world_size != local * trainer.num_nodes and place.world_size != local * place.nodes:
             raise ConfigError(
                 f"WORLD_SIZE={place.world_size}, but trainer.num_nodes={trainer.num_nodes} x {local} processes a node "
@@ -61,9 +61,9 @@ def check_place(trainer: "Trainer", place: Place) -> None:
 
 
 def report_layout(strategy: "Strategy") -> None:
-    """Say on rank 0, once, which ranks there are, where they are and where they met; every rank calls it."""
+    """Print on rank 0, once, the layout of the ranks and the address of their rendezvous; every rank calls it."""
     place, device = strategy.place, strategy.device
-    if not strategy.meeting:  # a group that was called before, one process, or an elastic run, which tells its rosters
+    if not strategy.meeting:  # a group that existed before, one process, or an elastic run, which logs its generations
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     own: ProcessEntry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
@@ -73,7 +73,7 @@ def report_layout(strategy: "Strategy") -> None:
 
 
 def describe_layout(entries: Sequence[ProcessEntry], place: Place, meeting: str) -> str:
-    """Return the roll as text: a line for the run, and one for each node."""
+    """Return the layout as text: a line for the run, and one for each node."""
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:
         nodes.setdefault((entry[1], entry[2]), []).append(entry)
@@ -86,7 +86,7 @@ def describe_layout(entries: Sequence[ProcessEntry], place: Place, meeting: str)
 
 
 def _ranges(members: Sequence[ProcessEntry]) -> list[str]:
-    """Return "ranks 0-3 on cpu" for processes with consecutive ranks and the same device, "rank 4 on cuda:0" else."""
+    """Return "ranks 0-3 on cpu" for consecutive ranks on the same device, "rank 4 on cuda:0" for a single one."""
     runs: list[list[ProcessEntry]] = []
     for entry in members:
         if runs and runs[-1][-1][0] + 1 == entry[0] and runs[-1][-1][3] == entry[3]:

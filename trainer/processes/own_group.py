@@ -1,6 +1,6 @@
-"""A process group that the script itself has made before it made a Trainer: this process's place in it.
+"""Process groups that the script made before its Trainer.
 
-Legato joins such a group as it joins the processes of a launcher: it starts no others, and leaves the group alive.
+Legato joins such a group as it joins a launcher's processes: it starts no others, and does not destroy the group.
 """
 
 import socket
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .environment import Place
 
 _made_here: Any = None
-"""The default group where Legato made it."""
+"""The default group, if Legato made it."""
 
 
 def note_made_here() -> None:
-    """Remember that Legato has made the default group, which then tells nothing that its launcher does not."""
+    """Remember that Legato made the default group, so that `find_group` ignores it."""
     global _made_here
     from torch import distributed
 
@@ -29,8 +29,8 @@ def note_made_here() -> None:
 
 
 def find_group() -> tuple[int, int] | None:
-    """Return rank and world size of the script's own process group; None where it has none."""
-    distributed = sys.modules.get("torch.distributed")  # a script that has a group has loaded it
+    """Return rank and world size of the script's own process group; None if it has none."""
+    distributed = sys.modules.get("torch.distributed")  # a script with a process group has imported torch.distributed
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     if distributed.group.WORLD is _made_here:
@@ -39,9 +39,10 @@ def find_group() -> tuple[int, int] | None:
 
 
 def located(place: "Place") -> "Place":
-    """Return a place in the script's own group with its node and local rank, by the hosts' names; every rank calls it.
+    """Return a place in the script's own group with node and local rank, from all ranks' host names; every rank calls
+    it.
 
-    A local rank of 0 or more stays: it is what LOCAL_RANK said. Any other place stays as it is.
+    A local rank from LOCAL_RANK, 0 or more, is kept. Any other kind of place is returned as it is.
     """
     from torch import distributed
 
@@ -63,15 +64,15 @@ def located(place: "Place") -> "Place":
 
 
 _groups: dict[Any, Any] = {}
-"""For a default group that of Legato's collectives."""
+"""Process groups of Legato's collectives, by default group."""
 
 
 def legatos_group(limit: timedelta | None = None) -> Any:
     """Return the process group of Legato's own collectives, with all ranks; every rank calls it.
 
-    The default group is left to the script: a collective that one rank calls once too often there never meets one of
-    Legato's. Serves tensors on the host too, which one made by `init_process_group("nccl")` does not. `limit`: how long
-    its collectives may take.
+    The script has the default group to itself, so that a collective which one rank calls too often there is never
+    matched with one of Legato's. The group serves host tensors too, unlike one of `init_process_group("nccl")`.
+    `limit`: timeout of its collectives.
     """
     from torch import distributed
 
@@ -104,7 +105,7 @@ def devices_of_group() -> dict[str, str]:
 
 
 def require_backend(device: "torch.device", wanted: str | None) -> None:
-    """Raise ConfigError where the default group has no backend for a device, or another one than was `wanted`."""
+    """Raise ConfigError if the default group has no backend for `device`, or another one than `wanted`."""
     from torch import distributed
 
     backends = devices_of_group()

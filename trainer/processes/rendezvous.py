@@ -1,4 +1,4 @@
-"""Where ranks meet: the store through which they find each other, kept to one address and answering by rank's name."""
+"""Rendezvous of the ranks: a store on one address, which names ranks that are missing or there twice."""
 
 import atexit
 import errno
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where ranks meet."""
+    """Address of the store through which ranks find each other."""
 
     host: str = ""
     port: int = 0
     path: str = ""
     hosted_elsewhere: bool = False
-    """A launcher keeps the store; no rank does."""
+    """Whether a launcher serves the store, rather than rank 0."""
     one_node: bool = False
     attempt: int = 0
     remedy: str = ""
@@ -35,7 +35,7 @@ class Rendezvous:
 
 
 def is_loopback(host: str) -> bool:
-    """Tell whether `host` is a loopback address by its very name."""
+    """Return whether `host` is a loopback address, by its name alone."""
     if host == "localhost":
         return True
     try:
@@ -44,17 +44,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-# Kept until the process ends: the others may not be done with a store when this rank is, and the next group (of a
-# second `fit`, say) finds the others at the same place, under its own number.
+# Kept until exit: other ranks may still use a store when this rank is done, and the next group (of a second `fit`)
+# finds them at the same address, under its own number.
 _open: "dict[Rendezvous, tuple[Store, itertools.count[int]]]" = {}
 atexit.register(_open.clear)
 
 
 def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
-    """Return a store in which all ranks have called, and which holds nothing else.
+    """Return an empty store that all ranks have joined.
 
-    Raises ConfigError where the address is taken or unknown, where no one answers within `timeout`, and where ranks are
-    missing after it (naming them) or there twice.
+    Raises ConfigError if the address is taken or unknown, if nothing answers within `timeout`, or if ranks are missing
+    (named) or there twice.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -63,18 +63,18 @@ def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta
     store, meetings = _open[where]
     store.set_timeout(timeout)
     store = PrefixStore(f"legato/{where.attempt}/{next(meetings)}", store)
-    # Agents of several nodes count each their own restarts, so that words of an earlier attempt may be in their store.
+    # Agents of several nodes each count their own restarts, so that keys of an earlier attempt may be in their store.
     if where.one_node or not where.hosted_elsewhere:
         try:
             _await_all_ranks(store, rank, world_size, where, timeout)
         except ConfigError:
-            del _open[where]  # and with it, on rank 0, the port
+            del _open[where]  # closes the port on rank 0
             raise
     return store
 
 
 def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
-    """Open the store, as its server or its client."""
+    """Open the store as its server or its client."""
     from torch.distributed import DistError, FileStore, TCPStore  # type: ignore[attr-defined]
 
     if where.path:
@@ -91,14 +91,15 @@ def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelt
         except (OSError, DistError) as error:
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"Rank {rank} of {world_size} found no one at {where} within {timeout.total_seconds():g} s "
+                    f"Rank {rank} of {world_size} found no store at {where} within {timeout.total_seconds():g} s "
                     f"({error}). Rank 0 must run there, and the address must be the same on all ranks."
                 ) from error
             time.sleep(0.05)
 
 
 def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
-    """Serve a store on `port` (0: a free one) of `host` alone; on all interfaces if that is no address of ours."""
+    """Serve a store on `port` (0: a free one) of `host` only, or of all interfaces if `host` is not an address of this
+    machine."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -107,7 +108,7 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
         raise ConfigError(f"The address {host!r}, where ranks are to meet, is unknown: {error.strerror}.") from error
     bind_to = str(address[0])
     if is_loopback(bind_to) and not one_node and not is_loopback(host):
-        bind_to = ""  # Debian gives a machine's own name a loopback address, which other nodes cannot reach
+        bind_to = ""  # Debian resolves a machine's own name to a loopback address, which other nodes cannot reach
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -127,7 +128,7 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
 
 
 def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvous, timeout: timedelta) -> None:
-    """Wait until every rank is there; name those that are not, and a rank that is there twice."""
+    """Wait until every rank has joined; raise ConfigError that names missing and duplicate ranks."""
     from torch.distributed import DistError
 
     try:
@@ -144,7 +145,7 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
     except (DistError, RuntimeError) as error:
         try:
             missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
-        except (DistError, RuntimeError):  # rank 0 kept the store, and has gone
+        except (DistError, RuntimeError):  # the store was served by rank 0, which has exited
             missing = ["0"]
         raise ConfigError(
             f"Rank {rank} waited {timeout.total_seconds():g} s at {where} for {world_size} ranks; missing: "

@@ -1,4 +1,4 @@
-"""A run that needs several processes: sent to workers, and what it changed brought back to the caller's objects."""
+"""Runs that need several processes: sent to workers, and their results copied back to the caller's objects."""
 
 import logging
 from dataclasses import dataclass
@@ -26,28 +26,28 @@ log = logging.getLogger("legato")
 
 
 @dataclass
-class Outcome:
-    """What a run leaves behind on rank 0."""
+class RunResult:
+    """Results of a run, sent from rank 0 to the caller."""
 
     returned: Any
     weights: dict[str, Tensor]
     parts: ModuleParts | None
-    """The task's parameters, buffers and modules, where the run has built some that the caller's task lacks."""
+    """Parameters, buffers and modules of the task, if the run has built some that the caller's task lacks."""
     state: State
     run_dir: Path | None
     run_id: str
     callback_metrics: dict[str, Tensor]
     logged_metrics: dict[str, float]
     lengths: dict[str, Any]
-    """How long the loaders were."""
+    """Lengths of the loaders."""
     callbacks: list[tuple[str, dict[str, Any]]]
-    """The states of callbacks, each with its key."""
+    """Key and state of each callback."""
 
 
-def is_needed(trainer: "Trainer", request: Request) -> bool:
-    """Return whether this process must start workers for the run: nobody else has, and the strategy wants several.
+def needs_workers(trainer: "Trainer", request: Request) -> bool:
+    """Return whether this process must start workers: no launcher has, and the strategy wants several processes.
 
-    A process that others have started, and that serves them only, is no part of the loop either.
+    Also true for a process of a launcher that only serves others: it takes no part in the loop.
     """
     place = environment.find_place(trainer.cluster)
     if place is not None:
@@ -64,7 +64,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
     """
     with handling_end_signals(
         raise_for_signal, SignalWatch(trainer.signal_grace_seconds)
-    ):  # workers, while there are any, get the signals
+    ):  # while there are workers, they get the signals
         return _run(trainer, request)
 
 
@@ -82,20 +82,20 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     before, trainer.run = trainer.given_dir, None  # the workers make their own
     processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:
-        if node > 0:  # node 0 decides for all, and speaks for all
+        if node > 0:  # node 0 decides and reports for all
             trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         elif not elastic.joins:
             trainer.run_dir, source = build.decide_directory(trainer, request)
             if source is not None and request.source_is_chosen:
-                source = source.parent  # the workers read it, and find out whether an older one has to do
+                source = source.parent  # the workers read it, and fall back to an older one where it is damaged
         trainer.given_dir = trainer.run_dir
-        task = partial(work, trainer, request, source)
+        task = partial(_run_request, trainer, request, source)
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
         outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
     finally:
         trainer.given_dir = before
         trainer.saver.release()
-    if outcome is None:  # another launcher's processes have brought the run to its end, and have its result
+    if outcome is None:  # processes of another launcher ended the run, and have its result
         return None
     if outcome.parts is None and outcome.weights:
         take_weights(request.task, outcome.weights)
@@ -119,15 +119,15 @@ def _run(trainer: "Trainer", request: Request) -> Any:
 
 
 def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
-    """Load the weights that the workers trained, in the types that their precision has given them."""
+    """Load the trained weights, in the dtypes that their precision gave them."""
     for name, tensor in task.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
             tensor.data = tensor.data.to(weights[name].dtype)
     task.load_state_dict(weights)
 
 
-def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome | None:
-    """Run the request in a worker: from `source`, or after a restart from the newest whole checkpoint of the run."""
+def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
+    """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if environment.restart_count() > 0 and trainer.run_dir is not None:
         newest = store.newest_in(trainer.run_dir, check_sizes)
         source = source if newest is None else newest.parent
@@ -143,11 +143,11 @@ def work(trainer: "Trainer", request: Request, source: Path | None) -> Outcome |
         return None
     finally:
         environment.leave_process_group()
-    if trainer.run is None or not trainer.run.membership.answers(trainer.global_rank):
-        return None  # a server, or not the one that answers
+    if trainer.run is None or not trainer.run.membership.returns_result(trainer.global_rank):
+        return None  # a server, or another worker returns the result
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
     weights = {} if emptied else task.cpu().state_dict()
-    return Outcome(
+    return RunResult(
         returned,
         weights,
         None if emptied or weights.keys() == known else module_parts(task),

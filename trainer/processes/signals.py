@@ -1,4 +1,4 @@
-"""Signals that ask a process to end: which ones, who hears them, and what a run that was ended so answers."""
+"""Signals that ask a process to end: their handlers, their deadline, and the exit codes."""
 
 import faulthandler
 import os
@@ -14,34 +14,34 @@ from ..checkpoints.progress import SAVES
 from .failures import end_by_force, touch_alive_file
 
 RESUME_ME = 75
-"""The exit code of a run that was stopped from outside and wants to be started again (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code of a run that was stopped from outside and can be resumed (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 + SIGINT, as shells have it."""
+"""Exit code after Ctrl-C: 128 + SIGINT, as in shells."""
 END_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
 )
-"""The signals that ask a run to end: Ctrl-C, a scheduler's notice, SLURM's early warning, the end of the terminal."""
+"""Signals that ask a run to end: Ctrl-C, a scheduler's notice, SLURM's early warning, a closed terminal."""
 DUMP = getattr(signal, "SIGUSR2", 0)
-"""The signal at which a process writes down its stacks, where somebody wants to know them."""
+"""Signal at which a process dumps its stacks."""
 
 
 @contextmanager
 def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | None" = None) -> Iterator[None]:
-    """Let `handler` have the signals that ask this process to end, in the main thread; elsewhere do nothing.
+    """Call `handler` for signals that ask this process to end, in the main thread; elsewhere do nothing.
 
-    `watch` ends the process where it does not answer them.
+    `watch` ends the process if it does not answer them.
 
-    What is ignored stays ignored, as SIGINT is in a job that a shell has put into the background. A process that was
-    forked meanwhile ends by a signal as if nobody attended to it: whoever forked it means to end it so.
+    Ignored signals stay ignored, as SIGINT is in a background job of a shell. In a forked child the default handlers
+    act: whoever forked it ends it by signals.
     """
     before = {}
     own = os.getpid()
 
     def attend(number: int, _: object) -> None:
         if os.getpid() == own:
-            if watch is not None:  # whose thread may not get to run, in code that only looks at signals
-                watch.hear(number)
-                watch.look()
+            if watch is not None:  # its thread may not get to run while the main thread holds the interpreter lock
+                watch.record(number)
+                watch.end_if_due()
             handler(number)
         else:
             signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
@@ -62,12 +62,12 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
 
 
 def raise_for_signal(number: int) -> None:
-    """Raise what ends a run that has nothing to save: KeyboardInterrupt after Ctrl-C, otherwise SystemExit(75)."""
+    """Raise KeyboardInterrupt after Ctrl-C, else SystemExit(75): the run has nothing to save."""
     raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(RESUME_ME)
 
 
 def exit_at_once(number: int) -> None:
-    """End this process, which has nothing to save and may be anywhere, for instance in an import that ends badly."""
+    """Exit without cleanup: nothing is to be saved, and exceptions may be swallowed, for instance during imports."""
     if number != signal.SIGINT:
         name = signal.Signals(number).name
         os.write(2, f"{name}: nothing was being trained. Exit code {RESUME_ME} asks for a new start.\n".encode())
@@ -75,9 +75,9 @@ def exit_at_once(number: int) -> None:
 
 
 NOTHING_TO_SAVE = 5.0
-"""Seconds that a process has to answer while there is nothing to save yet, where the grace time is not shorter."""
+"""Seconds to answer a signal while nothing is to be saved, unless the grace time is shorter."""
 ONE_PRESS = 0.5
-"""Seconds within which two SIGINT are one press of Ctrl-C: launchers pass on what the terminal has sent already."""
+"""Seconds within which two SIGINT count as one Ctrl-C: launchers forward what the terminal has sent already."""
 _TICK = 0.1
 _STOP = 0
 
@@ -85,7 +85,7 @@ _entered: "list[SignalWatch]" = []
 
 
 def _forget() -> None:
-    """Keep signals of a forked child from being read by its parent, with which it shares the pipe."""
+    """Reset the wakeup pipe in a forked child, which would send its signals to the parent."""
     if _entered:
         _entered.clear()
         with suppress(ValueError):
@@ -97,21 +97,21 @@ if hasattr(os, "register_at_fork"):
 
 
 class SignalWatch:
-    """Ends this process after a second Ctrl-C at once, and when `grace` seconds have passed since SIGTERM or SIGHUP.
+    """Ends this process at a second Ctrl-C, or `grace` seconds after SIGTERM or SIGHUP.
 
-    A save that is under way is finished first, as long as it moves. As a context, in the main thread; elsewhere it does
-    nothing.
+    A save under way is finished first, as long as it makes progress. Used as a context manager in the main thread;
+    elsewhere it does nothing.
     """
 
     def __init__(self, grace: float, attends: bool = True) -> None:
-        """`attends`: whether this process attends to SIGTERM and SIGHUP; else they end it anyway."""
+        """`attends`: whether this process handles SIGTERM and SIGHUP; if not, they end it anyway."""
         self.grace, self.attends = grace, attends
         self.nothing_to_save = True
         self.presses: list[float] = []
-        """When Ctrl-C was pressed."""
-        self.told = 0
-        """The signal that must be answered; 0: none."""
-        self.told_at = self.answered_at = float("-inf")
+        """Times at which Ctrl-C was pressed."""
+        self.signal_to_answer = 0
+        """Signal that must be answered; 0: none."""
+        self.received_at = self.answered_at = float("-inf")
         self.ended = False
         self._reader = self._writer = self._before = -1
         self._thread: threading.Thread | None = None
@@ -141,20 +141,20 @@ class SignalWatch:
         os.close(self._writer)
 
     def answer(self) -> None:
-        """Note that the run does as it was told; from now on it has the grace time once more."""
+        """Restart the grace time: the run has begun to do what the signal asked for."""
         self.answered_at = time.monotonic()
 
-    def hear(self, number: int) -> None:
-        """Take in a signal, from the thread or from a handler: either may be the only one that gets to run."""
+    def record(self, number: int) -> None:
+        """Record a signal; called by the thread and by handlers, as either may be the only one that gets to run."""
         now = time.monotonic()
         if number == signal.SIGINT:
             if not self.presses or now > self.presses[-1] + ONE_PRESS:
                 self.presses.append(now)
-        elif self.attends and not self.told and number in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
-            self.told, self.told_at = number, now
+        elif self.attends and not self.signal_to_answer and number in (signal.SIGTERM, getattr(signal, "SIGHUP", None)):
+            self.signal_to_answer, self.received_at = number, now
 
-    def look(self) -> None:
-        """End this process where it is due."""
+    def end_if_due(self) -> None:
+        """End this process if the time is up."""
         number = self._due()
         if number and not self.ended:
             self.ended = True
@@ -163,46 +163,50 @@ class SignalWatch:
     # --- the thread -------------------------------------------------------------------------------------------------
     def _watch(self) -> None:
         while True:
-            heard = bool(self.told or self.presses)
-            ready, _, _ = select.select([self._reader], [], [], _TICK if heard else None)
+            has_signal = bool(self.signal_to_answer or self.presses)
+            ready, _, _ = select.select([self._reader], [], [], _TICK if has_signal else None)
             if ready:
                 numbers = os.read(self._reader, 4096)
                 if _STOP in numbers:
                     return
-                if self._before >= 0:  # an event loop's, which waits for them too
+                if self._before >= 0:  # forwarded to an event loop's wakeup pipe
                     with suppress(OSError):
                         os.write(self._before, numbers)
                 for number in numbers:
-                    self.hear(number)
-            if heard:
+                    self.record(number)
+            if has_signal:
                 touch_alive_file()
-            self.look()
+            self.end_if_due()
 
     def _due(self) -> int:
-        """Return the signal by which this process is to be ended now; 0: none."""
-        if SAVES.moves(self.grace) or (SAVES.under_way and self._waits()):
+        """Return the signal by which to end this process now; 0: none."""
+        if SAVES.has_progressed(self.grace) or (SAVES.under_way and self._waits_for_ranks()):
             return 0
         if len(self.presses) > 1:
             return signal.SIGINT
-        since = max(self.told_at, self.answered_at, SAVES.moved_at)
-        return self.told if self.told and time.monotonic() > since + self._patience() else 0
+        since = max(self.received_at, self.answered_at, SAVES.progressed_at)
+        return (
+            self.signal_to_answer
+            if self.signal_to_answer and time.monotonic() > since + self._seconds_to_answer()
+            else 0
+        )
 
-    def _patience(self) -> float:
+    def _seconds_to_answer(self) -> float:
         return min(self.grace, NOTHING_TO_SAVE) if self.nothing_to_save else self.grace
 
-    def _waits(self) -> bool:
-        """Return whether the main thread waits for other ranks, of which one may be writing."""
+    def _waits_for_ranks(self) -> bool:
+        """Return whether the main thread waits for other ranks, one of which may be writing."""
         from .watchdog import describe_stack, stack_of
 
         return self._main is not None and describe_stack(stack_of(self._main), alone=False)[1]
 
     def _end(self, number: int) -> None:
         name = signal.Signals(number).name
-        late = f"it has not answered for {self._patience():g} s"
+        late = f"it has not answered for {self._seconds_to_answer():g} s"
         why = "Ctrl-C was pressed again" if number == signal.SIGINT else late
         said = (
-            f"{name}: this process is ended in the midst of its work, since {why}. Exit code {128 + number}; what the "
-            f"run has saved is whole: resume=auto goes on. All threads stand here:\n"
+            f"{name}: this process is ended in the middle of its work, because {why}. Exit code {128 + number}; what "
+            f"the run has saved is whole: resume=auto continues. Stacks of all threads:\n"
         )
         with suppress(OSError):
             os.write(2, said.encode())

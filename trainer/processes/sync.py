@@ -1,4 +1,4 @@
-"""How long ranks wait for each other, by what the run is doing: starting up, training, or writing a checkpoint."""
+"""Agreement between ranks: timeouts of collectives by phase, and when to stop."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,21 +13,21 @@ from .collectives import Collectives
 
 Phase = Literal["startup", "step", "checkpoint"]
 Timeout = float | Mapping[Phase, float]
-"""Seconds; one number for all phases, or one for each."""
+"""Seconds, for all phases or for each."""
 PHASES: tuple[Phase, ...] = ("startup", "step", "checkpoint")
 DEFAULT = 1800.0
-"""Seconds for a phase of which nothing is said; torch's own default."""
+"""Seconds for a phase without a setting; torch's own default."""
 
 
 class Timeouts:
-    """The limit of each phase, and which of them holds now.
+    """Timeouts of collectives for each phase, and the current phase.
 
-    `startup` lasts from the meeting of the ranks to the first step, which compiles kernels and fills loaders; `step` is
-    training with its validations; `checkpoint` is the writing of one, during which other ranks wait for rank 0.
+    `startup` lasts from the rendezvous to the first step, which compiles kernels and fills loaders; `step` is training
+    with its validations; `checkpoint` is a save, during which other ranks wait for rank 0.
     """
 
     def __init__(self, wanted: Timeout) -> None:
-        """Raises ConfigError for a phase that there is not, and for what is no positive number."""
+        """Raises ConfigError for an unknown phase, and for anything but positive numbers."""
         given: Mapping[Phase, float] = wanted if isinstance(wanted, Mapping) else dict.fromkeys(PHASES, wanted)
         for phase, seconds in given.items():
             if phase not in PHASES:
@@ -45,7 +45,7 @@ class Timeouts:
         return self.limits[phase]
 
     def enter(self, phase: Phase) -> None:
-        """Let the limit of `phase` hold, for every process group, from the next collective on."""
+        """Set the timeout of `phase` on every process group, from the next collective on."""
         from torch import distributed
 
         from ..torch_private import set_group_timeouts
@@ -55,13 +55,13 @@ class Timeouts:
             set_group_timeouts(self.limits[phase])
 
     def end_startup(self) -> None:
-        """Let the limit of steps hold where that of start-up does; within a save that of saves stays."""
+        """Enter `step` if the phase is `startup`; a save keeps its own."""
         if self.phase == "startup":
             self.enter("step")
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Let the limit of `phase` hold for this context."""
+        """Enter `phase` for the duration of this context."""
         before = self.phase
         self.enter(phase)
         try:
@@ -71,38 +71,38 @@ class Timeouts:
 
 
 SECONDS_BETWEEN = 1.0
-"""How long a wish to stop may go unheard, about."""
+"""About the longest time in seconds until a request to stop is seen."""
 
 
 class Agreement:
-    """Ranks meet about once a second, at a step that all of them work out from the meeting before.
+    """Agreement on stopping, about once a second, at a step that all ranks derive from the agreement before.
 
-    Between meetings nothing is communicated. Within an evaluation they meet about once a second too, at a round of
-    batches, since a rank may have none in the last rounds; such a one goes on meeting until all are done.
+    Nothing is communicated in between. During an evaluation ranks agree at a round of batches; a rank without batches
+    in the last rounds continues to take part until all are done.
     """
 
     def __init__(
         self, collectives: Collectives, processes: int, step: int, elapsed: float, newest: Callable[[], int] = int
     ) -> None:
-        """`newest` returns the version of the newest generation of an elastic run that this rank knows of."""
+        """`newest` returns the newest generation of an elastic run that this rank knows of."""
         self.collectives, self.newest = collectives, newest
         self.restart(processes, step, elapsed)
 
     def restart(self, processes: int, step: int, elapsed: float) -> None:
-        """Begin at `step`, perhaps with other ranks than before."""
+        """Start again at `step`, possibly with other ranks."""
         self.processes = processes
         self.generation = 0
-        """The newest generation that any rank knew of at the last meeting."""
+        """Newest generation that any rank knew of at the last agreement."""
         self.stop = False
         """Whether the run stops, as agreed."""
         self.signal = 0
-        """The signal by which the run was asked to end, as agreed; 0: none."""
+        """Signal by which the run was asked to end, as agreed; 0: none."""
         self.elapsed = elapsed
-        """Seconds of the run so far, as agreed: the longest of any rank."""
+        """Seconds of the run so far, as agreed: the maximum over ranks."""
         self.contribute: Callable[[], Sequence[float]] = tuple
-        """What this rank adds to a meeting, as many numbers on every rank."""
+        """Numbers that this rank adds to each agreement, equally many on every rank."""
         self.on_result: Callable[[list[float]], object] = len
-        """Called with the highest of each of these numbers over the ranks."""
+        """Called with the maximum of each over the ranks."""
         self.count: Callable[[], int] = int
         """Returns how many collectives of its own the script has called on this rank."""
         self.require_same: Callable[[], object] = int
@@ -114,28 +114,29 @@ class Agreement:
         self._round_met = 0
         self._round_met_at = self._met_at
 
-    def meet(self, step: int, wish: bool, signal: int = 0) -> None:
-        """Agree now, `wish` being whether this rank wants to stop and `signal` what it was told to end by.
+    def agree(self, step: int, wants_stop: bool, signal: int = 0) -> None:
+        """Agree after `step`; every rank calls it after the same one.
 
-        Every rank calls it after the same step. After a signal or a new generation the next agreement follows at once.
+        `wants_stop`, `signal`: what this rank wants and has received. After a signal or a new generation
+        the next agreement follows at once.
         """
-        contribution = self.contribution(step, wish, signal)
+        contribution = self.contribution(step, wants_stop, signal)
         self.apply(step, contribution if self.processes == 1 else self._highest(*contribution))
 
-    def contribution(self, step: int, wish: bool, signal: int = 0) -> list[float]:
-        """Return what this rank says where they meet; what `settle` takes is the highest of each number of any rank."""
+    def contribution(self, step: int, wants_stop: bool, signal: int = 0) -> list[float]:
+        """Return the numbers of this rank; `apply` takes their maxima over ranks."""
         now = time.monotonic()
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
         count = float(self.count())
-        numbers = [float(wish), float(signal), now - self._started, pace, float(self.newest()), count, -count]
+        numbers = [float(wants_stop), float(signal), now - self._started, pace, float(self.newest()), count, -count]
         return [*numbers, *self.contribute()]
 
     def apply(self, step: int, highest: Sequence[float]) -> None:
-        """Take over what the ranks have agreed on after `step`."""
+        """Apply the maxima over ranks, agreed after `step`."""
         stop, signal_of_any, self.elapsed, pace, generation, most, least, *said = highest
         if most != -least:
             self.require_same()
-        changed = 0 < self.generation < int(generation)  # acted on between two steps, not where a point is logged
+        changed = 0 < self.generation < int(generation)  # acted on between two steps, not where values are logged
         self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = _interval(pace, self._steps_between)
         self.next_step = 0 if self.signal or changed else step + self._steps_between
@@ -143,21 +144,21 @@ class Agreement:
         self.on_result(said)
 
     def now(self) -> float:
-        """Return the seconds of the run so far by this rank's own clock."""
+        """Return the seconds of the run so far by this rank's clock."""
         return time.monotonic() - self._started
 
-    def hurry(self) -> None:
-        """Meet after this step or round; only where no other rank needs to know."""
+    def agree_next(self) -> None:
+        """Agree after this step or round; only for a single process."""
         if self.processes == 1:
             self.next_step = self.next_round = 0
 
     def begin_evaluation(self) -> None:
-        """Count rounds from 0; the pace is taken from the evaluation before."""
+        """Count rounds from 0; the interval comes from the evaluation before."""
         self.next_round = self._rounds_between
         self._round_met_at, self._round_met = time.monotonic(), 0
 
     def agree_in_evaluation(self, rounds: int, done: bool, signal: int) -> bool:
-        """Agree after `rounds` rounds of an evaluation, or when `done` with them; return whether all ranks are done."""
+        """Agree after `rounds` rounds of an evaluation, or when `done`; return whether all ranks are done."""
         now = time.monotonic()
         pace = (rounds - self._round_met) / max(now - self._round_met_at, 1e-6)
         own = float(signal), float(not done), 0.0 if done else pace, 0.0 if done else float(rounds)
@@ -170,7 +171,7 @@ class Agreement:
         return not going_on
 
     def _highest(self, *numbers: float) -> list[float]:
-        """Return the highest of each number over the ranks."""
+        """Return the maximum of each number over the ranks."""
         if self.processes == 1:
             return list(numbers)
         highest: list[float] = self.collectives.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
@@ -178,8 +179,8 @@ class Agreement:
 
 
 def _interval(pace: float, before: int) -> int:
-    """Return after how many steps (or rounds) to meet again, given `pace` in steps a second and the interval before.
+    """Return the number of steps (or rounds) until the next agreement, for a `pace` in steps a second.
 
-    At most twice as many: just after a beginning some rank may have measured its pace over a millisecond.
+    At most twice `before`: at the beginning a rank may have measured its pace over a millisecond.
     """
     return max(1, min(int(pace * SECONDS_BETWEEN), 2 * before))

@@ -1,7 +1,7 @@
-"""What goes between a process and the workers that it started: functions and results one way, errors the other.
+"""Transport between a process and its workers: functions and results by cloudpickle, and exceptions with tracebacks.
 
-Everything here is unpickled by a process of the same user that asked for it, seconds after it was written, from a
-private folder that is then removed. Nothing of it is ever stored.
+The files are unpickled by a process of the same user that asked for them, seconds after they were written, from a
+private folder that is then removed. None is stored.
 """
 
 import io
@@ -29,14 +29,14 @@ import cloudpickle
 from ..errors import LegatoError, WorkerError
 from ..messages import let_be_seen
 
-# How gloo, NCCL and the store say that another rank has gone; never the reason why a run ended.
+# Errors of gloo, NCCL and the store after another rank has exited; never the cause of a failure.
 _BROKEN_CONNECTION = re.compile(
     "gloo/|NCCL|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|Timed out wait|Wait timeout"
 )
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Sends classes of `named` modules by name: the reader has the originals, and must not get copies of them."""
+    """Pickler that sends classes of `named` modules by name: the reader has the originals, and must not get copies."""
 
     def __init__(self, file: io.BytesIO, named: frozenset[str]) -> None:
         super().__init__(file, protocol=5)
@@ -46,7 +46,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, type) and obj.__module__ in self._named and "<" not in obj.__qualname__:
             return _named_class, (obj.__module__, obj.__qualname__)
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
-            return import_module, (obj.__name__,)  # torch.backends.cudnn, which cloudpickle takes for no module
+            # torch.backends.cudnn, which cloudpickle does not recognize as a module.
+            return import_module, (obj.__name__,)
         return super().reducer_override(obj)
 
 
@@ -58,7 +59,7 @@ def _named_class(module: str, name: str) -> Any:
 
 
 def pack(content: Any, named: frozenset[str] = frozenset()) -> bytes:
-    """Return `content` as bytes; classes of the modules in `named` by name, which the reader must know."""
+    """Return `content` as bytes; classes of the modules in `named` go by name."""
     file = io.BytesIO()
     _Pickler(file, named).dump(content)
     return file.getvalue()
@@ -72,9 +73,9 @@ def unpack(path: Path) -> Any:
 
 @contextmanager
 def pickled_by_value() -> Iterator[frozenset[str]]:
-    """Let what is defined in modules that a worker cannot import by name travel by value; yield those modules' names.
+    """Pickle by value what modules define that workers cannot import by name; yield those modules' names.
 
-    Such are the caller's script or notebook, and modules that a tool has loaded from a file (pytest's importlib mode).
+    These are the caller's script or notebook, and modules that a tool loaded from a file (pytest's importlib mode).
     """
     kept = cloudpickle.list_registry_pickle_by_value()
     modules = {name: module for name, module in list(sys.modules.items()) if _needs_pickling_by_value(name, module)}
@@ -96,13 +97,13 @@ def _needs_pickling_by_value(name: str, module: ModuleType) -> bool:
     if not file or name in ("__main__", "__mp_main__") or file.startswith(_INSTALLED):
         return False
     if getattr(module, "__name__", None) != name:
-        return False  # another name of a module that is looked at under its own
+        return False  # another name of a module that is checked under its own
     spec = _find_spec(name)
     return spec is None or spec.origin is None or Path(spec.origin).resolve() != Path(file).resolve()
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """Look for a module as an interpreter would that has not loaded it yet."""
+    """Find a module as a fresh interpreter would."""
     above, _, _ = name.rpartition(".")
     package = _find_spec(above) if above else None
     path = package.submodule_search_locations if package else None
@@ -117,9 +118,9 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def place_classes(modules: frozenset[str]) -> None:
-    """Give classes that came by value a place under their module's name, so that plain pickle finds them there.
+    """Register classes that came by value under their module's name, so that plain pickle finds them.
 
-    A loader's worker sends its batches by plain pickle, and these may be dataclasses of the caller's script.
+    A loader worker sends batches by plain pickle; they may hold dataclasses of the caller's script.
     """
     seen: set[type] = {object}
     found: list[type] = [object]
@@ -137,7 +138,7 @@ def place_classes(modules: frozenset[str]) -> None:
 
 
 def _import_or_make(name: str) -> ModuleType:
-    """Return a module by its name: an empty one where there is none, in packages that are made likewise."""
+    """Return a module by name, or a new empty one, in new empty packages if need be."""
     above, _, _ = name.rpartition(".")
     if above and _find_spec(above) is None:
         _import_or_make(above)
@@ -145,13 +146,13 @@ def _import_or_make(name: str) -> ModuleType:
 
 
 class Settings:
-    """What the caller set in its interpreter and in torch, for a worker to behave as the script does."""
+    """Settings of the caller's interpreter and of torch, for workers to copy."""
 
     def __init__(self, method: str) -> None:
         import torch
 
         chosen = multiprocessing.get_start_method(allow_none=True)
-        # A loader's own workers: forked, as a plain script's are, not by this worker's way of starting.
+        # How a loader starts its own workers: by fork, as in a plain script.
         self.start_method = chosen or ("fork" if method == "forkserver" else None)
         self.warnings = list(warnings.filters)
         names = ["", *logging.Logger.manager.loggerDict]
@@ -168,7 +169,7 @@ class Settings:
         ]  # fmt: skip
 
     def apply(self) -> None:
-        """Set all of it in this process."""
+        """Apply the settings to this process."""
         if self.start_method:
             multiprocessing.set_start_method(self.start_method, force=True)
         warnings.resetwarnings()
@@ -199,7 +200,7 @@ def _set_cudnn(benchmark: bool, deterministic: bool) -> None:
 
 @dataclass
 class RaisedError:
-    """An exception on its way to another process: itself, where it was raised, and those that led to it."""
+    """A pickled exception with its traceback, and the exceptions that led to it."""
 
     error: bytes | None
     text: str
@@ -210,13 +211,13 @@ class RaisedError:
 
     @classmethod
     def of(cls, error: BaseException, named: frozenset[str], seen: frozenset[int] = frozenset()) -> "RaisedError":
-        """Take down `error` and its chain."""
+        """Pickle `error` and its chain."""
         seen |= {id(error)}
         before = (error.__cause__, error.__context__ if error.__cause__ is None else None)
         cause, context = [None if one is None or id(one) in seen else cls.of(one, named, seen) for one in before]
         try:
             content = pack(error, named)
-        except Exception:  # whatever the exception's own attributes raise: then its text must do
+        except Exception:  # attributes of the exception may raise anything when pickled; its text has to do
             content = None
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
         frames = [
@@ -225,10 +226,10 @@ class RaisedError:
         return cls(content, text, frames, cause, context, error.__suppress_context__)
 
     def revive(self) -> BaseException | None:
-        """Return the exception as it was raised there, its traceback included; None where it does not unpickle."""
+        """Return the exception with its traceback; None if it does not unpickle."""
         try:
             error = pickle.loads(self.error) if self.error is not None else None
-        except Exception:  # a constructor with arguments of its own is enough
+        except Exception:  # a constructor with required arguments is enough for that
             return None
         if not isinstance(error, BaseException):
             return None
@@ -242,13 +243,13 @@ class RaisedError:
 
 
 def _outer_frames(start: TracebackType | None) -> Iterator[tuple[Any, int]]:
-    """Yield frames and lines, without those of the machinery that calls the function."""
+    """Yield frames and lines of a traceback, without those of the machinery that calls the function."""
     ours = str(Path(__file__).with_name("workers.py"))
     return ((frame, line) for frame, line in traceback.walk_tb(start) if frame.f_code.co_filename != ours)
 
 
 def _traceback(frames: list[tuple[str, int, str]]) -> TracebackType | None:
-    """Build a traceback that shows `frames` (file, line, function), as if they had been left in this process."""
+    """Build a traceback that shows `frames` (file, line, function) as if they had run in this process."""
     following: TracebackType | None = None
     for file, line, name in reversed(frames):
         code = compile("frame = __import__('sys')._getframe()", file, "exec").replace(co_name=name)
@@ -258,34 +259,34 @@ def _traceback(frames: list[tuple[str, int, str]]) -> TracebackType | None:
                 co_linetable=b"\xff" * (len(code.co_code) // 16) + b"\xf8" * (len(code.co_code) // 2 % 8)
             )
         scope: dict[str, Any] = {"__name__": "__main__", "__file__": file}
-        exec(code, scope)  # the one way to get a frame object of a given file and name
+        exec(code, scope)  # the only way to get a frame object with a given file and name
         following = TracebackType(following, scope.pop("frame"), 0, line)
     return following
 
 
 @dataclass
 class Failure:
-    """How a worker failed."""
+    """Failure of a worker."""
 
     when: float
     """Seconds on the machine's monotonic clock."""
     what: str
-    """What it did, as the rest of a sentence that begins with its rank."""
+    """The rest of a sentence that begins with the rank."""
     text: str = ""
-    """Its traceback."""
+    """Traceback."""
     raised: RaisedError | None = None
     communication: bool = False
-    """Another rank had gone; this one only noticed."""
+    """Whether it only noticed that another rank had exited."""
     interrupted: bool = False
     killed_by: int | None = None
     forced_by: int | None = None
-    """The signal that it was told to end by, and did not answer."""
+    """Signal that it did not answer and was killed for."""
     rank: int = 0
     world_size: int = 1
 
     @classmethod
     def of_exception(cls, error: BaseException, named: frozenset[str]) -> "Failure":
-        """Take down what ended this process's work."""
+        """Return the failure for an exception."""
         formatted = traceback.TracebackException.from_exception(error)
         formatted.stack = traceback.StackSummary.extract(_outer_frames(error.__traceback__))
         text = "".join(formatted.format()).rstrip()
@@ -299,7 +300,7 @@ class Failure:
 
     @classmethod
     def of_exit(cls, exitcode: int | None) -> "Failure":
-        """Take down the end of a process that left no report."""
+        """Return the failure for the exit code of a process that left no report."""
         if exitcode is None or exitcode >= 0:
             return cls(time.monotonic(), f"ended with exit code {exitcode} before its work was done")
         name = signal.Signals(-exitcode).name if -exitcode in set(signal.Signals) else str(-exitcode)
@@ -317,10 +318,10 @@ class Failure:
         return f"Rank {self.rank} of {self.world_size} {self.what}."
 
     def to_raise(self) -> BaseException:
-        """Return the worker's exception with its traceback, led to by a WorkerError that names the rank.
+        """Return the worker's exception with its traceback, chained to a WorkerError that names the rank.
 
-        So a printed traceback ends with the frames of the rank that failed. WorkerError alone, with the worker's
-        traceback in its text, where there is no exception that unpickles.
+        The printed traceback so ends with the frames of the rank that failed. If the exception does not unpickle, a
+        WorkerError with the traceback in its text.
         """
         error = self.raised.revive() if self.raised else None
         if error is None:
@@ -333,7 +334,7 @@ class Failure:
 
 
 def is_communication(error: BaseException) -> bool:
-    """Return whether an error says only that another rank has gone."""
+    """Return whether an error only says that another rank has exited."""
     from torch.distributed import DistError
 
     if isinstance(error, LegatoError) or not isinstance(error, RuntimeError):

@@ -1,4 +1,4 @@
-"""Where a thread stands, in words: the line of the user's code, or the collective in which it waits for others."""
+"""Watchdog: reports ranks that make no progress, with the line of user code or the collective they are in."""
 
 import faulthandler
 import json
@@ -33,6 +33,8 @@ from .transport import is_communication
 if TYPE_CHECKING:
     from ..run import Run
 
+log = logging.getLogger("legato")
+
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 _OURS = tuple(f"{_PACKAGE_FOLDER / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
@@ -55,11 +57,11 @@ class Frame:
 
     @property
     def is_users(self) -> bool:
-        """Whether it is neither ours nor a library's."""
+        """Whether it belongs neither to Legato nor to a library."""
         return not self.file.startswith((*_OURS, *_LIBRARIES, "<"))
 
     def is_in(self, part: str) -> bool:
-        """Whether its file lies in, or is, this part of a package."""
+        """Return whether its file is, or lies in, this part of a package."""
         return part in self.file.replace(os.sep, "/")
 
 
@@ -79,7 +81,7 @@ def stack_of_error(error: BaseException) -> list[Frame]:
 
 
 def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
-    """Say where a stack stands, and whether it waits for other ranks; `alone`: there are none."""
+    """Describe where a stack is; return also whether it waits for other ranks. `alone`: there are none."""
     users = next((frame for frame in stack if frame.is_users), None)
     called = f", called in {users}" if users is not None else ""
     collective = _collective(stack)
@@ -89,7 +91,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
     if innermost is None:
         return "has no stack", False
     if innermost.is_in("/trainer/processes/rendezvous"):
-        return f"waits for the other processes to meet it ({innermost})", True
+        return f"waits for the other processes to join it ({innermost})", True
     if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/watchdog") for frame in stack[:3]):
         return "waits for the other ranks to leave the epoch", True
     if innermost.is_in("torch/autograd/"):
@@ -102,7 +104,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
 
 
 def _collective(stack: list[Frame]) -> str | None:
-    """Return the collective in which a stack waits, None where it does not."""
+    """Return the collective in which a stack waits; None if it is in none."""
     name = None
     for frame in stack:
         if frame.is_in("torch/distributed/distributed_c10d"):
@@ -113,7 +115,7 @@ def _collective(stack: list[Frame]) -> str | None:
 
 
 def _is_outside_loader(stack: list[Frame]) -> bool:
-    """Return whether the loader, which is on the stack, has called the user's code."""
+    """Return whether the loader on this stack has called user code."""
     for frame in stack:
         if frame.is_in("torch/utils/data/dataloader"):
             return False
@@ -123,7 +125,7 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
 
 
 def worker_stacks(dump: IO[str]) -> list[str]:
-    """Return the stacks of the loader workers of this process, which write them to `dump` when they are asked to."""
+    """Return the stacks of this process's loader workers, which write them to `dump` on request."""
     found = []
     for child in multiprocessing.active_children():
         if child.pid is not None and _answers(child.pid):
@@ -135,7 +137,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
 
 
 def _answers(process: int) -> bool:
-    """Return whether a process has a handler for the signal; another one would die of it."""
+    """Return whether a process has a handler for the signal, which would kill it otherwise."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -145,7 +147,7 @@ def _answers(process: int) -> bool:
 
 
 def _read_when_written(dump: IO[str]) -> str:
-    """Return what a worker writes, once it is done with it."""
+    """Return what a worker has written, once it is complete."""
     text, deadline = "", time.monotonic() + _SECONDS_FOR_A_DUMP
     while time.monotonic() < deadline:
         time.sleep(0.05)
@@ -157,7 +159,7 @@ def _read_when_written(dump: IO[str]) -> str:
 
 
 def users_frame(dumps: list[str]) -> Frame | None:
-    """Return the innermost frame of the user's code in the stacks of loader workers."""
+    """Return the innermost frame of user code in the stacks of loader workers."""
     for dump in dumps:
         for section in dump.split("\n\n"):
             frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
@@ -168,42 +170,40 @@ def users_frame(dumps: list[str]) -> Frame | None:
     return None
 
 
-log = logging.getLogger("legato")
-
-ANSWER = 3.0
-"""Seconds that ranks have to say where they are."""
+ANSWER_SECONDS = 3.0
+"""Seconds that ranks have to report their position."""
 LONGEST_STEPS = 20
-"""A report is due after so many times the longest step so far."""
+"""Multiple of the longest step so far after which a report is due."""
 LOOKS = 3
-"""How often all ranks must be seen to wait at the same places, a second apart, to be taken to wait for good."""
+"""Number of looks, a second apart, at which all ranks must wait at the same places to count as deadlocked."""
 IDLE = 0.02
-"""A rank that uses less of a processor than this waits in its backward; another one computes there."""
+"""Share of a processor below which a rank waits in its backward rather than computes."""
 LISTEN_AFTER = 1.0
-"""Seconds without progress after which a rank looks whether another one asks where it is."""
+"""Seconds without progress after which a rank looks for requests of other ranks."""
 SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
 
 Position = dict[str, Any]
-"""What a rank says: where it is, whether it waits for others, and for how many seconds it has been there."""
+"""Position of a rank: where it is, whether it waits for others, and for how many seconds it has been there."""
 
 
 class Waiting:
-    """Finds out whether all ranks wait for good: one in a collective of the script, others elsewhere and not for it."""
+    """Detects a deadlock of all ranks: one in a collective of the script, others waiting elsewhere."""
 
     def __init__(self, thread: int) -> None:
         self.thread = thread
         self.place: tuple[Any, ...] = ()
-        """Where this rank stood at the last look, to the collective."""
+        """Position of this rank at the last look, down to the collective."""
         self.places = self.looks = 0
-        """At how many places it has stood so far, and for how many looks at this one."""
+        """Number of positions so far, and number of looks at this one."""
         self.worked, self.looked_at = 0.0, 0.0
-        """Seconds of its processors' time at the last look, and when that was."""
+        """Seconds of processor time at the last look, and the time of that look."""
         self.first_seen: dict[int, tuple[int, int]] = {}
-        """The place, and the looks there, at which this rank first saw each rank."""
+        """Position and looks of each rank when this rank first saw it there."""
 
     def look(self, store: Any, rank: int, size: int, count: int) -> bool:
-        """Tell the others where this rank waits, where it does; return whether all have waited for `LOOKS` looks.
+        """Share the position of this rank if it waits; return whether all ranks have waited for `LOOKS` looks.
 
-        `count` is how many collectives of the script this rank has called. One with the highest looks for all.
+        `count`: number of collectives of the script on this rank. The rank with the most checks all ranks.
         """
         stack, worked, now = stack_of(self.thread), time.process_time(), time.monotonic()
         idle = worked - self.worked < IDLE * (now - self.looked_at)
@@ -230,14 +230,14 @@ class Waiting:
 
 
 class Watchdog:
-    """Watches this process's part of a run, while it is entered, from before the processes meet."""
+    """Thread that watches this process's progress through a run, from before the rendezvous."""
 
     def __init__(self, run: "Run") -> None:
         self.run = run
         self.place = Place()
-        """Where this process will stand once the processes have met."""
+        """Place of this process, set before the rendezvous."""
         self.end_after: float | None = run.trainer.hang_timeout
-        """Seconds without progress after which the run ends, once training or evaluation has begun; None: never."""
+        """Seconds without progress after which the run ends, once start-up is over; None: never."""
         self.report_after = float("inf") if run.trainer.hang_report_seconds is None else run.trainer.hang_report_seconds
         self.begun = False
         """Whether start-up is over."""
@@ -245,12 +245,12 @@ class Watchdog:
         """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
         self.reports = 0
         self.token = ""
-        """A word that all ranks of this run have, and those of no other run that has met at the same store."""
+        """Word that the ranks of this run share, and no other run at the same store."""
         self.left = ""
-        """The newest step at which this rank left an epoch."""
+        """Newest step at which this rank left an epoch."""
         self.waiting = Waiting(threading.get_ident())
         self.succeeded = False
-        """Whether the run is closed without an error."""
+        """Whether the run was closed without an error."""
         self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
         self.watched = threading.get_ident()
         self.done = threading.Event()
@@ -273,13 +273,13 @@ class Watchdog:
         self.thread.join()
         with suppress(RuntimeError):  # no new connection: rank 0, which has the store, may have ended
             if self.succeeded:
-                self._say({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""}, "done")
+                self._share_position({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""}, "done")
         dump_stacks_to(None)
         self.stacks.close()
 
     # --- watching ---------------------------------------------------------------------------------------------------
     def begin(self) -> None:
-        """Note that start-up is over: from now on `hang_timeout` holds, for all ranks alike."""
+        """Mark the end of start-up: from now on `hang_timeout` counts, on all ranks."""
         self.begun = True
         with suppress(RuntimeError):  # while all ranks are there: in a short run the thread may not come to it
             self._connect()
@@ -295,25 +295,25 @@ class Watchdog:
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
             stalled = moment - since
-            with suppress(RuntimeError):  # the store has gone, and with it the run: somebody else tells why
+            with suppress(RuntimeError):  # the store is gone, and with it the run: another rank reports why
                 self._connect()
-                self._stay(stalled)
-                if self._is_deadlocked(stalled) or self._asks(stalled, "surplus"):
+                self._answer_leaving_rank(stalled)
+                if self._is_deadlocked(stalled) or self._is_asked(stalled, "surplus"):
                     self._end_deadlock(stalled)
                 ends = self.begun and self.end_after is not None and stalled >= self.end_after
-                if ends or self._asks(stalled, "end"):
+                if ends or self._is_asked(stalled, "end"):
                     self._end(stalled)
-                elif stalled >= report_at or self._asks(stalled, f"report {self.reports}"):
+                elif stalled >= report_at or self._is_asked(stalled, f"report {self.reports}"):
                     report_at = 2 * max(stalled, report_at)
                     self._report(stalled)
-                elif self._asks(stalled, "failed"):
-                    self._say(self._look(stalled), "failed")
-                    self.done.wait(ANSWER)
+                elif self._is_asked(stalled, "failed"):
+                    self._share_position(self._write_stacks(stalled), "failed")
+                    self.done.wait(ANSWER_SECONDS)
 
     def require_all_leave(self, batch_idx: int) -> None:
-        """Wait until every rank leaves the epoch at this step; raise DisagreementError where one stays in it.
+        """Wait until every rank leaves the epoch at this step; raise DisagreementError if one stays in it.
 
-        One that stays waits in its backward for the others; its own watchdog sees that, and says so.
+        That one waits for the others in its backward pass, where its own watchdog sees the request.
         """
         told, stays = self._wait_for_all("leave", "left")
         if stays:
@@ -325,9 +325,9 @@ class Watchdog:
             )
 
     def require_same_end(self, length: str) -> None:
-        """Wait until every rank is at the end of the stream that it reads; raise DisagreementError where one is not.
+        """Wait until every rank is at the end of its stream; raise DisagreementError if one is not.
 
-        `length` says how long it was here; it must have been as long everywhere.
+        `length`: that of this rank's stream, which must be the same on all.
         """
         told, stays = self._wait_for_all("end", length)
         if stays or any(said != length for said in told):
@@ -339,7 +339,7 @@ class Watchdog:
             )
 
     def _wait_for_all(self, what: str, said: str) -> tuple[list[str | None], str]:
-        """Wait until every rank is here, in this step; return what each said, and where one waits that stays away."""
+        """Wait for every rank in this step; return each one's `said`, and the position of one that does not come."""
         state, size = self.run.state, self._size
         self._connect()
         if self.store is None or size == 1 or self.run.membership.changes:
@@ -356,8 +356,8 @@ class Watchdog:
                 time.sleep(0.01)
         return [self.store.get(key).decode() if self.store.check([key]) else None for key in ranks], stays
 
-    def _stay(self, stalled: float) -> None:
-        """Tell a rank that leaves the epoch that this one stays in it, where it does and waits for that rank."""
+    def _answer_leaving_rank(self, stalled: float) -> None:
+        """Answer a rank that leaves the epoch, if this one stays in it and waits for that rank."""
         if stalled < LISTEN_AFTER or self.store is None or not self.store.check(["leaving"]):
             return
         topic = self.store.get("leaving").decode()
@@ -366,32 +366,32 @@ class Watchdog:
             self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
 
     def _is_deadlocked(self, stalled: float) -> bool:
-        """Return whether all ranks wait for good, for collectives that do not fit."""
+        """Return whether all ranks wait for ever, in collectives that do not match."""
         if stalled < LISTEN_AFTER or self.store is None or not self.run.strategy.leaves_default_group:
             return False
         return self.waiting.look(self.store, self._rank, self._size, self.run.script_collectives.count)
 
     def _end_deadlock(self, stalled: float) -> None:
-        """Tell the others, and end the process with who has called how many collectives."""
-        first, own = self._is_first("surplus"), self._look(stalled)
-        self._say(own, "surplus")
+        """End the process with each rank's number of collectives."""
+        first, own = self._is_first("surplus"), self._write_stacks(stalled)
+        self._share_position(own, "surplus")
         counts = [json.loads(self.store.get(f"waits/{rank}"))[2] for rank in range(self._size)]
         message = self._exchange(own, first, "surplus", describe_counts(counts))
         end_process(DisagreementError(message), tell=first)
 
-    def _asks(self, stalled: float, topic: str) -> bool:
-        """Return whether another rank asks where this one is, where this one does not move either."""
+    def _is_asked(self, stalled: float, topic: str) -> bool:
+        """Return whether another rank asks for positions while this one makes no progress."""
         listens = stalled >= min(LISTEN_AFTER, (self.end_after or LISTEN_AFTER) / 2)
         return listens and self.store is not None and bool(self.store.check([f"{topic}/alarm"]))
 
     def _progress(self) -> tuple[Any, ...]:
-        """Return something that changes with every step, batch and stage."""
+        """Return values that change with every step, batch and stage."""
         run = self.run
         turns = tuple(run.metrics.turns.values())
         return self.begun, run.loop.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *turns
 
     def _connect(self) -> None:
-        """Open a connection of our own to the store at which the ranks have met; the other one's user may be stuck."""
+        """Open a second connection to the ranks' store; the first one's user may hang."""
         with self.connecting:
             group = distributed.group.WORLD if distributed.is_initialized() else None
             if group is not self.store_of:
@@ -404,28 +404,28 @@ class Watchdog:
 
     # --- what it tells ----------------------------------------------------------------------------------------------
     def _end(self, stalled: float) -> None:
-        """Write the stacks, tell the others, and end the process with what they have told."""
+        """Write the stacks, exchange positions, and end the process with the result."""
         first, head = self._is_first("end"), f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
-        own = self._look(stalled)
+        own = self._write_stacks(stalled)
         try:
             message = self._exchange(own, first, "end", head)
-        except RuntimeError:  # the store has gone
+        except RuntimeError:  # the store is gone
             message = self._message({self._rank: own}, head)
         end_process(HangError(message), tell=first)
 
     def _report(self, stalled: float) -> None:
-        """Log where all ranks are, on the one that found it first; the run goes on."""
+        """Log the positions of all ranks, on the first to raise the alarm; the run continues."""
         topic = f"report {self.reports}"
         self.reports += 1
-        first, own = self._is_first(topic), self._look(stalled)
+        first, own = self._is_first(topic), self._write_stacks(stalled)
         head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
         if first:
             log.warning("%s", self._exchange(own, first, topic, head))
         else:
-            self._say(own, topic)
+            self._share_position(own, topic)
 
     def explain(self, error: BaseException) -> BaseException:
-        """Return what to raise for an error of a collective: one that says which rank is where, where that is known."""
+        """Return the error to raise for a failed collective: one that names each rank's position, if known."""
         text = str(error)
         late = "Timed out waiting" in text or "Wait timeout" in text
         if not isinstance(error, RuntimeError) or isinstance(error, LegatoError) or self.place.world_size == 1:
@@ -437,7 +437,12 @@ class Watchdog:
                 return error
             where, waits = describe_stack(stack_of_error(error), alone=False)
             first = self._is_first("failed")
-            own: Position = {"where": where, "waits": waits, "seconds": 0.0, "at": self._moment(stack_of_error(error))}
+            own: Position = {
+                "where": where,
+                "waits": waits,
+                "seconds": 0.0,
+                "at": self._describe_progress(stack_of_error(error)),
+            }
             timeouts = self.run.strategy.timeouts
             limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
             if late:
@@ -445,11 +450,11 @@ class Watchdog:
                 return HangError(self._exchange(own, first, "failed", head))
             head = "The ranks called different collectives: each must call the same ones in the same order."
             return DisagreementError(self._exchange(own, first, "failed", head))
-        except RuntimeError:  # the store has gone
+        except RuntimeError:  # the store is gone
             return error
 
     def _is_first(self, topic: str) -> bool:
-        """Return whether this rank is the first to raise the alarm, and so the one that words the message."""
+        """Return whether this rank is the first to raise the alarm, and so words the message."""
         return self.store is None or self.store.add(f"{topic}/alarm", 1) == 1
 
     @property
@@ -460,8 +465,8 @@ class Watchdog:
     def _size(self) -> int:
         return (self.run.strategy.place if self.store is not None else self.place).world_size
 
-    def _moment(self, stack: list[Frame]) -> str:
-        """Say where in the run this process is, given its stack."""
+    def _describe_progress(self, stack: list[Frame]) -> str:
+        """Describe the step or batch of this process, given its stack."""
         run = self.run
         if not self.begun:
             return "start-up"
@@ -472,14 +477,14 @@ class Watchdog:
         stage = SHOWN_STAGE.get(run.loop.doing, run.loop.doing)
         return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {stage}"
 
-    def _look(self, stalled: float) -> Position:
-        """Write down the stacks of this process and its loaders' workers; return where it stands."""
+    def _write_stacks(self, stalled: float) -> Position:
+        """Write the stacks of this process and its loader workers to a file; return its position."""
         stack = stack_of(self.watched)
         where, waits = describe_stack(stack, alone=self._size == 1)
         workers = worker_stacks(self.stacks)
         if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
             where = f"waits for a loader's worker, which is in {frame}"
-        at = self._moment(stack)
+        at = self._describe_progress(stack)
         header = f"Rank {self._rank} {where} since {stalled:.1f} s, at {at}.\n\n"
         folder = self._folder
         if folder is None:
@@ -497,40 +502,40 @@ class Watchdog:
     def _folder(self) -> Path | None:
         return None if self.run.trainer.run_dir is None else self.run.trainer.run_dir / "hang"
 
-    def _say(self, position: Position, topic: str) -> None:
+    def _share_position(self, position: Position, topic: str) -> None:
         if self.store is not None:
             self.store.set(f"{topic}/{self._rank}", json.dumps(position))
 
     def _exchange(self, own: Position, first: bool, topic: str, head: str) -> str:
-        """Tell the others where this rank is; return the message that the first one makes of what all have told."""
+        """Share this rank's position; return the message that the first rank makes of all positions."""
         if self.store is None:
             return self._message({self._rank: own}, head)
-        self._say(own, topic)
-        ranks, deadline = range(self._size), time.monotonic() + ANSWER
-        told: dict[int, Position] = {}
-        while len(told) < len(ranks) and time.monotonic() < deadline + (0 if first else ANSWER):
+        self._share_position(own, topic)
+        ranks, deadline = range(self._size), time.monotonic() + ANSWER_SECONDS
+        positions: dict[int, Position] = {}
+        while len(positions) < len(ranks) and time.monotonic() < deadline + (0 if first else ANSWER_SECONDS):
             if not first and self.store.check([f"{topic}/message"]):
                 return str(self.store.get(f"{topic}/message").decode())
             for rank in ranks:
                 for place in (topic, "done"):
-                    if rank not in told and self.store.check([f"{place}/{rank}"]):
-                        told[rank] = json.loads(self.store.get(f"{place}/{rank}"))
+                    if rank not in positions and self.store.check([f"{place}/{rank}"]):
+                        positions[rank] = json.loads(self.store.get(f"{place}/{rank}"))
             time.sleep(0.05)
-        while not first and time.monotonic() < deadline + ANSWER:
+        while not first and time.monotonic() < deadline + ANSWER_SECONDS:
             if self.store.check([f"{topic}/message"]):
                 return str(self.store.get(f"{topic}/message").decode())
             time.sleep(0.05)
-        message = self._message(told, head)
+        message = self._message(positions, head)
         self.store.set(f"{topic}/message", message)
         return message
 
-    def _message(self, told: Mapping[int, Position], head: str) -> str:
-        """Say which rank is where since when, what the others wait for, and where the stacks are."""
+    def _message(self, positions: Mapping[int, Position], head: str) -> str:
+        """Return a message: each rank's position, the ranks waited for, and the file of the stacks."""
         lines = [head]
         alike: dict[str, list[int]] = {}
         for rank in range(self._size) if self.store is not None else [self._rank]:
-            position = told.get(rank)
-            words = "does not answer: its process is stopped, or gone, or in code that lets no other thread run"
+            position = positions.get(rank)
+            words = "does not answer: its process is stopped, has ended, or holds the interpreter lock"
             if position is not None:
                 seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
                 since = f"{seconds}, at {position['at']}" if position["at"] else ""
@@ -538,15 +543,17 @@ class Watchdog:
             alike.setdefault(words, []).append(rank)
         alone = self._size == 1
         lines += [f"  {'The process' if alone else name_ranks(ranks)} {words}" for words, ranks in alike.items()]
-        to_blame = [rank for words, ranks in alike.items() for rank in ranks if not told.get(rank, {}).get("waits")]
+        to_blame = [
+            rank for words, ranks in alike.items() for rank in ranks if not positions.get(rank, {}).get("waits")
+        ]
         if not alone and to_blame and len(to_blame) < sum(map(len, alike.values())):
             lines.append(f"The others wait for {name_ranks(sorted(to_blame))}.")
         elif not alone and not to_blame:
             lines.append("All wait, for each other: they must call the same collectives in the same order.")
-            if len({position["at"] for position in told.values()}) > 1:
+            if len({position["at"] for position in positions.values()}) > 1:
                 lines.append("They are at different steps: their loaders may have different lengths.")
         where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
-        lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto goes on.")
+        lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto continues.")
         return "\n".join(lines)
 
 

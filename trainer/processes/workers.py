@@ -1,8 +1,8 @@
-"""Local worker processes: started together, watched, ended together; the first that failed is the one that is reported.
+"""Local worker processes: started, watched and ended together; the first failure is raised in the caller.
 
-The caller's function travels by cloudpickle through a file in a private folder, and what it returns or raises comes
-back the same way, so lambdas, notebooks and classes of the caller's script work, and the script itself runs once.
-Nothing here knows of ranks in a process group or of the environment: launch.py gives each worker its place.
+The function travels by cloudpickle through a file in a private folder, and its result or exception comes back the same
+way, so lambdas, notebooks and classes of the caller's script work, and the script itself runs once. Ranks of a process
+group and environment variables are set in environment.py.
 """
 
 import faulthandler
@@ -31,26 +31,26 @@ from .signals import DUMP, END_SIGNALS, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME
 from .transport import Failure, Settings, pack, pickled_by_value, place_classes, unpack
 
-logger = logging.getLogger("legato")
+log = logging.getLogger("legato")
 
-# What every worker needs: torch._dynamo because the first optimizer imports it, which takes a second.
+# Imports that every worker needs; torch._dynamo since the first optimizer imports it, which takes a second.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", __name__]
-PRELOAD.insert(0, f"{__package__}.fork_server")  # before what takes time: it keeps signals from the server
-_SETTLE = 2.0  # seconds in which the rank that broke a connection may still say why
-_GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not see the first
+PRELOAD.insert(0, f"{__package__}.fork_server")  # first, before slow imports: it blocks signals in the server
+_CAUSE_WAIT = 2.0  # seconds in which the rank that caused a broken connection may still report why
+_GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not handle the first
 GRACE = 30.0
-"""Seconds that a worker has to answer SIGTERM or SIGHUP, where nobody says otherwise."""
-_MARGIN = 3.0  # seconds without a sign of life after which a worker that is to end is killed
-_DUMPING = 0.5  # seconds that one has to write down its stacks before
-_PATIENCE = 60.0  # seconds that workers have after Ctrl-C: they may be writing a checkpoint
-_FAREWELL = 15.0  # seconds that workers have once one has ended to be resumed: it did so after all that was to be saved
+"""Default seconds for a worker to answer SIGTERM or SIGHUP."""
+_ALIVE_TIMEOUT = 3.0  # seconds without a touched alive file after which a worker that should end is killed
+_DUMPING = 0.5  # seconds to write its stacks before that
+_INTERRUPT_GRACE = 60.0  # seconds that workers have after Ctrl-C: they may be writing a checkpoint
+_RESUME_GRACE = 15.0  # seconds that workers have once one has exited to be resumed, which it does after the save
 
 
 def warm_up() -> None:
-    """Start the server from which workers are forked, and return at once: it imports torch beside the caller's work."""
+    """Start the fork server and return at once; it imports torch while the caller works."""
     if _start_method() == "forkserver":
         forkserver.set_forkserver_preload(PRELOAD)
-        with _main_hidden():
+        with _without_main():
             forkserver.ensure_running()
 
 
@@ -67,16 +67,17 @@ def launch_workers(
     *,
     max_restarts: int = 0,
     start_method: str | None = None,
-    make_group: "Gather | None" = None,
+    make_group: "WorkerGroupFactory | None" = None,
     grace: float = GRACE,
 ) -> Any:
     """Call `function` in one process for each of `ranks`, and return what the first of them returned.
 
-    `enter(attempt, rank)` is what a worker calls before it unpickles `function`. `gather` makes another kind of crew
-    than one that ends when a worker fails. A worker that has not answered SIGTERM or SIGHUP for `grace` seconds ends
-    itself, or is killed where it cannot; a second Ctrl-C ends all at once. Raises what the first failing worker
-    raised, with that worker's frames in the traceback, WorkerError where it left nothing to raise, SystemExit(75) where
-    the workers asked to be resumed, and KeyboardInterrupt. No worker lives on when this ends, however it does.
+    A worker calls `enter(attempt, rank)` before it unpickles `function`. `make_group` makes a group that does not end
+    when one worker fails. A worker that does not answer SIGTERM or SIGHUP within `grace` seconds ends itself or is
+    killed; a second Ctrl-C ends all at once.
+
+    Raises what the first failing worker raised, with its frames in the traceback; WorkerError if that cannot be
+    unpickled; SystemExit(75) if the workers asked to be resumed; KeyboardInterrupt. All workers have ended on return.
     """
     method = start_method or _start_method()
     if method == "forkserver":
@@ -101,7 +102,7 @@ def launch_workers(
                 if group.restarts_left <= 0 or final or relay.received:
                     raise failure
                 attempt = max_restarts - group.restarts_left + 1
-                logger.warning("%s Starting again: restart %d of %d.", group.told, attempt, max_restarts)
+                log.warning("%s Starting again: restart %d of %d.", group.failure_summary, attempt, max_restarts)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -120,12 +121,12 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
 
 
 class SignalRelay:
-    """Passes on to the workers what asks this process to end; while they run, nothing happens to the caller itself."""
+    """Forwards signals that ask this process to end to the workers; the caller itself is not interrupted meanwhile."""
 
     def __init__(self, grace: float = GRACE) -> None:
         self.grace = grace
         self.due_at, self.due_by = float("inf"), 0
-        """When every worker must have ended or shown a sign of life, and by which signal."""
+        """Time by which every worker must have ended or touched its alive file, and the signal that set it."""
         self._wakeup = -1
         self.received: list[signal.Signals] = []
         self.interrupted_at: float | None = None
@@ -136,7 +137,7 @@ class SignalRelay:
         if threading.current_thread() is threading.main_thread():
             self._wakeup = signal.set_wakeup_fd(-1)
             for number in END_SIGNALS:
-                if signal.getsignal(number) is not signal.SIG_IGN:  # a background job ignores SIGINT: so do we
+                if signal.getsignal(number) is not signal.SIG_IGN:  # SIGINT is ignored in background jobs, and stays so
                     self._handlers[number] = signal.signal(number, self._forward)
         return self
 
@@ -147,7 +148,7 @@ class SignalRelay:
             signal.set_wakeup_fd(self._wakeup)
 
     def add(self, process: BaseProcess) -> None:
-        """Take in a process that has just started, and tell it what came before."""
+        """Add a process that has just started, and send it the signals received before."""
         self.processes.append(process)
         for number in self.received:
             _send_signal(process, number)
@@ -158,7 +159,7 @@ class SignalRelay:
             return
         if not again:
             self.received.append(signal.Signals(number))
-        if again:  # workers that write a checkpoint finish that, and tell one press that comes twice from two
+        if again:  # workers finish a checkpoint first, and tell one Ctrl-C that arrives twice from two
             self.due_at, self.due_by = min(self.due_at, now), self.due_by or number
         elif number == signal.SIGINT:
             self.interrupted_at = now
@@ -175,10 +176,10 @@ def _send_signal(process: BaseProcess, number: int) -> None:
 
 
 class WorkerGroup:
-    """The workers of one attempt."""
+    """Worker processes of one attempt."""
 
     def __init__(self, folder: Path, ranks: range, world_size: int, relay: SignalRelay) -> None:
-        self.told = ""
+        self.failure_summary = ""
         self.restarts_left = 0
         self._folder = folder
         self._ranks = ranks
@@ -187,15 +188,15 @@ class WorkerGroup:
         self._context: Any = None
         self._processes: list[BaseProcess] = []
         self._pending: dict[Any, tuple[int, BaseProcess]] = {}
-        """Those that have not ended yet, by their sentinels."""
+        """Processes that still run, by their sentinels."""
         self._failures: list[Failure] = []
         self._preempted_at: float | None = None
         self._stopped_at: float | None = None
-        self._deaf: set[int] = set()
-        """The ranks that were killed since they did not end after a signal."""
+        self._unresponsive: set[int] = set()
+        """Ranks that were killed because they did not answer a signal."""
 
     def start(self, context: Any, enter: Callable[..., Callable[[], None]]) -> None:
-        """Start one process for each rank, which begins with what `enter(rank)` returns."""
+        """Start one process for each rank, which first calls what `enter(rank)` returns."""
         self._context, self._relay.processes = context, []
         for rank in self._ranks:
             self._start_one(rank, rank == self._ranks[0], enter(rank))
@@ -205,7 +206,7 @@ class WorkerGroup:
         arguments = (rank, answers, self._folder, _Streams(), enter)
         process = self._context.Process(target=_serve, args=arguments, name=f"legato-{rank}")
         try:
-            with _main_hidden():
+            with _without_main():
                 process.start()
         except (EOFError, OSError) as error:
             if self._relay.received:
@@ -219,16 +220,16 @@ class WorkerGroup:
         self._relay.add(process)
 
     def watch(self) -> None:
-        """Wait until all have ended; when one fails, or Ctrl-C was long ago, end the others."""
+        """Wait until all have ended; end the others when one fails, or some time after Ctrl-C."""
         killed = False
         while self._is_running():
             ready = connection.wait(list(self._pending), timeout=self._pause())
             for sentinel in ready:
-                self._note_end(*self._pending.pop(sentinel))
+                self._record_end(*self._pending.pop(sentinel))
             self._poll()
             self._kill_unresponsive()
             now, interrupted_at = time.monotonic(), self._relay.interrupted_at
-            late = interrupted_at is not None and now > interrupted_at + _PATIENCE
+            late = interrupted_at is not None and now > interrupted_at + _INTERRUPT_GRACE
             if self._stopped_at is None and (late or self._must_stop(now)):
                 self._stopped_at = now
                 self._signal(signal.SIGTERM)
@@ -240,20 +241,20 @@ class WorkerGroup:
         return bool(self._pending)
 
     def _kill_unresponsive(self) -> None:
-        """Kill workers that neither end after a signal nor run the thread that would end them, their stacks first."""
-        if time.monotonic() < self._relay.due_at + _MARGIN:
+        """Dump the stacks of workers that neither end after a signal nor touch their alive files, and kill them."""
+        if time.monotonic() < self._relay.due_at + _ALIVE_TIMEOUT:
             return
-        deaf = [(rank, process) for rank, process in self._pending.values() if not self._is_responsive(rank)]
-        self._deaf |= {rank for rank, _ in deaf}
+        unresponsive = [(rank, process) for rank, process in self._pending.values() if not self._is_responsive(rank)]
+        self._unresponsive |= {rank for rank, _ in unresponsive}
         for number, seconds in ((DUMP, _DUMPING), (signal.SIGKILL, 0.0)):
-            for _, process in deaf:
+            for _, process in unresponsive:
                 _send_signal(process, number)
-            time.sleep(seconds if deaf else 0.0)
+            time.sleep(seconds if unresponsive else 0.0)
 
     def _is_responsive(self, rank: int) -> bool:
-        """Return whether a worker's thread that watches its signals has run lately."""
+        """Return whether the signal thread of a worker has run lately."""
         try:
-            return time.time() < alive_file(_report_path(self._folder, rank)).stat().st_mtime + _MARGIN
+            return time.time() < alive_file(_report_path(self._folder, rank)).stat().st_mtime + _ALIVE_TIMEOUT
         except FileNotFoundError:
             return False
 
@@ -261,14 +262,14 @@ class WorkerGroup:
         return 0.1 if self._failures else 1.0
 
     def _poll(self) -> None:
-        """Do what else is to be done about once in a pause."""
+        """Do what a subclass does at each pause."""
 
     def value(self) -> Any:
         """Return what the first worker returned."""
         return unpack(self._folder / f"value-{self._ranks[0]}")
 
     def end(self) -> None:
-        """See that no process lives on, nor any that a failed one has started."""
+        """Kill processes that still run, and children of failed ones."""
         orderly = not self._failures and all(process.exitcode is not None for process in self._processes)
         for process in self._processes:
             if not orderly and process.pid is not None:
@@ -278,16 +279,16 @@ class WorkerGroup:
             process.join()
 
     def find_failure(self) -> BaseException | None:
-        """Return what to raise for this attempt, or None where every worker has done its work."""
-        # What a rank says after it was told to stop is a consequence.
+        """Return the exception to raise for this attempt; None if every worker succeeded."""
+        # A failure after the request to stop is a consequence.
         stopped_at = self._stopped_at or float("inf")
         first = min(self._failures, key=lambda one: (one.when > stopped_at, one.communication, one.when), default=None)
         if first is None:
             return SystemExit(RESUME_ME) if self._preempted_at is not None else None
-        self.told = first.summary
+        self.failure_summary = first.summary
         for forced in self._failures:
             if forced.forced_by is not None:
-                logger.warning("%s", forced.summary)
+                log.warning("%s", forced.summary)
                 return KeyboardInterrupt() if forced.forced_by == signal.SIGINT else SystemExit(128 + forced.forced_by)
         consequence = first.communication or first.killed_by in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
         if first.interrupted or (self._relay.interrupted_at is not None and consequence):
@@ -295,39 +296,39 @@ class WorkerGroup:
         if self._preempted_at is not None and first.communication:
             return SystemExit(RESUME_ME)
         if first.killed_by in END_SIGNALS[1:]:
-            logger.warning("%s Nothing is lost but what came after the newest checkpoint.", first.summary)
+            log.warning("%s Nothing is lost but what came after the newest checkpoint.", first.summary)
             return SystemExit(RESUME_ME)
         return first.to_raise()
 
     def _must_stop(self, now: float) -> bool:
-        if self._preempted_at is not None and now > self._preempted_at + _FAREWELL:
+        if self._preempted_at is not None and now > self._preempted_at + _RESUME_GRACE:
             return True
         if not self._failures:
             return False
         if any(not (failure.communication or failure.interrupted) for failure in self._failures):
             return True
         first = self._failures[0]
-        return now > first.when + (_FAREWELL if first.interrupted else _SETTLE)
+        return now > first.when + (_RESUME_GRACE if first.interrupted else _CAUSE_WAIT)
 
     def _read_end(self, rank: int, process: BaseProcess) -> Any:
         """Return how a worker ended: 0, RESUME_ME or a Failure."""
         process.join()
         report = _report_path(self._folder, rank)
-        if rank in self._deaf and not report.exists():
+        if rank in self._unresponsive and not report.exists():
             number = self._relay.due_by
             name = signal.Signals(number).name
             what = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
             return Failure(time.monotonic(), what, forced_by=number)
         return unpack(report) if report.exists() else Failure.of_exit(process.exitcode)
 
-    def _note_end(self, rank: int, process: BaseProcess) -> None:
+    def _record_end(self, rank: int, process: BaseProcess) -> None:
         end = self._read_end(rank, process)
         if end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
         elif isinstance(end, Failure):
             by = end.killed_by if end.forced_by is None or self._relay.received else end.forced_by
             if self._stopped_at is not None and by in (signal.SIGTERM, signal.SIGKILL):
-                return  # that was us
+                return  # stopped by this process
             end.rank, end.world_size = rank, self._world_size
             self._failures.append(end)
 
@@ -336,12 +337,12 @@ class WorkerGroup:
             _send_signal(process, number)
 
 
-Gather = Callable[[Path, range, int, SignalRelay], WorkerGroup]
-"""Makes the crew of one attempt."""
+WorkerGroupFactory = Callable[[Path, range, int, SignalRelay], WorkerGroup]
+"""Factory of the worker group of one attempt."""
 
 
 class _Streams:
-    """The caller's standard output and error, which need not be those with which the fork server was started."""
+    """Standard output and error of the caller; the fork server may have been started with others."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {str(number): reduction.DupFd(number) for number in (1, 2) if os.name == "posix" and _is_open(number)}
@@ -367,10 +368,10 @@ def _is_open(descriptor: int) -> bool:
 
 
 @contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Keep multiprocessing from telling a new process to run the caller's script again.
+def _without_main() -> Iterator[None]:
+    """Keep multiprocessing from running the caller's script again in a new process.
 
-    What of `__main__` the worker needs travels by value.
+    What the worker needs of `__main__` travels by value.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
@@ -381,20 +382,20 @@ def _main_hidden() -> Iterator[None]:
 
 
 def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Callable[[], None]) -> None:
-    """Do a worker's work: take its place, call the function, leave a report in `folder`."""
-    # A group of its own: a terminal's Ctrl-C reaches the caller alone, who passes it on once (a loader's workers would
-    # die of it, in the middle of the step that is to be saved), and what this process starts can be ended with it.
+    """Main function of a worker: set it up, call the function, write the report to `folder`."""
+    # An own process group: Ctrl-C of the terminal reaches only the caller, which forwards it once (it would kill loader
+    # workers in the middle of the step that is to be saved), and children of this process can be killed with it.
     if os.name == "posix":
         os.setpgid(0, 0)
-    threading.Thread(target=_die_with_caller, args=(folder,), daemon=True).start()
+    threading.Thread(target=_exit_with_caller, args=(folder,), daemon=True).start()
     set_report_file(_report_path(folder, rank))
     try:
         end = _work(rank, answers, folder, streams, enter)
-    except RuntimeError as error:  # torch says by a signal, at any moment, that a loader's worker died
+    except RuntimeError as error:  # torch raises from a signal handler, at any moment, when a loader worker died
         end = failure_of(error, frozenset())
     write_atomically(_report_path(folder, rank), pack(end))
     if end != 0:
-        # Not by way of threading's and multiprocessing's exits: they wait for threads that may never end.
+        # Not through the exit handlers of threading and multiprocessing, which join threads that may never end.
         for child in multiprocessing.active_children():
             child.kill()
         with suppress(OSError, ValueError):
@@ -404,7 +405,7 @@ def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Cal
 
 
 def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Callable[[], None]) -> Any:
-    """Call the function and leave its value; return how that ended: 0, RESUME_ME or a Failure."""
+    """Call the function and save its value; return how that ended: 0, RESUME_ME or a Failure."""
     named: frozenset[str] = frozenset()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -445,8 +446,8 @@ def _report_path(folder: Path, rank: int) -> Path:
     return folder / f"end-{rank}"
 
 
-def _die_with_caller(folder: Path) -> None:
-    """Wait until the process that called `launch_workers` has ended, then end this one and its children."""
+def _exit_with_caller(folder: Path) -> None:
+    """Wait until the caller of `launch_workers` has ended, then end this process and its children."""
     caller = multiprocessing.parent_process()
     assert caller is not None
     caller.join()

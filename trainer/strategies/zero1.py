@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..checkpoints.shards import in_parts, made_whole, outlines
+from ..checkpoints.shards import load_stored, with_placeholders, without_placeholders
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions
 from ..errors import ConfigError
@@ -95,10 +95,10 @@ class Zero1StateDicts(ShardedStateDicts):
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return super().optimizer(optimizer)
         own = {index: optimizer.optim.state[one] for one, index in _numbered(optimizer) if one in optimizer.optim.state}
-        numbers = {index: outlines(values) for index, values in own.items()}
+        numbers = {index: with_placeholders(values) for index, values in own.items()}
         known = {index: values for each in self.collectives.gather_objects(numbers) for index, values in each.items()}
         return {
-            "state": {index: in_parts(known[index], own.get(index, {})) for index in sorted(known)},
+            "state": {index: without_placeholders(known[index], own.get(index, {})) for index in sorted(known)},
             "param_groups": _numbered_groups(optimizer),
         }
 
@@ -109,7 +109,7 @@ class Zero1StateDicts(ShardedStateDicts):
             return
         kept = {id(one) for group in optimizer.optim.param_groups for one in group["params"]}
         own = {index for one, index in _numbered(optimizer) if id(one) in kept}
-        found = {index: made_whole(values) if index in own else {} for index, values in state["state"].items()}
+        found = {index: load_stored(values) if index in own else {} for index, values in state["state"].items()}
         optimizer.load_state_dict({**state, "state": found})
         optimizer.state.clear()  # a second copy; the one that steps use is that of the inner optimizer
         optimizer.original.param_groups = optimizer.param_groups  # type: ignore[attr-defined]

@@ -155,7 +155,7 @@ class Trials:
         self.room = fit.run_dir or self.room  # under a launcher it is rank 0's
         if self.room is not None:
             report.notes = read_notes(self.room, "fit")
-        saved = None if self.room is None else store.newest_whole(self.room / store.FOLDER)
+        saved = None if self.room is None else store.newest_complete(self.room / store.FOLDER)
         if saved is not None:
             report.checkpoint_bytes = sum(path.stat().st_size for path in saved.iterdir())
             report.weights_bytes = (saved / manifest.MODEL_FILE).stat().st_size

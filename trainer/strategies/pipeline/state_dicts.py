@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...checkpoints.shards import in_parts, outlines
+from ...checkpoints.shards import with_placeholders, without_placeholders
 from ..mesh import dtensors
 from ..mesh.state_dicts import MeshStateDicts
 from .stages import StageOwners
@@ -35,7 +35,7 @@ class PipelineStateDicts(MeshStateDicts):
             return super().model(task)
         state = task.state_dict(keep_vars=True)
         own = {name: value for name, value in state.items() if self.owners.place_of(value) == self.owners.own}
-        return in_parts(self._known(self.owners, outlines(own), state), own)
+        return without_placeholders(self._known(self.owners, with_placeholders(own), state), own)
 
     def load_model(self, task: "Task", weights: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of this rank's stages."""
@@ -58,8 +58,10 @@ class PipelineStateDicts(MeshStateDicts):
             return found
         own = found["state"]
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._known(self.owners, {index: outlines(values) for index, values in own.items()}, range(count))
-        found["state"] = {index: in_parts(values, own.get(index, {})) for index, values in known.items()}
+        known = self._known(
+            self.owners, {index: with_placeholders(values) for index, values in own.items()}, range(count)
+        )
+        found["state"] = {index: without_placeholders(values, own.get(index, {})) for index, values in known.items()}
         return found
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
