@@ -205,7 +205,7 @@ def test_the_seed_alone_decides_the_first_weights() -> None:
 
 
 def test_each_source_file_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By check and build together, for a class in several places, and for one whose import has to tell."""
+    """Check and build share what was parsed: for a class in several sections, and for one that must be imported."""
     write("again.py", "import models\ndecorate = lambda cls: cls\n@decorate\nclass Other(models.Note):\n    pass\n")
     monkeypatch.delitem(sys.modules, "again", raising=False)
     parsed: list[str] = []

@@ -1,4 +1,4 @@
-"""Every kind of mistake in a config: refused before torch is imported, named with its place and what to do."""
+"""Every kind of mistake in a config: rejected before torch is imported, with its file, line and remedy."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from legato.trainer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("config_folder")
 
-# What is wrong, as overrides or as the text of a second file, and words of the message.
+# A mistake, as overrides or as the text of a second file, and words of the message.
 MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "unknown trainer argument": ("trainer: {max_epohcs: 3}", ["more.yaml:1: trainer.max_epohcs", "mean 'max_epochs'?"]),
     "prefix of an argument": ("\n\ntrainer:\n  max_epoch: 3", ["more.yaml:4: trainer.max_epoch ", "'max_epochs'?"]),
@@ -151,7 +151,7 @@ def test_mistakes_are_named(name: str) -> None:
 
 
 def test_mistakes_are_found_without_torch(config_folder: Path) -> None:
-    """All mistakes in one process, so that the time of each can be told from that of starting Python."""
+    """All mistakes run in one process, to start Python once."""
     cases = {}
     for index, (name, (mistake, _)) in enumerate(MISTAKES.items()):
         arguments = mistaken(mistake)
@@ -309,7 +309,7 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
         ("ckpt_path=x", "It is `resume` for fit, `checkpoint` for validate, test and predict."),
         ("trainer.gpus=2", 'Say accelerator="gpu", devices=...'),
         ("trainer.profiler=simple", "Run torch.profiler in a callback."),
-        ("trainer.resume=auto", "It stands at the top: resume=..."),
+        ("trainer.resume=auto", "It is a top-level key: resume=..."),
     ],
 )
 def test_lightnings_keys_are_answered_by_ours(word, hint):

@@ -1,4 +1,4 @@
-"""Whatever stands in a config, it makes a Config or a ConfigError; and what is written is read back."""
+"""Any input makes a Config or a ConfigError, and values that are written are read back unchanged."""
 
 import itertools
 import math

@@ -1,1 +1,1 @@
-"""Config: YAML files and overrides, checked against the signatures of what they configure, and built."""
+"""Config: YAML files and overrides, checked against the signatures of the classes that they configure, and built."""

@@ -1,4 +1,4 @@
-"""Builds the task, its data, the callbacks, the loggers and the trainer that a checked config describes."""
+"""Builds the task, the data module, the callbacks, the loggers and the trainer of a checked config."""
 
 import re
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ConfiguredRun:
-    """What a config describes, ready to start."""
+    """The objects of one config, ready to start."""
 
     trainer: "Trainer"
     task: "Task"
@@ -29,17 +29,17 @@ class ConfiguredRun:
     resume: str | None
     checkpoint: str | None
     directory: Path | None = None
-    """The run directory whose own config this was made from."""
+    """The run directory whose stored config this was made from."""
 
     def stored(self, word: str) -> "StoredRun":
-        """Return the run on disk that the command line means."""
+        """Return the run on disk that `word` ("best", "last", "auto") refers to."""
         from ..checkpoints.store import StoredRun
 
         return StoredRun(Path(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build what a config describes, each part under the config's seed.
+    """Build the objects of a config, each with the config's seed.
 
     Raises ConfigError where a `_target_` cannot be imported, or is of the wrong kind.
     """
@@ -79,19 +79,19 @@ def build_config(config: Config) -> ConfiguredRun:
 
 
 class _InstanceBuilder:
-    """Makes instances of what a config names; checks once more, on the imported classes, that they may be made."""
+    """Makes instances of the classes that a config names, after a check of the imported classes' bases."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.checker = Checker(config.values, config.sources, may_import=True)
 
     def arguments(self, value: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
-        """Turn plain arguments into those of the types that the signature names."""
+        """Convert plain arguments to the types of the parameters."""
         fitted: dict[str, Any] = self.checker.arguments(value, key, "", signature, self.on_target)[0]
         return fitted
 
     def on_target(self, value: Mapping[str, Any], key: Key, expected: str) -> Fitted:
-        """Make an instance for an argument, if it may be one of this class: another one of a union may fit."""
+        """Make an instance for an argument, or return why it cannot be one of this class: a union has others."""
         problems = self.checker.on_target(value, key, expected)[1]
         return (value, problems) if problems else (self.make(value, key, expected), [])
 
@@ -102,9 +102,9 @@ class _InstanceBuilder:
             cls, base = load_class(value[TARGET]), load_class(expected)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
-        # Not issubclass: an abstract base may take in classes that know nothing of it.
+        # Not issubclass: an abstract base class may register classes that do not inherit from it.
         if base is object or base not in cls.__mro__:
-            raise ConfigError(f"{place}: {value[TARGET]!r} is not a subclass of {expected}, which this place needs.")
+            raise ConfigError(f"{place}: {value[TARGET]!r} is not a subclass of {expected}, which is required here.")
         signature = self.checker.sources.signature(value[TARGET], may_import=True) or Signature(open=True)
         arguments = self.arguments(value, key, signature)
         try:

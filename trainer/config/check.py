@@ -1,4 +1,7 @@
-"""Checks a config against what it names, all mistakes at once and before torch is imported, and adds the defaults."""
+"""Checks a config against the classes that it names, reports all mistakes at once, and adds the defaults.
+
+Nothing is imported for it but a class whose parameters its source does not determine.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +31,7 @@ LIGHTNING_KEYS = {
     "seed_everything": "It is `seed` here.",
     "ckpt_path": "It is `resume` for fit, `checkpoint` for validate, test and predict.",
 }
-"""What to write for keys of a LightningCLI's config."""
+"""Replacements for keys of a LightningCLI's config."""
 _FOLDERS = {"strategy": "strategies", "launcher": "launchers"}
 _WORDS: dict[str, Any] = {
     "resume": Literal["auto"] | Path | None,
@@ -44,29 +47,26 @@ class Config(Layer):
     """A checked, resolved config, defaults included, with the origin of each value."""
 
     directory: Path | None = None
-    """The run directory whose own config this is, overrides aside."""
+    """The run directory whose stored config this is, apart from overrides."""
     sources: Sources = field(default_factory=Sources, repr=False, compare=False)
-    """The source files that it was checked against."""
+    """The source files that were parsed to check it; the build uses them again."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be run again; `origins` adds to each line where its value is from."""
+        """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment."""
         return dump_yaml(escape(self.values), self.origin if origins else None)
 
 
 def load_config(arguments: Sequence[str]) -> Config:
     """Read files and overrides, in the order of a command line, and check them.
 
-    Raises ConfigError where something is wrong; the message names every mistake, up to five.
+    Raises ConfigError for mistakes; the message names up to five.
     """
     layer = read_config(arguments)
     return replace(check_config(layer), directory=own_directory(arguments, layer))
 
 
 def check_config(layer: Layer) -> Config:
-    """Check what was read from files, and add the defaults.
-
-    Raises ConfigError where something is wrong.
-    """
+    """Check a merged layer, and add the defaults. Raises ConfigError for mistakes."""
     values = dict(layer.values)
     for name in ("callbacks", "loggers"):
         section = {} if name in values and values[name] is None else values.get(name)
@@ -93,13 +93,13 @@ def launcher_arguments(name: str) -> list[Parameter]:
 
 
 class Checker:
-    """Holds a config against what it names. `may_import`: where source does not tell a signature, import the class."""
+    """Checks the values of a config. `may_import`: import classes whose parameters their source does not determine."""
 
     def __init__(self, values: Mapping[str, Any], sources: Sources | None = None, may_import: bool = False) -> None:
         self.values, self.may_import = values, may_import
         self.sources = Sources() if sources is None else sources
         self.unread = False
-        """Whether the signature of a class is not known, since it was not imported."""
+        """Whether a class could not be checked, since its source does not determine its parameters."""
 
     def problems(self) -> Iterator[Problem]:
         """Yield every mistake in the config."""
@@ -135,7 +135,7 @@ class Checker:
         return self.sources.signature(path, self.may_import) or Signature(open=True)
 
     def on_target(self, value: Mapping[str, Any], key: Key, expected: str) -> Fitted:
-        """Check a mapping with `_target_`, and add the defaults to it."""
+        """Check a mapping with `_target_`; the value is returned as it is."""
         path = value[TARGET]
         if not isinstance(path, str):
             return value, [Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(path)}.")]
@@ -145,7 +145,7 @@ class Checker:
         except (LookupError, ConfigError, RecursionError) as error:
             return value, [Problem((*key, TARGET), f"cannot be imported: {error}{self._path_meant(path)}")]
         if related is False:
-            message = f"{path!r} is not a subclass of {_short(expected)}, which this place needs."
+            message = f"{path!r} is not a subclass of {_short(expected)}, which is required here."
             return value, [Problem((*key, TARGET), message)]
         if signature is None:
             self.unread = True
@@ -155,7 +155,7 @@ class Checker:
     def arguments(
         self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature, on_target: OnTarget
     ) -> Fitted:
-        """Turn the arguments that a mapping gives to a class into what its annotations want."""
+        """Check the arguments in a mapping, and convert them to the types of the parameters."""
         known, fitted, found = signature.parameters, {}, []
         for name, item in value.items():
             if name == TARGET:
@@ -234,7 +234,7 @@ class Checker:
         for name, item in section.items():
             key: Key = ("trainer", name)
             if name in SECTION_OF:
-                yield Problem(key, f"has a place of its own: write it under `{SECTION_OF[name]}:` at the top.")
+                yield Problem(key, f"has a section of its own: write it under `{SECTION_OF[name]}:` at the top level.")
             elif name in MOVED and _given(self.values, MOVED[name]):
                 yield Problem(key, f"is set twice: {dotted(MOVED[name])} says the same. Keep that one.")
             elif name == "strategy" and not is_target(item):
@@ -268,7 +268,7 @@ class Checker:
             yield from fit_value(expected, self.values.get(name), (name,), self.on_target)[1]
 
     def _path_meant(self, name: str) -> str:
-        """Return the path to the class of this name that Legato has, as a question."""
+        """Suggest the path of Legato's class of this name, as a question."""
         for folder in ("callbacks", "tasks", "trainer.loggers"):
             with suppress(LookupError):
                 self.sources.locate(f"{_PACKAGE_NAME}.{folder}.{name}")
@@ -290,7 +290,7 @@ class Checker:
 
 
 def _out_of_range(key: Key, value: Any) -> list[Problem]:
-    """Refuse a value of the right type that an argument of the trainer, or a part of `run`, cannot be."""
+    """Reject a value of the right type that is out of range for an argument of Trainer or a key of `run`."""
     from ..arguments import ACCELERATORS, wanted
 
     fault = None
@@ -305,14 +305,14 @@ def _out_of_range(key: Key, value: Any) -> list[Problem]:
 
 
 def _instead(key: Key, name: Any) -> str:
-    """Return what to write for an argument of the trainer that has another place, or that is Lightning's."""
+    """Suggest a replacement, as a sentence, for an argument of Trainer that is a top-level key or Lightning's."""
     from ..arguments import INSTEAD
 
     if name == "<<":
         return " YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}."
     if key != ("trainer",):
         return ""
-    return f" {INSTEAD[name]}" if name in INSTEAD else f" It stands at the top: {name}=..." if name in SECTIONS else ""
+    return f" {INSTEAD[name]}" if name in INSTEAD else f" It is a top-level key: {name}=..." if name in SECTIONS else ""
 
 
 def _given(values: Any, key: Key) -> bool:
@@ -330,7 +330,7 @@ def _short(path: str) -> str:
 
 
 def _message(problems: Sequence[Problem], layer: Layer, known: Signature) -> str:
-    """Return one mistake with what the argument means; several with a line each."""
+    """Return the message for one mistake, with the documentation of the argument; for several, one line each."""
     lines = [f"{layer.origin(one.key)}: {dotted(one.key)} {one.message}" for one in problems[:_SHOWN]]
     lines = [" ".join(line.splitlines()) for line in lines]
     if len(problems) > 1:

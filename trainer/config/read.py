@@ -1,8 +1,8 @@
 """Reads YAML files and overrides into one layer of plain data, with the place that each value came from.
 
-The dialect is YAML 1.2's core schema: only true and false are booleans, so that `reproducible: off` is the word "off",
-and 1e-3 is a number. YAML 1.1, PyYAML's default, reads both otherwise, and takes 1:30 for 90. Tags, repeated keys and
-names of Python objects are refused.
+The dialect is YAML 1.2's core schema: only true and false are booleans, so `reproducible: off` is the string "off",
+and 1e-3 is a number. YAML 1.1, PyYAML's default, reads off as False, 1e-3 as a string and 1:30 as 90. Tags, repeated
+keys and Python objects are rejected.
 """
 
 import difflib
@@ -26,22 +26,22 @@ Key = tuple[str | int, ...]
 TARGET = "_target_"
 """The key under which a mapping names the class to build."""
 SECTIONS = {
-    "seed": "With config and data it makes the run: every random number follows from it.",
+    "seed": "The seed that all random numbers of the run are derived from.",
     "run": "name and root: the run directory is root/name/version_N.",
-    "resume": '"auto": go on from the newest whole checkpoint of this run; a path: from that one; null: begin anew.',
-    "checkpoint": 'What validate, test and predict load: "best", "last", a path or "none". Null: best, else last.',
-    "task": "What is trained: `_target_`, a subclass of Task, and its arguments.",
-    "data": "Its data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task has its own loaders.",
-    "trainer": "The arguments of Trainer, as listed below.",
-    "callbacks": "What watches the run: names, each with `_target_`, a subclass of Callback, and its arguments.",
-    "loggers": "What writes its figures, likewise. Absent: TensorBoard and metrics.jsonl; null: nothing.",
-    "launcher": 'Where it runs: "slurm" or "ray", or a mapping of `name` and options. Absent: on this machine.',
+    "resume": '"auto": continue from the newest checkpoint of this run; a path: from that one; null: start anew.',
+    "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
+    "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
+    "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's own loaders.",
+    "trainer": "The arguments of Trainer, listed below.",
+    "callbacks": "Callbacks by name, each with `_target_`, a subclass of Callback, and its arguments.",
+    "loggers": "Loggers by name, likewise. Absent: TensorBoard and metrics.jsonl; null: none.",
+    "launcher": 'The cluster that runs it: "slurm" or "ray", or a mapping of `name` and options. Absent: this machine.',
 }
-"""The keys of a config, and what each means."""
+"""The keys of a config and their meaning."""
 MOVED: dict[str, Key] = {"seed": ("seed",), "run_name": ("run", "name"), "default_root_dir": ("run", "root")}
 """Arguments of Trainer that have a key of their own; under `trainer:` they are accepted too, but not in both places."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
-"""Arguments of Trainer that are whole sections of a config."""
+"""Arguments of Trainer that are sections of a config."""
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
 """Keys whose value may be a name alone, short for a mapping with that `name`."""
 READY = Path(__file__).resolve().parents[2] / "configs"
@@ -112,9 +112,9 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -> Layer:
-    """Read one YAML document whose values belong under `key`.
+    """Read one YAML document whose root has the path `key`.
 
-    `name` is the file, for messages and origins; `origin` replaces "file:line" where given.
+    `name` is the file, for messages and origins; `origin`, if given, replaces "file:line".
 
     Raises ConfigError where it is not YAML, or more than plain data; the message names file and line.
     """
@@ -136,7 +136,7 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
 
 
 class _NodeReader:
-    """Makes plain data of PyYAML's nodes, and records the place of each value."""
+    """Converts PyYAML's nodes to plain data, and records the origin of each value."""
 
     def __init__(self, name: str, origin: str | None) -> None:
         self.name, self.origin = name, origin
@@ -339,7 +339,7 @@ def _overrides_among(arguments: Sequence[str]) -> list[str]:
 
 
 def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
-    """Make one layer of all overrides, so that their order matters only where they name the same key."""
+    """Return one layer of all overrides: their order matters only between those of the same key."""
     layer = Layer({}, {})
     for override in overrides:
         path, _, text = override.partition("=")
@@ -376,7 +376,7 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 
 def _word_instead(argument: str, arguments: Sequence[str]) -> str:
-    """Return what was probably meant by an argument that is neither a file nor an override, as a sentence."""
+    """Suggest a correction, as a sentence, for an argument that is neither a file nor an override."""
     if argument.startswith("="):
         return f" Name a key before the {argument!r}."
     option = re.fullmatch(
@@ -404,7 +404,7 @@ def _word_instead(argument: str, arguments: Sequence[str]) -> str:
 
 
 def _known_key(key: str) -> str | None:
-    """Return the key of a config that was probably meant: misspelt, or without its section; None: there is none."""
+    """Return the config key closest to a misspelt one, or to one without its section; None where none is close."""
     from ..arguments import ARGUMENT_NAMES
 
     known = {name: f"trainer.{name}" for name in ARGUMENT_NAMES} | SECTION_OF
@@ -420,7 +420,7 @@ def _known_key(key: str) -> str | None:
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
 def _resolve(merged: Layer) -> Layer:
-    """Replace every interpolation by its value; each keeps the place where it was written."""
+    """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
     found = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
     if not found:
         return merged
@@ -462,13 +462,13 @@ def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
 
 
 def _check_interpolation(key: Key, text: str, origin: str) -> None:
-    """Refuse what is no interpolation, or one that calls a function: a config follows from its files alone."""
+    """Reject malformed interpolations, and calls such as oc.env: a config must depend on its files alone."""
     from omegaconf.grammar_parser import parse
 
     place = f"{origin}: {dotted(key)}"
     try:
         trees: list[Any] = [parse(text)]
-    except Exception as error:  # the generated parser raises what it likes
+    except Exception as error:  # the generated parser raises many kinds
         raise ConfigError(f"{place}: {text!r} is no interpolation: {_first_line(error)}") from error
     while trees:
         tree = trees.pop()
@@ -476,8 +476,8 @@ def _check_interpolation(key: Key, text: str, origin: str) -> None:
             name = tree.resolverName().getText()
             if name not in _PURE_RESOLVERS:
                 raise ConfigError(
-                    f"{place}: {text!r} calls {name!r}. A config follows from its files alone: write the value, or"
-                    f" give it as an override: {dotted(key)}=..."
+                    f"{place}: {text!r} calls {name!r}. A config must depend on its files alone: write the value,"
+                    f" or give it as an override: {dotted(key)}=..."
                 )
         trees += getattr(tree, "children", None) or []
 

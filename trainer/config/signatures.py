@@ -1,6 +1,6 @@
-"""Parameters of classes, read from source text: modules are found as an import finds them, parsed, and never run.
+"""Parameters of classes, read from source files that are found like an import finds them, parsed, and never executed.
 
-Where source does not tell (a decorated class, one made by a function), the class is imported and inspected instead.
+Where the source does not determine them (a decorated class, a class made by a function), the class is imported.
 """
 
 import ast
@@ -22,10 +22,10 @@ from ..errors import ConfigError, did_you_mean
 
 _PACKAGE = __name__.partition(".")[0]
 NO_DEFAULT: Any = object()
-"""Default of a parameter that has none, or none that plain data can hold."""
-# Their sources are large, and hold nothing that a config must know before the run.
+"""Default of a parameter without one, or whose default is not plain data."""
+# Large packages, none of which defines a Task, DataModule, Callback or Logger.
 _UNREAD = frozenset(sys.stdlib_module_names) | {"numpy", "torch", "torchmetrics", "torchvision"}
-# Bases whose __init__ takes nothing that a config could give.
+# Bases whose __init__ has no parameters that a config could set.
 _ROOTS = {
     "object",
     "abc.ABC",
@@ -41,7 +41,7 @@ _WRAPPERS = (typing.Annotated, typing.Final, typing.ClassVar)
 
 
 class Named:
-    """Placeholder for a class that is known by its path alone. `exact`: its source was read, so no other value fits."""
+    """Placeholder for a class that was not imported. `exact`: its source was read, so plain values are rejected."""
 
     path = ""
     exact = False
@@ -54,12 +54,12 @@ def placeholder(path: str, exact: bool) -> type[Named]:
 
 
 Binding = ast.stmt | ast.expr | tuple[str, str]
-"""What a name is bound to: a definition, a value, or an import (a module and a name in it, or "")."""
+"""The statement or expression that a name is bound to; for an import, the module and the name in it (or "")."""
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """The names that one source file binds at its top level; `dynamic`: there may be others."""
+    """Top-level names of one source file; `dynamic`: it may define others at run time."""
 
     name: str
     names: dict[str, Binding]
@@ -69,7 +69,7 @@ class Module:
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """What a name stands for. `path` is where it is defined; the source of a "foreign" one was not read."""
+    """Definition of a name. `path` is where it is defined; "foreign" means that its source was not read."""
 
     kind: Literal["class", "function", "module", "value", "foreign", "missing"]
     path: str
@@ -79,7 +79,7 @@ class Definition:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One argument of a class. `annotation` is an expression in `module`, or without one a type."""
+    """Parameter of a class. `annotation` is an expression in `module`, or a type where there is no module."""
 
     name: str
     annotation: Any
@@ -95,14 +95,14 @@ class Parameter:
 
 @dataclass
 class Signature:
-    """The arguments of a class. `open`: it takes others too, which are not known."""
+    """Parameters of a class. `open`: it accepts other keyword arguments, too."""
 
     parameters: dict[str, Parameter] = field(default_factory=dict)
     open: bool = False
 
 
 class Sources:
-    """Source files and the signatures in them, each read once; make a new one for each config, since files change."""
+    """Cache of parsed source files and signatures; each config has its own, since files change between configs."""
 
     def __init__(self) -> None:
         self._specs: dict[str, ModuleSpec | None] = {}
@@ -137,7 +137,7 @@ class Sources:
         return self._modules[name]
 
     def locate(self, path: str) -> Definition:
-        """Find the class at a dotted path; kind "foreign" where source does not tell.
+        """Find the class at a dotted path; kind "foreign" where its source was not read.
 
         Raises LookupError where nothing is there, or not a class; the message says why.
         """
@@ -167,7 +167,7 @@ class Sources:
         return sorted({_PACKAGE, *(one.name for one in pkgutil.iter_modules())} - sys.stdlib_module_names)
 
     def find(self, path: str) -> Definition:
-        """Return what a dotted path means; an alias is not followed."""
+        """Return the definition at a dotted path, without following aliases."""
         owner, names = self.split(path)
         if not names:
             return Definition("module", path)
@@ -175,7 +175,7 @@ class Sources:
         return Definition("foreign", path) if module is None else self._find_in(module, names)
 
     def _find_in(self, module: Module, names: Sequence[str]) -> Definition:
-        """Return what `names`, joined by dots, mean in a module."""
+        """Return the definition of `names`, joined by dots, in a module."""
         path, binding, inner = ".".join([module.name, *names]), module.names.get(names[0]), names[1:]
         if isinstance(binding, tuple):
             try:
@@ -201,7 +201,7 @@ class Sources:
         return Definition(kinds.get(type(node), "value"), path, module, node)
 
     def _resolve(self, module: Module, node: ast.AST) -> Definition:
-        """Return what a name, a dotted name or a generic such as `Base[int]` means in a module."""
+        """Return the definition of an expression in a module: a name, a dotted name, a generic such as `Base[int]`."""
         if isinstance(node, ast.Subscript):
             return self._resolve(module, node.value)
         if isinstance(node, ast.Constant) and (quoted := _parsed(node.value)) is not None:
@@ -214,7 +214,7 @@ class Sources:
         return Definition("foreign", ".".join(names)) if builtin else found
 
     def _follow(self, found: Definition) -> Definition:
-        """Go through aliases such as `Base = other.Base`; another value may be anything."""
+        """Follow aliases such as `Base = other.Base` to a definition; any other value is "foreign"."""
         for _ in range(_MAX_ALIASES):
             if found.kind != "value" or isinstance(found.node, ast.Constant):
                 return found
@@ -231,10 +231,7 @@ class Sources:
         return [one for index, one in enumerate(line) if one.path not in {later.path for later in line[index + 1 :]}]
 
     def is_subclass(self, path: str, expected: str) -> bool | None:
-        """Return whether a class descends from the one at the path `expected`; None where source does not tell.
-
-        Raises LookupError where there is no such class.
-        """
+        """Return whether a class is a subclass of `expected`; None if unknown. Raises LookupError for no class."""
         line = self.lineage(self.locate(path))
         if any(one.path == expected for one in line):
             return True
@@ -243,7 +240,7 @@ class Sources:
         return False if known else None
 
     def signature(self, path: str, may_import: bool = False) -> Signature | None:
-        """Return the arguments of the class at a path; None where source does not tell, and it may not be imported.
+        """Return the parameters of the class at a path; None where only an import can tell, and it is not allowed.
 
         Raises LookupError where there is no such class, ConfigError where its module cannot be imported.
         """
@@ -317,7 +314,7 @@ class Sources:
 
     # --- annotations ---
     def type_of(self, parameter: Parameter) -> Any:
-        """Return the type of a parameter: Any where it cannot be told. A default of None lets null in."""
+        """Return the type of a parameter, Any if unknown; optional where the default is None."""
         found = Any if parameter.annotation is None else parameter.annotation
         if isinstance(found, ast.expr):
             found = self._type(found, cast(Module, parameter.module), frozenset())
@@ -328,7 +325,7 @@ class Sources:
             return Any
 
     def _type(self, node: ast.expr, module: Module, aliases: frozenset[str]) -> Any:
-        """Evaluate an annotation without importing what it names, but for the standard library's types."""
+        """Evaluate an annotation, with placeholders for all classes outside the standard library."""
         inner = functools.partial(self._type, module=module, aliases=aliases)
         try:
             if isinstance(node, ast.Constant):
@@ -363,7 +360,7 @@ class Sources:
 
 
 def _known_type(path: str) -> Any:
-    """Return a type of the standard library that a value can be held against; a placeholder for another's class."""
+    """Return a type of the standard library, Any for one that no config value can have; else a placeholder."""
     home, _, name = path.rpartition(".")
     home = "typing" if home == "typing_extensions" else home or "builtins"
     if home in ("builtins", "typing", "collections", "collections.abc", "pathlib", "datetime", "os"):
@@ -383,7 +380,7 @@ def load_class(path: str) -> type:
         raise ConfigError(f"there is no module {path.partition('.')[0]!r}.")
     try:
         found: Any = functools.reduce(getattr, names, import_module(module))
-    except (Exception, SystemExit) as error:  # a module may raise anything
+    except (Exception, SystemExit) as error:  # module-level code raises any kind
         loaded = sys.modules.get(module)
         if isinstance(error, AttributeError) and loaded is not None and not hasattr(loaded, names[0]):
             hint = did_you_mean(names[0], dir(loaded))
@@ -450,7 +447,7 @@ def _bindings(body: Sequence[ast.AST], package: str) -> dict[str, Binding]:
 
 # --- expressions ------------------------------------------------------------------------------------------------------
 def _parsed(text: object) -> ast.expr | None:
-    """Parse the text of a quoted annotation; None where it is not an expression."""
+    """Parse a quoted annotation; None where it is not an expression."""
     try:
         return ast.parse(text.strip(), mode="eval").body if isinstance(text, str) else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -458,7 +455,7 @@ def _parsed(text: object) -> ast.expr | None:
 
 
 def _passed_on(node: ast.FunctionDef, name: str) -> ast.Call | None:
-    """Return the call of `super().__init__` that receives `**name`, if that is the only thing done with it."""
+    """Return the call of `super().__init__` that receives `**name`, if that is its only use."""
     uses = [one for one in ast.walk(node) if isinstance(one, ast.Name) and one.id == name]
     for call in ast.walk(node):
         if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("super("):
@@ -489,7 +486,7 @@ def _as_plain(value: Any) -> Any:
 
 
 def inspected(cls: type) -> Signature:
-    """Return the arguments of an imported class."""
+    """Return the parameters of an imported class."""
     try:
         parameters = inspect.signature(cls, eval_str=True).parameters.values()
     except Exception:  # a class without a signature; a quoted annotation that cannot be evaluated

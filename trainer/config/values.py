@@ -1,7 +1,7 @@
-"""Holds a value against the annotation of what it is for, and turns it into what the annotation wants.
+"""Compares config values with type annotations, and converts them: paths, durations, tuples, sets, objects.
 
-The check is strict: "yes" is no bool, true is no int, "3" is no int; an int will do for a float. What an annotation
-says that a YAML value cannot be held against (a protocol, a type variable, a callable) accepts every plain value.
+The check is strict: "yes" is no bool, true is no int, "3" is no int; an int is accepted for a float. Annotations that
+YAML values cannot be compared with (a protocol, a type variable, a callable) accept every plain value.
 """
 
 import collections
@@ -39,20 +39,20 @@ _DURATION = re.compile(r"([0-9]{1,6}):([0-9]{2}):([0-9]{2}):([0-9]{2})")
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a config: the key, and a sentence that says what was expected, what came, and what to do."""
+    """Mistake in a config: the key, and a sentence with the expected value, the one found, and the remedy."""
 
     key: Key
     message: str
 
 
 Fitted = tuple[Any, list[Problem]]
-"""A value as its annotation wants it, and every mistake in it."""
+"""A converted value, and every mistake in it."""
 OnTarget = Callable[[Mapping[str, Any], Key, str], Fitted]
-"""Takes a mapping with `_target_` that must name a subclass of the class at a dotted path."""
+"""Checks, or builds, a mapping with `_target_` that must name a subclass of the class at a dotted path."""
 
 
 def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
-    """Turn a value into what the annotation `expected` wants: paths, times, tuples, sets, objects of `on_target`."""
+    """Convert a value to the type `expected`; `on_target` converts mappings that name a class."""
     kind, parts = _kind(expected), typing.get_args(expected)
     if kind == "annotated":
         return fit_value(parts[0], value, key, on_target)
@@ -90,7 +90,7 @@ def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitte
 
 
 def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
-    # A plain value stays as it is where a member accepts it so.
+    # Members that need no conversion come first, so that a str stays one in `str | Path`.
     members = sorted(typing.get_args(expected), key=lambda one: _kind(one) in _CONVERTED)
     if Any in members:
         return fit_value(Any, value, key, on_target)
@@ -101,7 +101,7 @@ def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitt
         if not problems:
             return result, []
         kind = _kind(one)
-        # Where one member has the shape of the value, its complaint is the useful one.
+        # If the value has the shape of a member, the mistakes within are more useful than a list of all members.
         if kind in wanted and (kind == "class" or _has_shape(kind, typing.get_args(one), value)):
             shaped = shaped or problems
     strays = list(stray_targets(value, key)) if is_target(value) else []
@@ -114,7 +114,7 @@ def is_target(value: Any) -> bool:
 
 
 def stray_targets(value: Any, key: Key) -> Iterator[Problem]:
-    """Refuse a `_target_` where no class is expected: it would let a config call anything."""
+    """Reject `_target_` where no class is expected: it would let a config call anything."""
     if is_target(value):
         yield Problem(key, f"may not hold a `{TARGET}`: only an argument annotated with a class is built from one.")
     elif isinstance(value, dict | list):
@@ -123,7 +123,7 @@ def stray_targets(value: Any, key: Key) -> Iterator[Problem]:
 
 
 def describe_type(expected: Any) -> str:
-    """Say what an annotation wants, in a few words."""
+    """Describe a type for a message."""
     kind, parts = _kind(expected), typing.get_args(expected)
     if kind == "union":
         return _either(parts)
@@ -148,7 +148,7 @@ def _either(members: Sequence[Any]) -> str:
 
 
 def describe(value: Any) -> str:
-    """Say what came, in a few words."""
+    """Describe a value for a message."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -190,7 +190,7 @@ def _is_record(kind: str, parts: Sequence[Any]) -> bool:
 
 
 def _has_shape(kind: str, parts: Sequence[Any], value: Any) -> bool:
-    """Return whether a value is what an annotation wants, leaving aside what it holds."""
+    """Return whether a value is of a type, apart from its items."""
     if kind == "literal":
         return any(same(value, one) for one in parts)
     if kind == "none" or value is None:
@@ -206,7 +206,7 @@ def _has_shape(kind: str, parts: Sequence[Any], value: Any) -> bool:
 
 
 def _wrong(members: Sequence[Any], value: Any) -> str:
-    """Say what was expected, what came, and what would be right."""
+    """Return a message with the expected types, the value, and a correction where one is likely."""
     message = f"must be {_either(members)}, not {describe(value)}."
     kinds = {_kind(one) for one in members}
     if isinstance(value, str):
