@@ -28,7 +28,7 @@ TARGET = "_target_"
 SECTIONS = {
     "seed": "The seed that all random numbers of the run are derived from.",
     "run": "name and root: the run directory is root/name/version_N.",
-    "resume": '"auto": continue from the newest checkpoint of this run; a path: from that one; null: start anew.',
+    "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: start anew.',
     "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
     "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
     "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's own loaders.",

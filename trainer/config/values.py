@@ -33,6 +33,7 @@ _TYPES: dict[str, Any] = {
     "int": int, "float": int | float, "str": str, "path": str,
     "list": list, "tuple": list, "set": list, "mapping": dict,
 }  # fmt: skip
+_CLASSES = ("class", "opaque")  # an opaque one, whose source was not read, may accept plain values
 _CONVERTED = ("path", "timedelta", "tuple", "set")
 _DURATION = re.compile(r"([0-9]{1,6}):([0-9]{2}):([0-9]{2}):([0-9]{2})")
 
@@ -58,9 +59,9 @@ def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitte
         return fit_value(parts[0], value, key, on_target)
     if kind == "union":
         return _fit_union(expected, value, key, on_target)
-    if kind == "class" and is_target(value):
+    if kind in _CLASSES and is_target(value):
         return on_target(value, key, _path(expected))
-    if kind == "any" or is_target(value) or (kind == "class" and not getattr(expected, "exact", False)):
+    if kind in ("any", "opaque") or is_target(value):
         return value, list(stray_targets(value, key))
     if not _has_shape(kind, parts, value):
         return value, [Problem(key, _wrong([expected], value))]
@@ -95,14 +96,14 @@ def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitt
     if Any in members:
         return fit_value(Any, value, key, on_target)
     shaped: list[Problem] = []
-    wanted = {"class"} if is_target(value) else {"mapping", "list", "tuple", "set"}
+    wanted = _CLASSES if is_target(value) else ("mapping", "list", "tuple", "set")
     for one in members:
         result, problems = fit_value(one, value, key, on_target)
         if not problems:
             return result, []
         kind = _kind(one)
         # If the value has the shape of a member, the mistakes within are more useful than a list of all members.
-        if kind in wanted and (kind == "class" or _has_shape(kind, typing.get_args(one), value)):
+        if kind in wanted and (kind in _CLASSES or _has_shape(kind, typing.get_args(one), value)):
             shaped = shaped or problems
     strays = list(stray_targets(value, key)) if is_target(value) else []
     return value, shaped or strays or [Problem(key, _wrong(typing.get_args(expected), value))]
@@ -136,7 +137,7 @@ def describe_type(expected: Any) -> str:
         return f"a list of {names[0]}" if names else "a list"
     if kind == "mapping":
         return f"a mapping of {' to '.join(names)}" if names else "a mapping"
-    if kind == "class":
+    if kind in _CLASSES:
         return f"a mapping with `{TARGET}`: a subclass of {_path(expected)}"
     words = {"none": "null", "any": "anything", "path": "a path", "timedelta": "a time 'DD:HH:MM:SS'"}
     return words.get(kind, kind)
@@ -174,8 +175,9 @@ def _kind(expected: Any) -> str:
         return "annotated"
     if origin in _KINDS:
         return _KINDS[origin]
-    foreign = isinstance(origin, type) and origin.__module__.partition(".")[0] not in sys.stdlib_module_names
-    return "class" if foreign else "any"
+    if not isinstance(origin, type) or origin.__module__.partition(".")[0] in sys.stdlib_module_names:
+        return "any"
+    return "class" if issubclass(origin, Named) and origin.exact else "opaque"
 
 
 def _path(expected: Any) -> str:
