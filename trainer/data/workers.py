@@ -15,7 +15,8 @@ from typing import IO, Any
 from torch.utils.data import default_collate, default_convert
 
 from ..errors import DataError
-from ..processes.signals import DUMP, END_SIGNALS
+from ..processes.signals import END_SIGNALS
+from ..processes.stacks import DUMP
 from ..torch_private import replace_feeder_error, serves_memory, wrapped_error
 
 WorkerInit = Callable[[int], None] | None

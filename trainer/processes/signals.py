@@ -12,6 +12,7 @@ from types import TracebackType
 
 from ..checkpoints.progress import SAVES
 from .failures import end_by_force, touch_alive_file
+from .stacks import describe_stack, stack_of
 
 RESUME_ME = 75
 """Exit code of a run that was stopped from outside and can be resumed (EX_TEMPFAIL of sysexits.h)."""
@@ -21,8 +22,6 @@ END_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP") if hasattr(signal, name)
 )
 """Signals that ask a run to end: Ctrl-C, a scheduler's notice, SLURM's early warning, a closed terminal."""
-DUMP = getattr(signal, "SIGUSR2", 0)
-"""Signal at which a process dumps its stacks."""
 
 
 @contextmanager
@@ -196,8 +195,6 @@ class SignalWatch:
 
     def _waits_for_ranks(self) -> bool:
         """Return whether the main thread waits for other ranks, one of which may be writing."""
-        from .watchdog import describe_stack, stack_of
-
         return self._main is not None and describe_stack(stack_of(self._main), alone=False)[1]
 
     def _end(self, number: int) -> None:

@@ -27,8 +27,9 @@ from typing import Any
 
 from ..errors import ConfigError, TaskError, WorkerError
 from .failures import alive_file, failure_of, set_report_file, write_atomically
-from .signals import DUMP, END_SIGNALS, raise_for_signal
+from .signals import END_SIGNALS, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME
+from .stacks import DUMP
 from .transport import Failure, Settings, pack, pickled_by_value, place_classes, unpack
 
 log = logging.getLogger("legato")

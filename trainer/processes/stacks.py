@@ -1,0 +1,150 @@
+"""Stacks in words: the line of the user's code, or the collective in which a thread waits for other ranks."""
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+DUMP = getattr(signal, "SIGUSR2", 0)
+"""Signal at which a process dumps its stacks."""
+
+_PACKAGE_FOLDER = Path(__file__).parents[2]
+_OURS = tuple(f"{_PACKAGE_FOLDER / room}{os.sep}" for room in ("trainer", "callbacks", "tasks"))
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+_SECONDS_FOR_A_DUMP = 0.5
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One line of a stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        path = Path(self.file)
+        shown = path.relative_to(_PACKAGE_FOLDER) if self.file.startswith(_OURS) else path.name
+        return f"{shown}:{self.line} ({self.function})"
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it belongs neither to Legato nor to a library."""
+        return not self.file.startswith((*_OURS, *_LIBRARIES, "<"))
+
+    def is_in(self, part: str) -> bool:
+        """Return whether its file is, or lies in, this part of a package."""
+        return part in self.file.replace(os.sep, "/")
+
+
+def stack_of(thread: int) -> list[Frame]:
+    """Return the stack of a thread of this process, innermost frame first."""
+    found, frame = [], sys._current_frames().get(thread)
+    while frame is not None:
+        found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
+
+
+def stack_of_error(error: BaseException) -> list[Frame]:
+    """Return the stack from which an error was raised, innermost frame first."""
+    frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return [Frame(code.co_filename, line, code.co_name) for code, line in reversed(frames)]
+
+
+def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
+    """Describe where a stack is; return also whether it waits for other ranks. `alone`: there are none."""
+    users = next((frame for frame in stack if frame.is_users), None)
+    called = f", called in {users}" if users is not None else ""
+    collective = collective_of(stack)
+    if collective is not None:
+        return f"waits in {collective}{called}", True
+    innermost = next((frame for frame in stack if not frame.file.startswith("<")), None)
+    if innermost is None:
+        return "has no stack", False
+    if innermost.is_in("/trainer/processes/rendezvous"):
+        return f"waits for the other processes to join it ({innermost})", True
+    if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/watchdog") for frame in stack[:3]):
+        return "waits for the other ranks to leave the epoch", True
+    if innermost.is_in("torch/autograd/"):
+        return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
+    if not alone and innermost.is_in("/trainer/strategies/"):
+        return f"waits in {innermost} for the other ranks", True
+    if any(frame.is_in("torch/utils/data/dataloader") for frame in stack) and not _is_outside_loader(stack):
+        return "waits for a loader's worker", False
+    return f"is in {users if users is not None else innermost}", False
+
+
+def collective_of(stack: list[Frame]) -> str | None:
+    """Return the collective in which a stack waits; None if it is in none."""
+    name = None
+    for frame in stack:
+        if frame.is_in("torch/distributed/distributed_c10d"):
+            name = frame.function
+        elif not frame.is_in("torch/distributed/"):
+            break
+    return name
+
+
+def _is_outside_loader(stack: list[Frame]) -> bool:
+    """Return whether the loader on this stack has called user code."""
+    for frame in stack:
+        if frame.is_in("torch/utils/data/dataloader"):
+            return False
+        if frame.is_users:
+            return True
+    return False
+
+
+def worker_stacks(dump: IO[str]) -> list[str]:
+    """Return the stacks of this process's loader workers, which write them to `dump` on request."""
+    found = []
+    for child in multiprocessing.active_children():
+        if child.pid is not None and _answers(child.pid):
+            os.ftruncate(dump.fileno(), 0)
+            os.lseek(dump.fileno(), 0, os.SEEK_SET)
+            os.kill(child.pid, DUMP)
+            found.append(f"Loader worker {child.pid}\n{_read_when_written(dump)}")
+    return found
+
+
+def _answers(process: int) -> bool:
+    """Return whether a process has a handler for the signal, which would kill it otherwise."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (DUMP - 1) & 1)
+
+
+def _read_when_written(dump: IO[str]) -> str:
+    """Return what a worker has written, once it is complete."""
+    text, deadline = "", time.monotonic() + _SECONDS_FOR_A_DUMP
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = os.pread(dump.fileno(), 1 << 20, 0).decode(errors="replace")
+        if now and now == text:
+            break
+        text = now
+    return text
+
+
+def users_frame(dumps: list[str]) -> Frame | None:
+    """Return the innermost frame of user code in the stacks of loader workers."""
+    for dump in dumps:
+        for section in dump.split("\n\n"):
+            frames = [Frame(file, int(line), function) for file, line, function in _LINE.findall(section)]
+            if any(frame.is_in("torch/utils/data/_utils/worker") for frame in frames):
+                found = next((frame for frame in frames if frame.is_users), None)
+                if found is not None:
+                    return found
+    return None
