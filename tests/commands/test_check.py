@@ -20,7 +20,7 @@ from legato.trainer.arguments import TrainerArguments
 from legato.trainer.commands.check import trial
 from legato.trainer.commands.check.check import try_run
 from legato.trainer.commands.check.report import Report, count_kept
-from legato.trainer.commands.check.trial import Notes
+from legato.trainer.commands.check.trial import RankRecord
 
 CONFIG = """\
 task: {_target_: checked_task.Line}
@@ -102,7 +102,9 @@ def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
     )
     report = try_run(arguments, task, data)
     gradients, checkpoint, stopping, space = report.problems
-    assert gradients.startswith("No gradient reaches head.bias (rank 1), head.weight (rank 1). Freeze what no loss")
+    assert gradients.startswith(
+        "No gradient reaches head.bias (rank 1), head.weight (rank 1). Freeze parameters that no loss"
+    )
     assert "find_unused_parameters=true" in gradients
     assert checkpoint == (
         "Checkpoint monitors 'val/los', which was not logged. Did you mean 'val/loss'? Logged: loss, val/loss."
@@ -111,7 +113,7 @@ def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
     assert space.startswith("Checkpoints will take ")
     assert f" in {folder}, where " in space
     assert report.tried == ["fit", "resume", "test"]
-    assert [notes.rank for notes in report.notes] == [0, 1]
+    assert [record.rank for record in report.records] == [0, 1]
     assert files(folder) == before
     for name, value in task.state_dict().items():
         assert torch.equal(value, weights[name])
@@ -131,8 +133,8 @@ def test_faults_of_stages_and_places(folder: Path) -> None:
     assert "trainer.py" not in stage
     assert schedule.startswith("A learning rate scheduler monitors 'val/lss', which was not logged.")
     assert report.tried == ["fit", "resume"]
-    assert report.notes[0].total_steps == 21
-    assert len(report.notes[0].seconds) >= 2
+    assert report.records[0].total_steps == 21
+    assert len(report.records[0].seconds) >= 2
     assert report.checkpoint_bytes is not None
     assert files(folder) == before
 
@@ -151,7 +153,7 @@ def test_what_cannot_be_sent_is_checked_in_this_process(folder: Path) -> None:
     before = files(folder)
     report = try_run(lg.Trainer(**ALONE, enable_checkpointing=False, logger=False), task, data)
     (problem,) = report.problems
-    assert problem.startswith("No gradient reaches head.bias, head.weight. Freeze what no loss uses")
+    assert problem.startswith("No gradient reaches head.bias, head.weight. Freeze parameters that no loss uses")
     assert "find_unused" not in problem
     assert report.tried == ["fit", "test"]
     assert files(folder) == before
@@ -200,7 +202,7 @@ def test_checkpoints_kept_at_once(
 
 def test_the_report_of_many_ranks_is_short() -> None:
     notes = [
-        Notes(
+        RankRecord(
             rank,
             [9.0] * 3 + [2.0 + rank] * 3,
             logged=["loss"],
@@ -210,14 +212,14 @@ def test_the_report_of_many_ranks_is_short() -> None:
         )
         for rank in range(16)
     ]
-    text = Report(notes=notes, tried=["fit"], checkpoint_bytes=10**6, free_bytes=10**9, remarks=["A remark."]).text()
+    text = Report(records=notes, tried=["fit"], checkpoint_bytes=10**6, free_bytes=10**9, remarks=["A remark."]).text()
     assert text.splitlines() == [
         "Worked          fit",
         "Processes       16",
         "Seconds a step  17; 17.0 h for 3,600 steps",
         "Memory          at most 1 GB, on rank 15",
         "On the device   at most 15 B, on rank 15",
-        "A checkpoint    1 MB; as many as it will be, 1 GB free",
+        "A checkpoint    1 MB; their number is not known, 1 GB free",
         "Logged          loss",
         "Remark          A remark.",
     ]
@@ -225,18 +227,20 @@ def test_the_report_of_many_ranks_is_short() -> None:
 
 def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = [3.0, 2.0, 1.0, 0.5, 0.1, 0.1, 0.1, 0.1]
-    report = Report(notes=[Notes(0, slow, total_steps=100, logged=[]), Notes(1, [9.0, *slow, 0.2], logged=[])])
+    report = Report(
+        records=[RankRecord(0, slow, total_steps=100, logged=[]), RankRecord(1, [9.0, *slow, 0.2], logged=[])]
+    )
     assert report.seconds == 0.1
     assert "Seconds a step  0.1; 10.0 s for 100 steps\n" in report.text()
-    report = Report(notes=[Notes(0, slow[:2], total_steps=100, logged=[])])
+    report = Report(records=[RankRecord(0, slow[:2], total_steps=100, logged=[])])
     assert "2; 3.3 min for 100 steps, or less: only the first steps were tried" in report.text()
     monkeypatch.setattr(trial, "SECONDS", 60.0)
     for accumulate, steps in ((4, 2), (1, 11)):  # not to the end of the epoch
         report = try_run(TrainerArguments(**ALONE, accumulate_grad_batches=accumulate), *parts())
-        assert len(report.notes[0].seconds) == steps
+        assert len(report.records[0].seconds) == steps
     monkeypatch.setattr(trial, "MOST_STEPS", 5)
     report = try_run(TrainerArguments(**ALONE), *parts())
-    assert len(report.notes[0].seconds) == 5
+    assert len(report.records[0].seconds) == 5
     monkeypatch.setattr(trial, "SECONDS", 0.0)
     report = try_run(TrainerArguments(**ALONE), *parts())
-    assert len(report.notes[0].seconds) == 2
+    assert len(report.records[0].seconds) == 2

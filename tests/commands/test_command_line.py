@@ -90,7 +90,7 @@ def test_help_does_not_import_torch() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["fitt", "line.yaml"], "'fitt' is no command. Did you mean 'fit'?"),
+        (["fitt", "line.yaml"], "'fitt' is not a command. Did you mean 'fit'?"),
         (["trane"], "The commands are fit, validate"),
         (["fit"], "No config file was given"),
         (["fit", "lime.yaml"], "Did you mean 'line.yaml'?"),

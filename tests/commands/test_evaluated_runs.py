@@ -218,8 +218,8 @@ def test_a_launcher_is_told_the_checkpoint_of_the_run_that_is_meant(folder: Path
         _, said = process.communicate(timeout=100)
         if command == "fit":
             assert process.returncode == 2
-            assert "goes on with the newest run of 'default', " in said
-            assert "/runs/default/version_1, and not with" in said
+            assert "resumes the newest run of 'default', " in said
+            assert "/runs/default/version_1, and not" in said
         else:
             assert process.returncode == 0, said
             (sent,) = folder.rglob("slurm/*.yaml")

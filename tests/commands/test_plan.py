@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader
 
 import legato as lg
 from legato.trainer.__main__ import main
-from legato.trainer.commands.plan.plan import Plan, render, render_seen, replicas_by_rank
-from legato.trainer.commands.plan.sources import PlanArguments, make
-from legato.trainer.commands.plan.state_size import VALUES_PER_PARAMETER, by_hand, measure, shown
+from legato.trainer.commands.plan.plan import Plan, render, render_batches, replicas_by_rank
+from legato.trainer.commands.plan.sources import PlanArguments, make_plan
+from legato.trainer.commands.plan.state_size import VALUES_PER_PARAMETER, format_bytes, from_parameters, measure
 from legato.trainer.data.dealing import Dealing, DealtData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.errors import ConfigError
@@ -43,7 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def planned(*arguments: str) -> Plan:
     words, rest = PlanArguments.read(["line.yaml", *arguments])
-    return make(words, rest)
+    return make_plan(words, rest)
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def test_a_plan_is_what_training_deals_out(
         steps = list(source.epoch(epoch))
         assert len(steps) == plan.deal.steps
         for step, dealt in enumerate(steps):
-            seen = plan.seen(rank, step, epoch)
+            seen = plan.batches_at(rank, step, epoch)
             assert [(turn.replica, turn.round, found) for turn, found in seen] == [
                 (turn.replica, turn.batch_idx, turn.batch.tolist()) for turn in dealt.turns
             ]
@@ -111,26 +111,26 @@ def test_layouts_are_told_in_few_words() -> None:
 def test_ranks_that_share_replicas_and_ranks_without() -> None:
     plan = Plan(100, 2, 3, 16, nodes=2, sizes=Sizes(data=2, shard=1, tensor=2, pipeline=4))
     assert [list(plan.ranks.owned(rank, plan.layout)) for rank in range(5)] == [[0, 1], [0, 1], [2], [2], [0, 1]]
-    assert plan.seen(2, 3, 0) == plan.seen(3, 3, 0) == plan.seen(6, 3, 0) != plan.seen(0, 3, 0)
+    assert plan.batches_at(2, 3, 0) == plan.batches_at(3, 3, 0) == plan.batches_at(6, 3, 0) != plan.batches_at(0, 3, 0)
     text = " ".join(render(plan).split())
     assert "16 on 2 nodes, 8 each: pipeline 4 x data 2 x tensor 2" in text
     assert "ranks 0-1: 2 replicas together (0-1), ranks 2-3: 1 replica together (2); ranks 4-15: the same, 4" in text
     assert replicas_by_rank(Layout(4, 2), 2) == "ranks 0-3: 2 replicas for every 2 (0-3)"
     plan = Plan(100, 2, 4, 5, servers=2)
     assert [len(plan.ranks.owned(rank, plan.layout)) for rank in range(5)] == [2, 1, 1, 0, 0]
-    assert (plan.seen(3, 0, 0), plan.step_samples) == ([], 8)
+    assert (plan.batches_at(3, 0, 0), plan.step_samples) == ([], 8)
     text = " ".join(render(plan).split())
     assert "5: 3 trainers, 2 servers" in text
     assert "ranks 3-4: none, servers of remote modules" in text
-    assert "0 samples, as it is a server" in render_seen(plan, 3, 0, 0)
+    assert "0 samples, as it is a server" in render_batches(plan, 3, 0, 0)
     with pytest.raises(ConfigError, match="more processes than replicas"):
         Plan(100, 2, 2, 5, servers=2)
 
 
 def test_the_largest_layout_is_a_matter_of_arithmetic() -> None:
-    plan = Plan(10**12, 64, 16_384, 16_384, nodes=2048, accumulate=8, max_epochs=10, state=by_hand(10**12))
+    plan = Plan(10**12, 64, 16_384, 16_384, nodes=2048, accumulate=8, max_epochs=10, state=from_parameters(10**12))
     text = render(plan)
-    (turn, first), *_ = plan.seen(16_383, plan.deal.steps // 2, 9)
+    (turn, first), *_ = plan.batches_at(16_383, plan.deal.steps // 2, 9)
     assert "16,384 on 2,048 nodes, 8 each" in text
     assert (turn.replica, len(set(first))) == (16_383, 64)
     assert plan.deal.steps == -(-(10**12) // (16_384 * 8 * 64))
@@ -140,8 +140,8 @@ def test_what_there_is_not_is_refused() -> None:
     plan = Plan(50, 4, 2, 2, max_epochs=3)
     for name, arguments in (("rank", (2, 0, 0)), ("step", (0, 7, 0)), ("epoch", (0, 0, 3)), ("rank", (-1, 0, 0))):
         with pytest.raises(ConfigError, match=f"{name}="):
-            plan.seen(*arguments)
-    assert plan.seen(1, 6, 2) == []  # the last step has two samples, which go to replica 0
+            plan.batches_at(*arguments)
+    assert plan.batches_at(1, 6, 2) == []  # the last step has two samples, which go to replica 0
     with pytest.raises(ConfigError, match="more processes than replicas"):
         Plan(50, 4, 2, 3)
     with pytest.raises(ConfigError, match="batch_size"):
@@ -170,7 +170,7 @@ def test_optimizer_state_is_what_a_real_step_leaves(word: str, kind: str, option
     optimizer.step()
     kept = [value for value in optimizer.state[real].values() if isinstance(value, torch.Tensor)]
     large = sum(value.nbytes for value in kept if value.numel() > 1)
-    assert by_hand(width**2, word).optimizer_bytes == large
+    assert from_parameters(width**2, word).optimizer_bytes == large
     task = lg.Task()
     task.weight = torch.nn.Parameter(torch.empty(width, width, device="meta"))
     found = measure(task, [getattr(torch.optim, kind)(task.parameters(), lr=0.1, **options)])
@@ -183,13 +183,13 @@ def test_every_word_for_an_optimizer_was_tried() -> None:
 
 
 def test_state_by_hand() -> None:
-    state = by_hand(7_000_000_000, "adamw", 2)
+    state = from_parameters(7_000_000_000, "adamw", 2)
     assert (state.parameter_bytes, state.gradient_bytes, state.optimizer_bytes) == (14 * 10**9, 14 * 10**9, 28 * 10**9)
-    assert (shown(state.process_bytes), shown(state.checkpoint_bytes)) == ("56 GB", "42 GB")
-    assert by_hand(10, "3").optimizer_bytes == 120
+    assert (format_bytes(state.process_bytes), format_bytes(state.checkpoint_bytes)) == ("56 GB", "42 GB")
+    assert from_parameters(10, "3").optimizer_bytes == 120
     with pytest.raises(ConfigError, match="Did you mean 'adamw'"):
-        by_hand(10, "adamww")
-    assert [shown(count) for count in (12, 1500, 2 * 10**17)] == ["12 B", "1.5 kB", "200 PB"]
+        from_parameters(10, "adamww")
+    assert [format_bytes(count) for count in (12, 1500, 2 * 10**17)] == ["12 B", "1.5 kB", "200 PB"]
 
 
 def test_a_checkpoint_is_as_large_as_was_said(folder: Path) -> None:
@@ -222,8 +222,8 @@ def test_a_rank_holds_its_parts_of_the_state(strategy: str, parts: tuple[int, in
     own = plan.state.of_rank(*parts)
     assert own.parameter_bytes == own.gradient_bytes == 4000 // parts[0]
     assert own.optimizer_bytes == 8000 // parts[1]
-    assert f"State of a rank {shown(own.process_bytes)}" in render(plan)
-    assert f"A checkpoint    {shown(12_000)}" in render(plan)
+    assert f"State of a rank {format_bytes(own.process_bytes)}" in render(plan)
+    assert f"A checkpoint    {format_bytes(12_000)}" in render(plan)
     assert ("parameters= does not say where it is cut" in " ".join(render(plan).split())) == ("pipeline" in strategy)
 
 
@@ -297,7 +297,7 @@ def test_a_users_own_order_is_what_training_takes(capsys: pytest.CaptureFixture[
         plan = planned(f"data.kind={kind}", "devices=2")
         source = DealtData(Points(kind=kind).train_dataloader(), Dealing(Layout(2, 2), 1, 1, 0))
         source.source.loader = DataLoader(range(50), batch_sampler=source.source.loader.batch_sampler)  # type: ignore[arg-type, assignment]
-        (_, found), *_ = plan.seen(1, 0, 1)
+        (_, found), *_ = plan.batches_at(1, 0, 1)
         turn = next(source.epoch(1)).turns[0]
         assert (found[0] if kind == "batches" else found) == turn.batch.tolist()
     assert main(["plan", "line.yaml", "data.kind=batches", "devices=2", "rank=1"]) == 0
@@ -323,7 +323,7 @@ def test_an_optimizer_that_cannot_be_asked_is_said_so_and_can_be_named() -> None
     plan = planned("task.optimizer=LBFGS")
     assert plan.state is not None
     assert plan.state.optimizer_bytes is None
-    assert "say optimizer=NAME" in render(plan)
+    assert "give optimizer=NAME" in render(plan)
     plan = planned("task.optimizer=LBFGS", "optimizer=sgd_momentum")
     assert plan.state is not None
     assert plan.state.optimizer_bytes == 40
@@ -342,7 +342,7 @@ def test_by_hand_nothing_is_built_and_torch_stays_out(folder: Path) -> None:
     assert "State of a rank 56 GB: parameters 14 GB, gradients 14 GB, optimizer 28 GB (adamw)" in done.stdout
     assert "Rank 16000 at step 5 of epoch 2 (global_step 1,907,355 to 1,907,356): 64 samples" in done.stdout
     numbers = done.stdout.partition("positions 6266880-6266943: ")[2].split()
-    assert [int(one) for one in numbers] == Plan(10**12, 64, 16_384, 16_384).seen(16_000, 5, 2)[0][1]
+    assert [int(one) for one in numbers] == Plan(10**12, 64, 16_384, 16_384).batches_at(16_000, 5, 2)[0][1]
     assert not list(folder.glob("runs*"))
 
 
@@ -366,7 +366,7 @@ def test_by_hand_nothing_is_built_and_torch_stays_out(folder: Path) -> None:
         (["devices=2", "trainer.strategy={name: ddp_rpc, servers: 0}"], "servers=0: expected at least 1 process"),
         (["devices=two"], "trainer.devices must be a positive count"),
         (["nodes=two"], "override: trainer.num_nodes must be int"),
-        (["data.kind=endless"], "does not say how long an epoch is: give length= and batch_size="),
+        (["data.kind=endless"], "has no length: give length= and batch_size="),
         (["data.kind=stream", "length=5"], "give both, or neither"),
         (["trainer.use_distributed_sampler=false"], "there is nothing to plan"),
         ([*BY_HAND, "optimizer=adamww"], "optimizer='adamww' is not known. Did you mean 'adamw'?"),

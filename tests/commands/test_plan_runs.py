@@ -8,7 +8,7 @@ import pytest
 from plan_cases import Cuttable, Rated, look
 
 from legato.trainer.commands.plan.plan import Plan
-from legato.trainer.commands.plan.sources import PlanArguments, make
+from legato.trainer.commands.plan.sources import PlanArguments, make_plan
 from legato.trainer.processes.environment import run_workers
 
 FIELDS = ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes")
@@ -52,7 +52,7 @@ def plan_of(folder: Path, kind, arguments, options) -> Plan:
     }
     (folder / "plan.yaml").write_text(json.dumps(config))
     words, rest = PlanArguments.read([str(folder / "plan.yaml")])
-    return make(words, rest)
+    return make_plan(words, rest)
 
 
 @pytest.mark.parametrize("name", [*MESHES, *SERVERS])
@@ -60,7 +60,7 @@ def test_ranks_hold_and_see_what_was_planned(folder: Path, name: str) -> None:
     plan = plan_of(folder, *{**MESHES, **SERVERS}[name])
     looks = [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in range(4)]
     for rank, (seen, _) in enumerate(looks):
-        planned = {str(step): plan.seen(rank, step, 0) for step in range(plan.deal.steps)}
+        planned = {str(step): plan.batches_at(rank, step, 0) for step in range(plan.deal.steps)}
         assert seen == {step: [one for _, found in turns for one in found] for step, turns in planned.items() if turns}
     assert [rank for share in plan.shares for rank in share.ranks] == [0, 1, 2, 3]
     for share in plan.shares:

@@ -1,18 +1,16 @@
-"""Checkpoint files of other programs, read without running code from them; and export to safetensors."""
+"""Checkpoint files of other programs, read without running code from them."""
 
-import os
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError, ConfigError
-from . import commit
-from .format import KNOWN_EVERYWHERE, read_tensors, write_tensors
+from ..errors import CheckpointError
+from .format import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
 """Keys under which other programs keep the weights in a larger file; Lightning uses the first."""
@@ -102,45 +100,3 @@ def _plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str])
 def _uncompiled(name: str) -> str:
     """Remove `_orig_mod.` from a name, wherever a submodule was compiled."""
     return ".".join(part for part in name.split(".") if part != COMPILE_PART[:-1])
-
-
-def export_weights(source: Path, target: Path) -> int:
-    """Write a checkpoint's weights to a new safetensors file under the task's own names; return the number of tensors.
-
-    `source`: a checkpoint, or a run directory or folder, of which the newest complete one is taken; written by any
-    number of processes. Raises CheckpointError if there is none, if weights are not plain tensors, or if `target`
-    exists or has another suffix.
-    """
-    from . import store  # imports this module
-
-    if target.suffix != ".safetensors":
-        raise CheckpointError(f"{target}: the file is one of safetensors, and its name must end in .safetensors.")
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
-    weights = store.read_checkpoint(store.resolve(source)).get("state_dict")
-    if not isinstance(weights, dict):
-        raise CheckpointError(f"{source} holds no weights ('state_dict').")
-    odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
-    if odd:
-        raise CheckpointError(
-            f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."
-        )
-    partial = commit.temporary_path(target, commit.PARTIAL)
-    try:
-        commit.make_folder(target.absolute().parent)
-        write_tensors(partial, {name: torch.as_tensor(value) for name, value in weights.items()})
-        partial.rename(target)
-        commit.sync_folder(target.absolute().parent)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return len(weights)
-
-
-def run_export(arguments: Sequence[str]) -> None:
-    """Run `legato export`."""
-    if len(arguments) != 2:
-        raise ConfigError("legato export takes a checkpoint (or a run directory) and the file to write: x.safetensors.")
-    source, target = map(Path, arguments)
-    print(f"{export_weights(source, target)} tensors  {target}")

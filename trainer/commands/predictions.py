@@ -1,4 +1,4 @@
-"""What `predict` returned, written to files."""
+"""Writes the results of `legato predict` to a file; in a module of its own because it imports torch."""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from ..errors import TaskError
 
 
 def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
-    """Write the results of all batches, in order: tensors as safetensors under "predictions", all else as JSON lines.
+    """Write the results of all batches, in order: tensors as safetensors under "predictions", others as JSON lines.
 
-    predictions: one result a batch; for several loaders a list of these for each, written as "predictions.0" and on.
+    predictions: one result per batch; for several loaders a list of these per loader, written as "predictions.0" and
+    on.
 
-    Raises:
-        TaskError: a result is neither a tensor nor made of JSON values and tensors.
+    Raises TaskError if a result is neither a tensor nor made of JSON values and tensors.
     """
     several = all(isinstance(one, list) for one in predictions)
     loaders = list(predictions) if several else [list(predictions)]
@@ -38,7 +38,7 @@ def write_predictions(predictions: Sequence[Any], folder: Path) -> Path:
 
 
 def _can_be_joined(batches: Sequence[Any]) -> bool:
-    """Whether all are tensors that differ in their first dimension alone."""
+    """Return whether all results are tensors that differ only in their first dimension."""
     if not batches or not all(isinstance(one, Tensor) for one in batches):
         return False
     return len({(one.dtype, one.dim(), one.shape[1:]) for one in batches}) == 1

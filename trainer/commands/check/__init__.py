@@ -1,1 +1,1 @@
-"""`legato check`: a trial run of everything that could fail later."""
+"""`legato check`: a short trial of every stage of a run."""

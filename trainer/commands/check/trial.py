@@ -1,4 +1,4 @@
-"""Trial: a short run of the real thing, on which a callback of every rank takes notes. What `legato check` goes by."""
+"""Trial: a short real run in which a callback on every rank records measurements, for `legato check`."""
 
 import copy
 import json
@@ -24,59 +24,58 @@ from ...trainer import Trainer
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-LEFT_OUT = (Checkpoint, EarlyStopping, ProgressBar, ModelSummary)
-"""Callbacks that a trial does without: they would end it early, write elsewhere, or speak."""
+SKIPPED = (Checkpoint, EarlyStopping, ProgressBar, ModelSummary)
+"""Callbacks to leave out of a trial: they would end it early, write elsewhere, or print."""
 
 
 @dataclass
-class Notes:
-    """What one rank saw."""
+class RankRecord:
+    """Measurements of one rank."""
 
     rank: int = 0
     seconds: list[float] = field(default_factory=list)
-    """Of each step, its data included."""
+    """Seconds of each step, including its data."""
     without_gradient: list[list[str]] = field(default_factory=list)
-    """For each step the trainable parameters that got no gradient."""
+    """For each step, the trainable parameters without a gradient."""
     logged: list[str] | None = None
-    """The metrics that there are when an epoch ends; None: none has ended."""
+    """Names of all metrics at the end of an epoch; None if no epoch has ended."""
     plateaus: list[str] = field(default_factory=list)
-    """The metrics that learning rate schedulers go by."""
+    """Metrics that learning rate schedulers monitor."""
     total_steps: int | None = None
     steps_per_epoch: int | None = None
     host_bytes: int = 0
-    """The most memory that the process had at once."""
+    """Peak memory of the process."""
     device_bytes: int | None = None
-    """The most that tensors took on one of its devices at once; None on the CPU."""
+    """Peak memory of tensors on any of its devices; None on the CPU."""
 
 
 MOST_STEPS, SECONDS = 20, 3.0
-"""A trial of training goes on beyond its least steps until one of the two is reached: the first steps are slow."""
+"""A training trial continues until either limit is reached, because the first steps are slow."""
 
 
-class NoteTaker(Callback):
-    """Takes notes, writes them to the run directory after every step, and ends the run.
+class Recorder(Callback):
+    """Records measurements, writes them to the run directory after every step, and ends the run.
 
-    That is after so many `steps`, and beyond them where more are wanted: after `most` steps or so many `seconds`.
-
-    Notes are files and not gathered, so that those of a rank are there whatever becomes of the others.
+    It ends after `steps` steps, or later if more are wanted: after `most` steps or `seconds` seconds. Records are files
+    and not gathered, so that they survive the failure of other ranks.
     """
 
     late = 2
 
     def __init__(self, name: str, steps: int, most: int, seconds: float) -> None:
         self.name, self.steps, self.most, self.seconds = name, steps, most, seconds
-        self.notes = Notes()
+        self.record = RankRecord()
         self.names: dict[str, Any] = {}
         self.reached: set[str] = set()
         self.step = -1
         self.since = self.began = 0.0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Begin anew."""
-        self.notes, self.step = Notes(rank=trainer.global_rank), -1
+        """Reset the record."""
+        self.record, self.step = RankRecord(rank=trainer.global_rank), -1
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """See which parameters gradients reach: of all batches, and before any other rank's are added."""
+        """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
         wanted = {id(parameter) for parameter in trainable(task)}
         for name, parameter in task.named_parameters():
             if id(parameter) in wanted:
@@ -86,51 +85,51 @@ class NoteTaker(Callback):
         self.reached.add(name)
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Look at the clock."""
+        """Start the clock."""
         self.since = time.monotonic()
         self.began = self.began or self.since
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Forget what came before the step, also where this rank had no batch in it."""
+        """Clear the gradients seen at the beginning of a step."""
         if trainer.global_step != self.step:
             self.step = trainer.global_step
             self.reached.clear()
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Note a finished step."""
+        """Record a completed step."""
         if trainer.global_step == self.step:
             return
         for device in trainer.strategy.task_devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         now = time.monotonic()
-        self.notes.seconds.append(now - self.since)
-        self.notes.without_gradient.append([name for name in self.names if name not in self.reached])
+        self.record.seconds.append(now - self.since)
+        self.record.without_gradient.append([name for name in self.names if name not in self.reached])
         self.since = now
         self._write(trainer)
-        done = len(self.notes.seconds)
+        done = len(self.record.seconds)
         enough = done >= self.most or now - self.began >= self.seconds
-        # nor to the end of an epoch, also not by the step of the resume: what belongs there is not due yet
+        # stop before the end of an epoch, counting the resume's step: epoch-end work is not part of the trial
         if done >= self.steps and (enough or trainer.state.epoch_steps + 2 >= trainer.steps_per_epoch):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Look at the clock."""
+        """Exclude the time of the validation."""
         self.since = time.monotonic()
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Note what was logged, and how long the whole run would be."""
-        notes = self.notes
-        notes.logged = sorted(trainer.callback_metrics)
-        notes.plateaus = [
+        """Record logged metrics and the length of the whole run."""
+        record = self.record
+        record.logged = sorted(trainer.callback_metrics)
+        record.plateaus = [
             str(config.monitor) for config in trainer.lr_scheduler_configs if config.reduce_on_plateau and config.strict
         ]
-        notes.total_steps = _finite(trainer.estimated_stepping_batches)
-        notes.steps_per_epoch = _finite(trainer.steps_per_epoch)
+        record.total_steps = _finite(trainer.estimated_stepping_batches)
+        record.steps_per_epoch = _finite(trainer.steps_per_epoch)
         self._write(trainer)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Let go of the parameters, and note the memory that all of it took."""
+        """Remove the gradient hooks, and record the peak memory."""
         for handle in self.names.values():
             handle.remove()
         self.names = {}
@@ -138,45 +137,46 @@ class NoteTaker(Callback):
             self._write(trainer)
 
     def _write(self, trainer: "Trainer") -> None:
-        notes = self.notes
-        notes.host_bytes = peak_memory()
+        record = self.record
+        record.host_bytes = peak_memory()
         peaks = [torch.cuda.max_memory_allocated(one) for one in trainer.strategy.task_devices if one.type == "cuda"]
-        notes.device_bytes = max(peaks, default=None)
+        record.device_bytes = max(peaks, default=None)
         assert trainer.run_dir is not None
-        path = trainer.run_dir / f"{self.name}-{notes.rank}.json"
+        path = trainer.run_dir / f"{self.name}-{record.rank}.json"
         partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(asdict(notes)))
+        partial.write_text(json.dumps(asdict(record)))
         partial.replace(path)
 
 
-def read_notes(room: Path, name: str) -> list[Notes]:
-    """Return the notes that ranks took in the trial of this name, by rank."""
-    found = (Notes(**json.loads(path.read_text())) for path in room.glob(f"{name}-*.json"))
-    return sorted(found, key=lambda notes: notes.rank)
+def read_records(folder: Path, name: str) -> list[RankRecord]:
+    """Return the records of all ranks in the trial `name`, by rank."""
+    found = (RankRecord(**json.loads(path.read_text())) for path in folder.glob(f"{name}-*.json"))
+    return sorted(found, key=lambda record: record.rank)
 
 
 def make_trial(
     original: Trainer,
     name: str,
     steps: int,
-    room: Path | None,
+    folder: Path | None,
     processes: int,
     find_unused: bool = False,
     warm: bool = False,
 ) -> Trainer:
-    """Return a trainer that does what `original` would, for so many steps with a validation after each, in `room`.
+    """Return a trainer for `steps` steps of what `original` would run, with a validation after each, in `folder`.
 
-    `warm`: for some more steps, from which one can tell how long a step takes.
+    name: identifies the trial's records.
+    find_unused: do not end a ddp run at a parameter without gradient.
+    warm: run some more steps to measure their time.
 
-    `name` is what its notes go by. Of each evaluation loader every replica takes one batch. Learning rate schedules
-    see the length of the whole run. With `find_unused` a parameter without gradient ends no run under ddp.
+    Each replica takes one batch of each evaluation loader. Learning rate schedules see the length of the whole run.
     """
     arguments = {argument: getattr(original, argument) for argument in ARGUMENT_NAMES}
     batches = original.replicas or processes
     for argument in ("limit_val_batches", "limit_test_batches", "limit_predict_batches"):
         limit = arguments[argument]
         arguments[argument] = min(limit, batches) if isinstance(limit, int) else batches if limit else 0
-    watching = [callback for callback in original.callbacks if not isinstance(callback, LEFT_OUT)]
+    watching = [callback for callback in original.callbacks if not isinstance(callback, SKIPPED)]
     saving = [Checkpoint(every_n_epochs=0)] if original.checkpoint_callback is not None else []
     strategy: Any = copy.copy(original.strategy)
     elastic, strategy.elastic = strategy.elastic, Elasticity()  # no process leaves or joins a trial
@@ -184,7 +184,7 @@ def make_trial(
         strategy.module_options = {**strategy.module_options, "find_unused_parameters": True}
     arguments |= {
         "strategy": strategy,
-        "callbacks": [NoteTaker(name, steps, max(steps, MOST_STEPS if warm else 0), SECONDS), *watching, *saving],
+        "callbacks": [Recorder(name, steps, max(steps, MOST_STEPS if warm else 0), SECONDS), *watching, *saving],
         "logger": own_loggers(original) or False,
         "enable_checkpointing": bool(saving),
         "enable_progress_bar": False,
@@ -199,18 +199,18 @@ def make_trial(
         "max_restarts": 0,
     }
     trainer = Trainer(**arguments)
-    trainer.given_dir = trainer.run_dir = room
+    trainer.given_dir = trainer.run_dir = folder
     trainer.config_text = original.config_text
     return trainer
 
 
 def own_loggers(trainer: Trainer) -> list[Any]:
-    """Return the loggers that write to the run directory only, as far as one can know: Legato's."""
+    """Return the loggers known to write to the run directory only: Legato's."""
     return [logger for logger in trainer.loggers if type(logger).__module__.startswith(f"{loggers.__name__}.")]
 
 
 def needs_every_gradient(trainer: Trainer) -> bool:
-    """Return whether the strategy ends the run where a step gives a parameter no gradient on some rank."""
+    """Return whether the strategy fails when a parameter gets no gradient in a step on some rank."""
     options = getattr(trainer.strategy, "module_options", None)
     if options is None or options["find_unused_parameters"] or options["static_graph"]:
         return False
@@ -218,7 +218,7 @@ def needs_every_gradient(trainer: Trainer) -> bool:
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory that this process had at once."""
+    """Return the peak memory of this process in bytes."""
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

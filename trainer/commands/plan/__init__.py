@@ -1,1 +1,1 @@
-"""`legato plan`: what would run where, and how large it would be, without starting anything."""
+"""`legato plan`: layout, data order and memory of a run, computed without starting it."""

@@ -1,11 +1,11 @@
-"""`legato plan`: what a run would do on any layout, worked out without starting anything.
+"""`legato plan`: what a run would do on any layout, computed without starting it.
 
-    length, batch size --Deal-->   samples of a step, steps of an epoch, what a rank sees at a step
-    replicas, processes --Layout-> which replicas run where
-    parameters, optimizer --------> state of a process, size of a checkpoint (state_size.py)
+    length, batch size --Deal-->    samples of a step, steps of an epoch, the batches of a rank at a step
+    replicas, processes --Layout--> the replicas of each process
+    parameters, optimizer ------->  state of a process, size of a checkpoint (state_size.py)
 
-Everything here is arithmetic, without torch. sources.py finds the numbers that were not given by hand;
-processes.py says which processes there are, shares.py what each holds of a model that the strategy cuts.
+This module is arithmetic without torch. sources.py reads the inputs from config, loader and task; processes.py has the
+layout of processes, shares.py the state of each rank of a model that the strategy splits.
 """
 
 import textwrap
@@ -20,7 +20,7 @@ from ...data.sampling import BatchSpan, Deal, EpochIndices, Layout, epoch_key, p
 from ...errors import ConfigError, DataError
 from ...strategies.mesh.sizes import PLACES, Sizes
 from .processes import Processes
-from .state_size import Share, StateSize, shown
+from .state_size import Share, StateSize, format_bytes
 
 WIDTH = 118  # columns
 PLURALS = {"batch": "batches"}
@@ -28,10 +28,10 @@ PLURALS = {"batch": "batches"}
 
 @dataclass(frozen=True)
 class Plan:
-    """A run's shape. Raises ConfigError for more processes than replicas, and for a number below its least."""
+    """The shape of a run. Raises ConfigError for more processes than replicas, and for numbers out of range."""
 
     length: int
-    """Positions of an epoch: samples, or the batches of a loader whose batches are taken whole."""
+    """Positions of an epoch: samples, or batches if the loader's batches are kept whole."""
     batch_size: int
     """Positions of a batch."""
     replicas: int
@@ -40,30 +40,30 @@ class Plan:
     accumulate: int = 1
     drop_last: bool = False
     limit: int | float = 1.0
-    """Batches of an epoch that each replica trains on: a count (int) or a fraction (float)."""
+    """Batches per epoch of each replica: a count (int) or a fraction (float)."""
     whole_rounds: bool = False
-    """Whether a round in which some replica has no batch is left out, as manual optimization needs it."""
+    """Whether to drop a round in which some replica has no batch, as manual optimization requires."""
     max_epochs: int | None = None
     """None: no limit."""
     max_steps: int | None = None
     """None: no limit."""
     seed: int = 0
     shuffle: bool = True
-    """Whether the keyed permutation deals the samples out, or the dataset's own order."""
+    """Whether samples are in the order of the keyed permutation, or in dataset order."""
     unit: str = "sample"
-    """What a position is."""
+    """The meaning of a position: "sample" or "batch"."""
     own_order: Callable[[int], EpochIndices] | None = None
-    """Returns the order of an epoch, where that is neither of the two."""
+    """Returns the order of an epoch, for a custom sampler."""
     state: StateSize | None = None
-    """Of the whole model, as one process has it."""
+    """State of the whole model in one process."""
     parts: tuple[int, int] | None = (1, 1)
-    """Into how many equal parts the ranks share weights (and gradients), and the optimizer's state; None: unknown."""
+    """Number of equal parts into which weights (with gradients) and optimizer state are sharded; None: unknown."""
     shares: tuple[Share, ...] = ()
-    """What the ranks hold, where that was measured; it goes before `parts`."""
+    """Measured state by rank; takes precedence over `parts`."""
     sizes: Sizes | None = None
-    """The axes of the mesh in which the processes stand, if they do."""
+    """Axis sizes of the mesh, if any."""
     servers: int = 0
-    """How many of the processes, the last ones, hold remote modules and have no samples."""
+    """Number of processes, the last ones, that hold remote modules and have no samples."""
 
     def __post_init__(self) -> None:
         assert self.layout.processes
@@ -71,17 +71,17 @@ class Plan:
 
     @cached_property
     def ranks(self) -> Processes:
-        """What the processes are there for."""
+        """The processes and their roles."""
         return Processes(self.processes, self.nodes, self.sizes, self.servers)
 
     @cached_property
     def layout(self) -> Layout:
-        """Which replicas run where, over the processes that share them out."""
+        """Assignment of replicas to the processes that share them."""
         return Layout(self.replicas, self.ranks.data_size)
 
     @cached_property
     def deal(self) -> Deal:
-        """How an epoch is dealt out."""
+        """Division of an epoch into batches."""
         dealt = self.length, self.batch_size, self.replicas, self.accumulate, self.drop_last
         whole = Deal(*dealt)
         rounds = whole.rounds
@@ -91,7 +91,7 @@ class Plan:
 
     @property
     def step_samples(self) -> int:
-        """Samples of a step that is not the last of its epoch."""
+        """Samples of a step, other than an epoch's last."""
         return self.replicas * self.accumulate * self.batch_size
 
     @property
@@ -101,12 +101,12 @@ class Plan:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None where neither epochs nor steps limit it."""
+        """Steps of the whole run; None if neither epochs nor steps are limited."""
         by_epochs = None if self.max_epochs is None else self.max_epochs * self.deal.steps
         return min((limit for limit in (by_epochs, self.max_steps) if limit is not None), default=None)
 
     def order(self, epoch: int) -> EpochIndices:
-        """Return the order of an epoch: what stands at some positions."""
+        """Return the order of an epoch, which maps positions to dataset indices."""
         if self.own_order is not None:
             return self.own_order(epoch)
         if not self.shuffle:
@@ -114,10 +114,10 @@ class Plan:
         key = epoch_key(self.seed, epoch)
         return lambda positions: permutation(positions, self.length, key)
 
-    def seen(self, rank: int, step: int, epoch: int) -> list[tuple[BatchSpan, list[Any]]]:
-        """Return the batches that a rank sees at a step of an epoch, both counted from 0, and what is in each.
+    def batches_at(self, rank: int, step: int, epoch: int) -> list[tuple[BatchSpan, list[Any]]]:
+        """Return the batches of a rank at a step of an epoch (both from 0), each with its dataset indices.
 
-        Raises ConfigError where there is no such rank, step or epoch.
+        Raises ConfigError for a rank, step or epoch out of range.
         """
         for name, value, count in (
             ("rank", rank, self.processes),
@@ -138,9 +138,9 @@ def _same_positions(positions: Any) -> Any:
 
 
 def replicas_by_rank(layout: Layout, together: int = 1) -> str:
-    """Say which replicas run where: "ranks 0-1: 3 replicas each (0-5), rank 2: 2 replicas (6-7)".
+    """Describe the assignment of replicas: "ranks 0-1: 3 replicas each (0-5), rank 2: 2 replicas (6-7)".
 
-    `together`: how many neighbours have the same ones.
+    together: number of consecutive ranks with the same replicas.
     """
     share, longer = divmod(layout.replicas, layout.processes)
     parts = []
@@ -156,16 +156,16 @@ def replicas_by_rank(layout: Layout, together: int = 1) -> str:
 
 
 def _replicas(plan: Plan) -> str:
-    """Say which replicas run where, and which ranks have the same or none."""
+    """Describe the assignment of replicas, including ranks with the same replicas or none."""
     ranks = plan.ranks
-    told = replicas_by_rank(plan.layout, ranks.together)
+    text = replicas_by_rank(plan.layout, ranks.together)
     if ranks.pipeline > 1:
         line = plan.processes // ranks.pipeline
         others = _ranks(range(line, plan.processes))
-        told += f"; {others}: the same, {line:,} at each further place of the pipeline"
+        text += f"; {others}: the same, {line:,} at each further place of the pipeline"
     if ranks.servers:
-        told += f"; {_ranks(range(plan.processes - ranks.servers, plan.processes))}: none, servers of remote modules"
-    return told
+        text += f"; {_ranks(range(plan.processes - ranks.servers, plan.processes))}: none, servers of remote modules"
+    return text
 
 
 def render(plan: Plan) -> str:
@@ -217,24 +217,24 @@ def _state_rows(state: StateSize, plan: Plan) -> Iterator[tuple[str, str]]:
         if plan.sizes is not None and plan.sizes.tensor * plan.sizes.pipeline > 1:
             same = f"; were the model cut into {plan.parts[0]:,} equal parts: parameters= does not say where it is cut"
         yield title, _shown_state(state.of_rank(*plan.parts)) + same
-    yield "A checkpoint", f"{shown(state.checkpoint_bytes)}{_unknown(state)}"
+    yield "A checkpoint", f"{format_bytes(state.checkpoint_bytes)}{_unknown(state)}"
 
 
 def _shown_state(state: StateSize, most: str = "", where: str = "") -> str:
-    optimizer = "unknown" if state.optimizer_bytes is None else shown(state.optimizer_bytes)
-    parts = [f"parameters {shown(state.parameter_bytes)}", f"gradients {shown(state.gradient_bytes)}"]
-    parts += [f"buffers {shown(state.buffer_bytes)}"] if state.buffer_bytes else []
+    optimizer = "unknown" if state.optimizer_bytes is None else format_bytes(state.optimizer_bytes)
+    parts = [f"parameters {format_bytes(state.parameter_bytes)}", f"gradients {format_bytes(state.gradient_bytes)}"]
+    parts += [f"buffers {format_bytes(state.buffer_bytes)}"] if state.buffer_bytes else []
     parts += [f"optimizer {optimizer} ({state.optimizer})"]
-    return f"{most}{shown(state.process_bytes)}{_unknown(state)}{where}: {', '.join(parts)}"
+    return f"{most}{format_bytes(state.process_bytes)}{_unknown(state)}{where}: {', '.join(parts)}"
 
 
 def _unknown(state: StateSize) -> str:
     return " and the optimizer's" if state.optimizer_bytes is None else ""
 
 
-def render_seen(plan: Plan, rank: int, step: int, epoch: int) -> str:
-    """Return what a rank sees at a step of an epoch as text for a terminal."""
-    turns = plan.seen(rank, step, epoch)
+def render_batches(plan: Plan, rank: int, step: int, epoch: int) -> str:
+    """Return the batches of a rank at a step as text for a terminal."""
+    turns = plan.batches_at(rank, step, epoch)
     before = epoch * plan.deal.steps + step
     count = _shown_count(sum(turn.samples for turn, _ in turns), plan.unit)
     count += ", as it is a server" if rank >= plan.processes - plan.servers else ""
@@ -248,15 +248,15 @@ def render_seen(plan: Plan, rank: int, step: int, epoch: int) -> str:
 
 
 def run_plan(arguments: Sequence[str]) -> None:
-    """Print the plan that a command line asks for."""
-    from .sources import PlanArguments, make
+    """Print the plan for a command line. Raises DataError if an epoch has no step."""
+    from .sources import PlanArguments, make_plan
 
-    words, rest = PlanArguments.read(arguments)
-    plan = make(words, rest)
-    asked = (words.rank, words.step, words.epoch)
+    options, rest = PlanArguments.read(arguments)
+    plan = make_plan(options, rest)
+    asked = (options.rank, options.step, options.epoch)
     parts = [render(plan)]
     if any(number is not None for number in asked):
-        parts.append(render_seen(plan, *(number or 0 for number in asked)))
+        parts.append(render_batches(plan, *(number or 0 for number in asked)))
     print("\n\n".join(parts))
     if plan.deal.steps == 0:
         dropped = ", the short last one dropped," if plan.drop_last else ""

@@ -1,4 +1,4 @@
-"""The processes of a plan: how many a config asks for, on which axes, and which of them only serve. No torch."""
+"""Processes of a plan: their number, mesh axes and servers, from a config. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,45 +9,45 @@ from ...errors import ConfigError
 from ...strategies.mesh.sizes import AXES, Sizes, fit_sizes, read_sizes
 
 ONE_PROCESS = ("single", "data_parallel")
-"""The strategies that run in one process, on however many devices; ddp has a process for each."""
+"""Strategies with a single process."""
 KNOWN = ("auto", "ddp", "ddp_model_parallel", "ddp_rpc", "zero1", "fsdp", "mesh", *ONE_PROCESS)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run; the ranks of the servers are the last ones."""
+    """The processes of a run; servers have the last ranks."""
 
     count: int
     nodes: int = 1
     sizes: Sizes | None = None
-    """The axes of the mesh in which they stand; None: in none, each has samples of its own."""
+    """Axis sizes of the mesh; None without one, when each process has its own samples."""
     servers: int = 0
-    """How many hold remote modules, and have no samples."""
+    """Number of processes that hold remote modules and have no samples."""
 
     @property
     def data_size(self) -> int:
-        """How many share out the replicas: the servers do not, and in a mesh several may have the same ones."""
+        """Number of groups of processes with different replicas; servers do not count."""
         return self.count - self.servers if self.sizes is None else self.sizes.replicating
 
     @property
     def together(self) -> int:
-        """How many neighbours have the same replicas: those of the axis tensor."""
+        """Number of consecutive ranks with the same replicas: the axis tensor."""
         return 1 if self.sizes is None else self.sizes.tensor
 
     @property
     def pipeline(self) -> int:
-        """How many places a pipeline has."""
+        """Number of pipeline stages."""
         return 1 if self.sizes is None else self.sizes.pipeline
 
     def owned(self, rank: int, layout: Layout) -> range:
-        """Return the replicas that a rank works on; a server has none."""
+        """Return the replicas of a rank; none for a server."""
         if rank >= self.count - self.servers:
             return range(0)
         return layout.owned(rank if self.sizes is None else self.sizes.data_rank(rank))
 
 
 def find_processes(trainer: Mapping[str, Any]) -> Processes:
-    """Return the processes of the wanted layout. Raises ConfigError for one that there cannot be."""
+    """Return the processes of a config's trainer section. Raises ConfigError for an impossible layout."""
     name, options = read_strategy(trainer)
     nodes = trainer["num_nodes"]
     if name not in KNOWN:
@@ -81,14 +81,15 @@ def find_processes(trainer: Mapping[str, Any]) -> Processes:
 
 
 def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the name of the strategy, and its options."""
+    """Return the name and the options of the strategy."""
     strategy = trainer["strategy"]
     options = dict(strategy) if isinstance(strategy, dict) else {"name": strategy}
     return options.pop("name", None), options
 
 
 def with_servers(options: Mapping[str, Any], nodes: int, devices: int) -> Processes:
-    """Return the processes of ddp_rpc: one trainer a device, and the servers. Raises ConfigError where it has none."""
+    """Return the processes of ddp_rpc: one trainer per device, and the servers. Raises ConfigError for invalid
+    numbers."""
     servers = options.get("servers", 1)
     if isinstance(servers, bool) or not isinstance(servers, int) or servers < 1:
         raise ConfigError(f"servers={servers!r}: expected at least 1 process for the remote modules.")
@@ -98,9 +99,9 @@ def with_servers(options: Mapping[str, Any], nodes: int, devices: int) -> Proces
 
 
 def count_parts(trainer: Mapping[str, Any], processes: Processes) -> tuple[int, int] | None:
-    """Return into how many parts ranks take weights and gradients, and the optimizer's state, if these are equal.
+    """Return the number of parts of weights (with gradients) and of optimizer state, if they are equal parts.
 
-    None where a number of parameters does not even tell who has how many.
+    None for ddp_rpc, whose division depends on the task.
     """
     if processes.servers:
         return None
@@ -111,7 +112,7 @@ def count_parts(trainer: Mapping[str, Any], processes: Processes) -> tuple[int, 
 
 
 def count_devices(devices: Any, accelerator: str) -> int:
-    """Return how many devices each machine has; "auto" are those of this one, and only they must be there."""
+    """Return the number of devices per machine; "auto" counts those of this machine."""
     if isinstance(devices, list):
         return len(devices) or 1
     if isinstance(devices, str) and devices.isdecimal():

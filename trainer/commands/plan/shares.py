@@ -1,11 +1,10 @@
-"""What each rank of a plan holds where the strategy cuts the model, measured on the task: part by part, on no device.
+"""State of each rank when the strategy splits the model, measured on the meta device with the strategy's own functions.
 
-    strategies/model_parallel/parts.py     which blocks make a stage of a pipeline
-    strategies/mesh/tensor_plan.py      which layers are cut along the axis tensor
-    strategies/ddp_rpc/remote_modules.py which modules live on which server
+    strategies/model_parallel/parts.py      blocks of a pipeline stage
+    strategies/mesh/tensor_plan.py          layers split along the axis tensor
+    strategies/ddp_rpc/remote_modules.py    modules on each server
 
-The strategies themselves cut by these, so that a plan and a run agree. Parameters get the shapes that a rank has of
-them, and the optimizers make their state for these.
+Parameters are replaced by ones of a rank's shapes, for which the optimizers then create their state.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,15 +29,15 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 MakeOptimizers = Callable[[], tuple[Sequence[Optimizer], str]]
-"""Returns a task's optimizers for its present parameters; where it cannot, none and why."""
+"""Returns a task's optimizers for its current parameters, or none and the reason."""
 
 
 def measure_shares(
     task: "Task", processes: Processes, options: Mapping[str, Any], make_optimizers: MakeOptimizers
 ) -> tuple[Share, ...]:
-    """Return what the ranks hold, first ranks first; nothing where all hold all of it.
+    """Return the state by rank; () if every rank holds everything.
 
-    `options` are the strategy's. Raises ConfigError where it cannot cut the task, as it would in a run.
+    `options` are the strategy's. Raises ConfigError if it cannot split the task, as it would in a run.
     """
     if processes.servers:
         return _of_trainers_and_servers(task, processes, make_optimizers)
@@ -51,18 +50,18 @@ def measure_shares(
 
 @dataclass(frozen=True)
 class _Cut:
-    """A task on a mesh: which parameters belong where, and in what shape."""
+    """A task on a mesh: the stage and the shape of each parameter."""
 
     task: "Task"
     sizes: Sizes
     stages: list[list[PartBlock]]
-    """Of the pipeline; without one there is a single place, for all of the task."""
+    """Blocks of each pipeline stage; empty without a pipeline."""
     cuts: dict[int, int]
-    """The dimension of each parameter (by id) that is cut along the axis tensor."""
+    """Dimension, by parameter id, that is split along the axis tensor."""
 
     @classmethod
     def of(cls, task: "Task", sizes: Sizes, options: Mapping[str, Any]) -> "_Cut":
-        """Cut a task as the strategy does in `place_task`."""
+        """Split a task as the strategy does in `place_task`."""
         stages: list[list[PartBlock]] = []
         if sizes.pipeline > 1:
             count = sizes.pipeline * stages_each(options.get("schedule", "1f1b"))
@@ -73,19 +72,19 @@ class _Cut:
         )
 
     def share(self, place: int, make_optimizers: MakeOptimizers) -> Share:
-        """Return what the ranks at a place of the pipeline hold."""
+        """Return the state of the ranks at a place of the pipeline."""
         home, last = stage_places(self.stages, self.sizes.pipeline), self.sizes.pipeline - 1
         own: set[int] = set()
         uneven: list[bool] = []
 
         def change(tensor: Tensor) -> Tensor:
-            """Return a parameter in the shape that the first ranks of this place have of it; others have no more."""
+            """Return a parameter in the shape of its largest shard at this place."""
             if not isinstance(tensor, nn.Parameter):
                 return tensor
             shape = [*tensor.shape]
             if id(tensor) in self.cuts:
                 shape[self.cuts[id(tensor)]] //= self.sizes.tensor
-            # Stages are sharded one by one, so that what is in no block is not; without stages, all is.
+            # Stages are sharded one by one, so parameters outside of all blocks are not; without stages everything is.
             is_sharded = home.get(id(tensor)) == place if self.stages else True
             if is_sharded and shape:
                 uneven.append(shape[0] % self.sizes.shard > 0)
@@ -93,28 +92,28 @@ class _Cut:
             part = tensor
             if shape != [*tensor.shape]:
                 part = nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
-            if home.get(id(tensor), last) == place:  # the last one's is what is in no block
+            if home.get(id(tensor), last) == place:  # parameters outside of all blocks belong to the last stage
                 own.add(id(part))
             return part
 
         with _replaced_tensors(self.task, change):
             size = measure(self.task, *make_optimizers(), own)
         each = prod(self.sizes) // self.sizes.pipeline
-        return Share(range(place * each, (place + 1) * each), self._told(place), size, any(uneven))
+        return Share(range(place * each, (place + 1) * each), self._describe(place), size, any(uneven))
 
-    def _told(self, place: int) -> str:
-        told = []
+    def _describe(self, place: int) -> str:
+        parts = []
         for number in range(place, len(self.stages), self.sizes.pipeline):
             first, last = self.stages[number][0].name, self.stages[number][-1].name
-            told.append(f"stage {number}: {first if first == last else f'{first} .. {last}'}")
-        return "; ".join(told)
+            parts.append(f"stage {number}: {first if first == last else f'{first} .. {last}'}")
+        return "; ".join(parts)
 
 
 @contextmanager
 def _replaced_tensors(task: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Put `change(tensor)` in the place of each parameter and buffer, for a while."""
+    """Replace each parameter and buffer by `change(tensor)` within this context."""
     before: dict[int, Tensor] = {}
-    made: list[Tensor] = []  # lest an id be used twice
+    made: list[Tensor] = []  # keep references, so that ids stay unique
 
     def note(tensor: Tensor) -> Tensor:
         made.append(change(tensor))
@@ -132,7 +131,7 @@ def _of_trainers_and_servers(task: "Task", processes: Processes, make_optimizers
     names = list(named_modules(task))
     modules = {name: task.get_submodule(name) for name in names}
     for name in names:
-        setattr(task, name, nn.Module())  # what calls a server has no parameters
+        setattr(task, name, nn.Module())  # trainers hold no parameters of remote modules
     try:
         optimizers, unknown = make_optimizers()
         if optimizers:
@@ -150,7 +149,7 @@ def _of_trainers_and_servers(task: "Task", processes: Processes, make_optimizers
 
 
 def _on_server(held: nn.Module, optimizers: Sequence[Optimizer], unknown: str) -> StateSize:
-    """Return what a server holds, whose optimizer is one like the trainers'."""
+    """Return the state of a server, whose optimizers have the trainers' settings."""
     parameters = list(held.parameters())
     if not parameters:
         return measure(held, ())

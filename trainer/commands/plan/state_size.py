@@ -1,6 +1,6 @@
-"""How many bytes a run's state takes: counted by hand from a number of parameters, or measured on a task's own tensors.
+"""Bytes of a run's state, computed from a number of parameters or measured on a task on the meta device.
 
-torch is imported only to measure.
+torch is imported only for measuring.
 """
 
 from dataclasses import dataclass, replace
@@ -31,56 +31,56 @@ VALUES_PER_PARAMETER = {
     "asgd": 1,
     "muon": 1,
 }
-"""Values that torch's optimizers keep for each parameter; steps and other scalars are not counted."""
+"""Values per parameter in the state of torch's optimizers, without step counts and other scalars."""
 
 
 @dataclass(frozen=True)
 class StateSize:
-    """What one process holds, of a model whose state is replicated or of its share; all but `parameters` in bytes."""
+    """State of one process, of a replicated model or of its shard; in bytes, except `parameters`."""
 
     parameters: int
-    """Numbers, trainable or not."""
+    """Number of parameters, trainable or not."""
     parameter_bytes: int
     buffer_bytes: int
     gradient_bytes: int
     optimizer_bytes: int | None
-    """None: it could not be found out."""
+    """None if unknown."""
     optimizer: str
-    """What keeps it, or why its size is not known."""
+    """The optimizer's name, or the reason why its size is unknown."""
 
     @property
     def process_bytes(self) -> int:
-        """Parameters, buffers, gradients and, as far as it is known, the optimizer's state."""
+        """Parameters, buffers, gradients and, if known, optimizer state."""
         return self.parameter_bytes + self.buffer_bytes + self.gradient_bytes + (self.optimizer_bytes or 0)
 
     def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
-        """Return what a rank holds where weights and gradients, and the optimizer's state, are in so many parts."""
+        """Return the state of a rank, with weights and optimizer state sharded into so many parts."""
         kept = None if self.optimizer_bytes is None else -(-self.optimizer_bytes // optimizer_parts)
         weights, gradients = -(-self.parameter_bytes // weight_parts), -(-self.gradient_bytes // weight_parts)
         return replace(self, parameter_bytes=weights, gradient_bytes=gradients, optimizer_bytes=kept)
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Parameters, buffers and, as far as it is known, the optimizer's state; without the few KiB of the rest."""
+        """Parameters, buffers and, if known, optimizer state; the remaining few KiB are not counted."""
         return self.parameter_bytes + self.buffer_bytes + (self.optimizer_bytes or 0)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What each of some ranks holds."""
+    """State of some ranks."""
 
     ranks: range
     what: str
-    """Which part of the model it is; empty where all ranks have the like."""
+    """Part of the model that they hold; empty if all ranks hold equal parts."""
     size: StateSize
     at_most: bool = False
-    """Whether some of these ranks hold less, because a tensor cannot be cut into equal parts."""
+    """Whether some of these ranks hold less, because a tensor does not divide evenly."""
 
 
-def by_hand(parameters: int, optimizer: str = "adamw", width: int = 4) -> StateSize:
-    """Return the state of a model with so many parameters, all of them trained, of `width` bytes each.
+def from_parameters(parameters: int, optimizer: str = "adamw", width: int = 4) -> StateSize:
+    """Return the state of a model with so many trained parameters of `width` bytes each.
 
-    `optimizer` is a key of KEPT, or how many values it keeps for each parameter. Raises ConfigError for another word.
+    `optimizer` is a key of VALUES_PER_PARAMETER or a number of values per parameter. Raises ConfigError for others.
     """
     if parameters < 0:
         raise ConfigError(f"parameters={parameters}: expected a count.")
@@ -88,7 +88,7 @@ def by_hand(parameters: int, optimizer: str = "adamw", width: int = 4) -> StateS
     if kept is None:
         raise ConfigError(
             f"optimizer={optimizer!r} is not known.{did_you_mean(optimizer, VALUES_PER_PARAMETER)} There are "
-            f"{', '.join(VALUES_PER_PARAMETER)}, or say how many values it keeps for each parameter, as optimizer=2."
+            f"{', '.join(VALUES_PER_PARAMETER)}, or give its number of values per parameter: optimizer=2."
         )
     name = f"{kept} values a parameter" if optimizer.isdecimal() else optimizer
     size = parameters * width
@@ -98,10 +98,10 @@ def by_hand(parameters: int, optimizer: str = "adamw", width: int = 4) -> StateS
 def measure(
     task: "nn.Module", optimizers: "Sequence[Optimizer]", unknown: str = "", own: "set[int] | None" = None
 ) -> StateSize:
-    """Return the state of a task on the meta device, whose optimizers make theirs there by taking a step.
+    """Return the state of a task on the meta device, where its optimizers take a step to create theirs.
 
-    That needs no memory and holds for any optimizer. `unknown` says why there are no optimizers to ask; `own`, which
-    parameters (by id) have values, and so gradients, on the process in question: None for all.
+    unknown: reason why there are no optimizers.
+    own: ids of the parameters that the process holds; None for all.
     """
     import torch
 
@@ -115,28 +115,28 @@ def measure(
     for optimizer in optimizers:
         try:
             optimizer.step()
-        except Exception as error:  # one of any make; some ask for values, but mostly after they have made their state
+        except Exception as error:  # custom optimizers may read values, but mostly after they created their state
             owners = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
             if not all(optimizer.state.get(one) for one in owners):
-                unknown = f"{name} cannot be measured without data ({type(error).__name__}); say optimizer=NAME"
+                unknown = f"{name} cannot be measured without data ({type(error).__name__}); give optimizer=NAME"
     states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
-    kept = _read_bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
+    kept = _sum_bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
     return StateSize(
         sum(parameter.numel() for parameter in parameters),
-        _read_bytes(parameters),
-        _read_bytes(task.buffers()),
-        _read_bytes(trained),
+        _sum_bytes(parameters),
+        _sum_bytes(task.buffers()),
+        _sum_bytes(trained),
         None if unknown else kept,
         unknown or name,
     )
 
 
-def _read_bytes(tensors: "Iterable[Tensor]") -> int:
+def _sum_bytes(tensors: "Iterable[Tensor]") -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def shown(count: int) -> str:
-    """Return a number of bytes as a person reads it, in powers of 1000."""
+def format_bytes(count: int) -> str:
+    """Return a number of bytes for display, in powers of 1000."""
     for unit, size in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"

@@ -1,0 +1,51 @@
+"""`legato export`: writes a checkpoint's weights to one safetensors file."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..checkpoints import commit, store
+from ..checkpoints.format import KNOWN_EVERYWHERE, write_tensors
+from ..errors import CheckpointError, ConfigError
+
+
+def run_export(arguments: Sequence[str]) -> None:
+    """Run `legato export`."""
+    if len(arguments) != 2:
+        raise ConfigError("legato export takes a checkpoint (or a run directory) and the file to write: x.safetensors.")
+    source, target = map(Path, arguments)
+    print(f"{export_weights(source, target)} tensors  {target}")
+
+
+def export_weights(source: Path, target: Path) -> int:
+    """Write a checkpoint's weights to a new safetensors file under the task's own names; return the number of tensors.
+
+    `source`: a checkpoint, or a run directory or folder, of which the newest complete one is taken; written by any
+    number of processes. Raises CheckpointError if there is none, if weights are not plain tensors, or if `target`
+    exists or has another suffix.
+    """
+    if target.suffix != ".safetensors":
+        raise CheckpointError(f"{target}: the file is one of safetensors, and its name must end in .safetensors.")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    weights = store.read_checkpoint(store.resolve(source)).get("state_dict")
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{source} holds no weights ('state_dict').")
+    odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
+    if odd:
+        raise CheckpointError(
+            f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."
+        )
+    partial = commit.temporary_path(target, commit.PARTIAL)
+    try:
+        commit.make_folder(target.absolute().parent)
+        write_tensors(partial, {name: torch.as_tensor(value) for name, value in weights.items()})
+        partial.rename(target)
+        commit.sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(weights)

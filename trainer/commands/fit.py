@@ -1,0 +1,40 @@
+"""`legato fit`: train, then print where the results are."""
+
+import shlex
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..config.build import build_config
+from ..messages import STDOUT
+from ..processes.signals import exit_at_once, handling_end_signals
+from .load import load_or_launch
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+
+def run_fit(arguments: Sequence[str]) -> None:
+    """Train the task of a config."""
+    config = load_or_launch(arguments, "fit")
+    with handling_end_signals(exit_at_once):  # until fit installs its own handlers
+        found = build_config(config)
+        # with a run's own config, "auto" means that run instead of the newest one of its name
+        resume: Any = found.stored("auto") if found.resume == "auto" and found.directory is not None else found.resume
+        found.trainer.fit(found.task, datamodule=found.data, resume=resume)
+        if found.trainer.is_global_zero:
+            print(summary(found.trainer), file=STDOUT, flush=True)
+
+
+def summary(trainer: "Trainer") -> str:
+    """Return the final metrics, the run directory, the best checkpoint, and how to view them."""
+    metrics = {name: f"{float(value):.6g}" for name, value in sorted(trainer.callback_metrics.items())}
+    rows = [("Metric", "Final value"), *metrics.items()] if metrics else []
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if trainer.run_dir is not None:
+        rows += [("Run directory", str(trainer.run_dir))]
+    if best:
+        rows += [("Best checkpoint", str(best))]
+    if trainer.run_dir is not None:
+        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(trainer.run_dir))}")]
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

@@ -1,0 +1,55 @@
+"""First steps of commands that run a config: load it, hand it to a launcher if it names one, or find its weights."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..config.build import build_config
+from ..config.check import load_config
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..config.build import ConfiguredRun
+    from ..config.check import Config
+
+
+def load_or_launch(arguments: Sequence[str], command: str) -> "Config":
+    """Return the config; if it names a launcher, run the command there instead and exit."""
+    config = load_config(arguments)
+    if config.values.get("launcher") is not None:
+        from ..launchers.launcher import make_launcher
+
+        launcher = make_launcher(config)
+        assert launcher is not None
+        if config.directory is not None:
+            _resolve_own_run(config, command)
+        sys.exit(launcher.launch(command, config))
+    return config
+
+
+def weights_of(run: "ConfiguredRun") -> Any:
+    """Return the checkpoint to evaluate: by default the best one of the config's run; None for a fresh task."""
+    if run.checkpoint == "none":
+        return None
+    return run.stored(run.checkpoint or "") if run.checkpoint in (None, "best", "last") else run.checkpoint
+
+
+def _resolve_own_run(config: "Config", command: str) -> None:
+    """Resolve what a run's own config means by its place, since a launcher takes only the values along.
+
+    Raises ConfigError if `resume=auto` would mean another run there.
+    """
+    from ..checkpoints.store import newest_checkpoint
+
+    values, run = config.values, build_config(config)
+    if command == "fit" and values["resume"] == "auto":
+        newest = newest_checkpoint(Path(run.trainer.default_root_dir), run.trainer.run_name)
+        if newest is not None and not newest[0].samefile(config.directory or ""):
+            raise ConfigError(
+                f"resume=auto with a launcher resumes the newest run of {run.trainer.run_name!r}, {newest[0]}, and "
+                f"not {config.directory}, whose config this is. Give resume=PATH, or remove the launcher."
+            )
+    elif command != "fit" and values["checkpoint"] in (None, "best", "last"):
+        values["checkpoint"] = os.path.abspath(weights_of(run).weights(run.trainer.checkpoint_callbacks))
