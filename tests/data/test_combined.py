@@ -211,7 +211,7 @@ def test_samplers_of_the_users_own():
     steps = steps_of(loader, 2, 3, 1, 1)
     assert steps == steps_of(loader, 2, 3, 3, 1)
     assert [samples for samples, _, _ in steps] == [3 * 3 + 7, 3 + 4]
-    with pytest.raises(DataError, match="'1' drew 2 for its epoch 0, but its length is 3"):
+    with pytest.raises(DataError, match="'1' drew 2 indices in epoch 0, but its length is 3"):
         steps_of(
             lg.CombinedLoader((weighted, DataLoader(Numbers(9), batch_sampler=Lengths([4, 1], says=3)))), 0, 1, 1, 1
         )
@@ -259,7 +259,7 @@ def test_a_loader_that_turns_out_to_be_empty_is_named():
     loader = lg.CombinedLoader({"full": DataLoader(Stream(4), 2), "none": DataLoader(Stream(0), 2)}, "max_size_cycle")
     with pytest.raises(DataError, match="'none' yields no batch"):
         list(loader)
-    with pytest.raises(TypeError, match="full, none of this CombinedLoader: no length"):
+    with pytest.raises(TypeError, match="CombinedLoader has no length, since these loaders have none: full, none"):
         len(loader)
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from legato.trainer.data.loaders import iterate_loader
-from legato.trainer.data.workers import Shield
+from legato.trainer.data.workers import WorkerSetup
 from legato.trainer.errors import DataError
 
 
@@ -144,7 +144,7 @@ def test_a_worker_that_is_done_is_not_blamed_for_another_ones_error(trainer):
 
 def be_left(stranger):
     """As a worker, share a file with a trainer that is gone before it gets it; say what else happens in that thread."""
-    Shield(None)(0)
+    WorkerSetup(None)(0)
     address, key = resource_sharer.DupFd(0)._id
     connection.Client(address, authkey=None).close()  # in the middle of the greetings
     for asked in (

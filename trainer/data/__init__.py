@@ -1,1 +1,1 @@
-"""Data: the pure order of samples, and how loaders are dealt out to replicas."""
+"""Data: the order of samples as a pure function, and how batches are dealt out to replicas."""

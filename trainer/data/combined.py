@@ -1,4 +1,5 @@
-"""CombinedLoader: several loaders as one, whose batches are made of a batch of each; or of one after the other."""
+"""CombinedLoader: iterates over several loaders together or one after the other, with the same guarantees as one
+loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -9,32 +10,32 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, DataError, did_you_mean
-from .loaders import EpochOrder, MapLoader, is_dealable, iterate_loader, length_of, like, require_iterable
+from .loaders import EpochOrder, MapLoader, copy_loader, is_dealable, iterate_loader, length_of, require_iterable
 from .randomness import KeyedDataset
-from .sampling import CHUNK, Deal, KeyedIndices, Layout, mix
+from .sampling import CHUNK, Deal, KeyedIndices, Layout, keyed_batches, mix
 from .steps import Dealing
 from .transfer import count_samples
-from .workers import shielded
+from .workers import prepared_workers
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 _END = object()
 
 
 class CombinedLoader(Iterable[tuple[Any, int, int]]):
-    """Loaders in a dict, a list, a tuple or any nesting of them; a batch has that same form.
+    """Several loaders in a dict, list, tuple or any nesting of them; a batch has the same structure.
 
-    In `fit` the order of samples, resume and augmentation are those of each loader alone; a combined batch counts as
-    the samples of all loaders in it.
+    In `fit` each loader keeps its own sample order, resume position and augmentation. A combined batch counts the
+    samples of all its loaders.
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         """Combine loaders, each of them any iterable of batches.
 
-        mode: "min_size" ends with the shortest loader; "max_size_cycle" with the longest, while shorter ones begin
-        anew; "max_size" with the longest, with None for those that are done; "sequential" takes the batches of one
-        loader after the other, as they are.
+        mode: "min_size" stops with the shortest loader; "max_size_cycle" stops with the longest and restarts shorter
+        ones; "max_size" stops with the longest and yields None for exhausted ones; "sequential" yields the batches of
+        one loader after the other, not nested.
 
-        Raises ConfigError for another mode, DataError for what is no loader.
+        Raises ConfigError for an unknown mode, DataError for something that is not a loader.
         """
         if mode not in get_args(Mode):
             raise ConfigError(
@@ -43,20 +44,20 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         self.iterables, self.mode = iterables, mode
         named = list(_leaves(iterables, ""))
         self.names = [name or "loader" for name, _ in named]
-        """Where each loader stands, such as "text.0"."""
+        """The path of each loader in the nesting, such as "text.0"."""
         self.flattened = [loader for _, loader in named]
-        """The loaders, in the order in which the nesting is written."""
+        """The loaders, in nesting order."""
         if not named:
             raise DataError("A CombinedLoader needs at least one loader, got none.")
         for name, loader in zip(self.names, self.flattened, strict=True):
             if isinstance(loader, CombinedLoader):
                 raise DataError(
-                    f"The combined loader {name!r} is a CombinedLoader itself; put its loaders in its place."
+                    f"The combined loader {name!r} is a CombinedLoader itself; list its loaders there directly."
                 )
             require_iterable(loader, f"The combined loader {name!r}")
 
     def __iter__(self) -> Iterator[tuple[Any, int, int]]:
-        """Yield (batch, batch_idx, dataloader_idx); with "sequential" both count by loader, else the second is 0."""
+        """Yield (batch, batch_idx, dataloader_idx); dataloader_idx is 0 in every mode but "sequential"."""
         if self.mode != "sequential":
             yield from ((batch, index, 0) for index, batch in enumerate(self.batches()))
             return
@@ -64,15 +65,15 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
             yield from ((batch, index, number) for index, batch in enumerate(_opened(loader)))
 
     def __len__(self) -> int:
-        """Return the number of combined batches. Raises TypeError where a loader that counts does not say its own."""
+        """Return the number of combined batches. Raises TypeError when a loader has no length."""
         lengths = [length_of(loader) for loader in self.flattened]
         unknown = [name for name, length in zip(self.names, lengths, strict=True) if length is None]
         if unknown:
-            raise TypeError(f"{', '.join(unknown)} of this CombinedLoader: no length.")
+            raise TypeError(f"CombinedLoader has no length, since these loaders have none: {', '.join(unknown)}.")
         return self.combine_lengths([length for length in lengths if length is not None])
 
     def combine_lengths(self, lengths: list[int]) -> int:
-        """Return how many combined batches there are, given the loaders' own numbers."""
+        """Return the number of combined batches, given the length of each loader."""
         if self.mode == "sequential":
             return sum(lengths)
         return min(lengths) if self.mode == "min_size" else max(lengths)
@@ -84,17 +85,17 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return map(self.fill, self._rows())
 
     def fill(self, pieces: Iterable[Any]) -> Any:
-        """Return the nesting of the loaders, with a piece in the place of each."""
+        """Return a combined batch: the nesting of the loaders with each loader replaced by its part."""
         return _fill(self.iterables, iter(pieces))
 
     def count_samples(self, batch: Any) -> int:
-        """Return the samples of a combined batch: of all loaders together."""
+        """Return the samples of a combined batch, summed over all loaders."""
         if self.mode == "sequential":
             return count_samples(batch)
         return sum(count_samples(piece) for piece in _pieces(self.iterables, batch) if piece is not None)
 
     def _rows(self) -> Iterator[list[Any]]:
-        """Yield a batch of each loader."""
+        """Yield lists with one batch of each loader."""
         iterators = [_opened(loader) for loader in self.flattened]
         done: set[int] = set()
         while True:
@@ -116,9 +117,9 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
 
 def combined(loaders: Any) -> Any:
-    """Return several loaders in a dict, list or tuple as a CombinedLoader, as `fit` takes them; else what was given.
+    """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does; return anything else unchanged.
 
-    A list counts as several loaders where it has a DataLoader in it: without one it is a list of batches.
+    A list without a DataLoader in it is taken as a list of batches.
     """
     if isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders)):
         return CombinedLoader(loaders, "max_size_cycle")
@@ -126,7 +127,7 @@ def combined(loaders: Any) -> Any:
 
 
 def one_after_another(loaders: Any) -> list[Any]:
-    """Return the loaders over which an evaluation passes one after the other, given a dict or list of them, or one."""
+    """Return the list of loaders that an evaluation runs over, given one loader, a list, a dict or None."""
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         return loaders.flattened
     if isinstance(loaders, Mapping):
@@ -137,12 +138,12 @@ def one_after_another(loaders: Any) -> list[Any]:
 
 
 def sample_counter(loader: Any) -> Callable[[Any], int]:
-    """Return what counts the samples in a batch of `loader`."""
+    """Return the function that counts the samples in a batch of `loader`."""
     return loader.count_samples if isinstance(loader, CombinedLoader) else count_samples
 
 
 def loaders_in(loader: Any) -> list[Any]:
-    """Return the loaders that a loader is made of: itself, where it is not combined."""
+    """Return the parts of a combined loader, or `[loader]`."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
 
 
@@ -157,12 +158,12 @@ def _has_loader(loaders: Any) -> bool:
 
 
 def _opened(loader: Any) -> Iterator[Any]:
-    with shielded(loader):
+    with prepared_workers(loader):
         return iterate_loader(iter(loader))
 
 
 def _leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield each loader with its place in the nesting."""
+    """Yield the path and the loader of each leaf in the nesting."""
     if not isinstance(loaders, (Mapping, list, tuple)):
         yield name, loaders
         return
@@ -183,7 +184,7 @@ def _fill(loaders: Any, pieces: Iterator[Any]) -> Any:
 
 
 def _pieces(loaders: Any, batch: Any) -> Iterator[Any]:
-    """Yield each loader's piece of a combined batch."""
+    """Yield each loader's part of a combined batch."""
     if isinstance(loaders, Mapping):
         for key, part in loaders.items():
             yield from _pieces(part, batch[key])
@@ -195,18 +196,18 @@ def _pieces(loaders: Any, batch: Any) -> Iterator[Any]:
 
 
 PART_STREAM = 0x7061727473
-"""Keeps the keys of the second loader, and of those after it, apart from the first one's: their orders must differ."""
+"""Stream constant mixed into the seeds of all loaders but the first, so that their orders differ."""
 
 
 @dataclass
 class CombinedOrder(EpochOrder):
-    """The order of one epoch: at each of `length` positions a combined batch."""
+    """The order of one epoch, in which each position is one combined batch."""
 
     epoch: int = 0
     parts: "tuple[CombinedPart, ...]" = ()
 
     def samples(self, start: int, stop: int) -> int:
-        """Return the samples at positions [start, stop), of all loaders."""
+        """Return the samples of all loaders at positions [start, stop)."""
         return sum(part.samples(self.epoch, start, stop) for part in self.parts)
 
     def step_samples(self, deal: Deal, step: int) -> int:
@@ -216,42 +217,44 @@ class CombinedOrder(EpochOrder):
 
 
 class CombinedPart:
-    """One of the loaders: where its batches stand, and what is in them."""
+    """One loader of a combination: maps positions of the combined epoch to its own passes and batches."""
 
     def __init__(self, name: str, source: MapLoader) -> None:
         batches, positions = source.count_batches(), source.positions(0)
         if not batches or not positions:
-            raise DataError(f"The combined loader {name!r} does not say how many batches it has, or has none.")
+            raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
         self.name, self.source, self.batches, self.positions = name, source, batches, positions
         self.offset, self.cycles, self.passes = 0, False, 1
-        """The position of its first batch, whether it begins anew after its last, and how often in an epoch."""
+        """`offset` is the position of its first batch, `cycles` whether it restarts when exhausted, `passes` how often
+        per epoch."""
         self.orders: dict[int, EpochOrder] = {}
-        """The orders of the newest passes, by the number of the pass in the run."""
+        """The orders of the most recent passes, by the number of the pass in the run."""
         self.orders_kept = 2
         self.sampler: _PartBatches | None = None
         self.sibling: DataLoader[Any] | None = None
 
     def place(self, position: int) -> tuple[int, int] | None:
-        """Return pass and batch that stand at a position of the epoch; None where there is none of this loader."""
+        """Return (pass, batch) at a position of the epoch, or None if this loader has no batch there."""
         index = position - self.offset
         if index < 0 or (index >= self.batches and not self.cycles):
             return None
         return divmod(index, self.batches)
 
     def own_epoch(self, epoch: int, number: int) -> int:
-        """Return which of this loader's epochs a pass is."""
+        """Return this loader's own epoch for pass `number` of a combined epoch."""
         return epoch * self.passes + number
 
     def order(self, own_epoch: int) -> EpochOrder:
-        """Return the order of one of this loader's epochs. Raises DataError where it has not its promised length."""
+        """Return the order of one of this loader's epochs. Raises DataError when its sampler draws another number than
+        its length."""
         found = self.orders.get(own_epoch)
         if found is None:
             found = self.source.order(own_epoch)
             if found.length != self.positions:
                 raise DataError(
-                    f"The sampler of combined loader {self.name!r} drew {found.length} for its epoch {own_epoch}, but "
-                    f"its length is {self.positions}. Combined loaders are dealt out by their lengths: give a sampler "
-                    f"that draws as many as its __len__ says."
+                    f"The sampler of combined loader {self.name!r} drew {found.length} indices in epoch {own_epoch}, "
+                    f"but its length is {self.positions}. Combined loaders are dealt out by length: use a sampler that "
+                    f"draws exactly len(sampler) indices."
                 )
             while len(self.orders) >= self.orders_kept:
                 del self.orders[next(iter(self.orders))]
@@ -264,7 +267,7 @@ class CombinedPart:
         return range(batch * size, min((batch + 1) * size, self.positions))
 
     def samples(self, epoch: int, start: int, stop: int) -> int:
-        """Return the samples that this loader has at positions [start, stop) of an epoch."""
+        """Return the samples of this loader at positions [start, stop) of an epoch."""
         first, last = max(start - self.offset, 0), max(stop - self.offset, 0)
         if not self.cycles:
             first, last = min(first, self.batches), min(last, self.batches)
@@ -281,22 +284,23 @@ class CombinedPart:
         return self.span(last - 1).stop - self.span(first).start
 
     def open(self, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
-        """Return an iterator over this loader's collated batches for a process, from `start_step` on."""
-        in_step = deal.replicas * deal.accumulate
+        """Return an iterator over this process's collated batches, starting at `start_step`."""
+        in_step = deal.replicas * deal.accumulate  # batches of a step, which may span several passes of a short loader
         self.orders_kept = 2 + -(-in_step // self.batches)
         if self.sampler is None or self.sibling is None:
             self.sampler = _PartBatches(self)
             loader = self.source.loader
-            tells = not self.source.in_order
-            dataset = KeyedDataset(loader.dataset, self.source.seed if dealing.keyed else None, tells)
-            self.sibling = like(loader, dataset, self.sampler)
+            # a loader that restarts within an epoch passes through several epochs of its own
+            seed, calls_set_epoch = self.source.seed if dealing.keyed else None, not self.source.in_order
+            dataset = KeyedDataset(loader.dataset, seed, calls_set_epoch)
+            self.sibling = copy_loader(loader, dataset, self.sampler)
         self.sampler.deal, self.sampler.dealing = deal, dealing
         self.sampler.start_step, self.sampler.epoch = start_step, epoch
         return iter(self.sibling)
 
 
 class _PartBatches:
-    """The batches of one loader for some replicas, as a batch sampler for a DataLoader."""
+    """A batch sampler that yields one loader's batches for some replicas."""
 
     def __init__(self, part: CombinedPart) -> None:
         self.part = part
@@ -307,40 +311,33 @@ class _PartBatches:
         part, whole = self.part, self.part.source.own_batches
         for number, spans in self._chunks():
             own_epoch = part.own_epoch(self.epoch, number)
-            positions = np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans])
-            found = part.order(own_epoch).order(positions)
-            indices = found.tolist() if isinstance(found, np.ndarray) else found
-            offset = 0
-            for span in spans:
-                end = offset + len(span)
-                yield KeyedIndices(indices[offset] if whole else indices[offset:end], span.start, own_epoch)
-                offset = end
+            yield from keyed_batches(part.order(own_epoch).order, spans, own_epoch, whole)
 
     def _chunks(self) -> Iterator[tuple[int, list[range]]]:
-        """Yield batches together that are of one pass, so that their order is evaluated in one call."""
-        number, chunk, waiting = -1, list[range](), 0
+        """Yield batches of one pass in groups, so that their order is evaluated in one call."""
+        number, chunk, positions = -1, list[range](), 0
         for step in range(self.start_step, self.deal.steps):
             for turn in self.deal.turns(step, self.dealing.replicas, self.dealing.leaders):
                 place = self.part.place(turn.start)
                 if place is None:
                     continue
-                if chunk and (place[0] != number or waiting >= CHUNK):
+                if chunk and (place[0] != number or positions >= CHUNK):
                     yield number, chunk
-                    chunk, waiting = [], 0
+                    chunk, positions = [], 0
                 number = place[0]
                 chunk.append(self.part.span(place[1]))
-                waiting += len(chunk[-1])
+                positions += len(chunk[-1])
         if chunk:
             yield number, chunk
 
 
 class CombinedSource:
-    """Combined loaders with the face of a MapLoader: its positions are the combined batches."""
+    """Adapter with the interface of MapLoader over combined loaders; each position is one combined batch."""
 
     batch_size, own_batches = 1, True
 
     def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, keyed: bool = True) -> None:
-        """The first loader has the order and the random numbers that it would have alone."""
+        """Build the parts; the first loader has the order and random numbers that it would have alone."""
         self.loader = loader
         parts = []
         for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True)):
@@ -349,7 +346,7 @@ class CombinedSource:
         self.parts = tuple(parts)
         self.length = loader.combine_lengths([part.batches for part in parts])
         self.drop_last = all(part.source.drop_last for part in parts)
-        """Whether a round is left out in which some replica would have no batch."""
+        """Whether to drop a round in which some replica would have no batch."""
         offset = 0
         for part in parts:
             if loader.mode == "sequential":
@@ -378,7 +375,7 @@ class CombinedSource:
                 for number, part in enumerate(self.parts):
                     here = part.place(turn.start) is not None
                     batches = opened[number]
-                    if here and batches is None:  # one that comes later starts its workers later
+                    if here and batches is None:  # opened late: a later loader's workers start only when needed
                         batches = opened[number] = part.open(deal, dealing, start_step, epoch)
                     if here or self.loader.mode != "sequential":
                         pieces.append(next(batches) if here and batches is not None else None)
@@ -386,7 +383,7 @@ class CombinedSource:
 
 
 def is_dealable_by_batch(loader: Any) -> bool:
-    """Return whether `loader` is a CombinedLoader of plain DataLoaders that all say how many batches they have."""
+    """Return whether `loader` is a CombinedLoader of plain DataLoaders that all know how many batches they have."""
     return isinstance(loader, CombinedLoader) and all(
         is_dealable(part) and MapLoader(part, 0).count_batches() for part in loader.flattened
     )

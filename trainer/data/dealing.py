@@ -1,4 +1,4 @@
-"""Data: what the loaders yield, dealt out to replicas, as one `StepInput` for each optimizer step of this process."""
+"""Training and evaluation data: loaders dealt out to replicas, one `StepInput` per optimizer step of this process."""
 
 import logging
 from collections.abc import Iterator
@@ -8,48 +8,47 @@ from ..processes.collectives import Collectives
 from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
-from .steps import Dealing, ReplicaBatch, StepInput, limited
+from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .streams import OwnShares, StreamData
 
 log = logging.getLogger("legato")
 
 
 class DealtData:
-    """Map-style data dealt out by position: nothing is read but this process's own."""
+    """Map-style data dealt out by position; a process reads only its own samples."""
 
     forward_is_keyed = False
-    """A batch may have been loaded by a worker, or ahead of its turn."""
+    """False: the batch may have been loaded by a worker or prefetched, so the forward must be seeded."""
 
     def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, in_order: bool = False) -> None:
-        """`loader`: one that `can_deal` says yes to."""
+        """Wrap a loader for which `can_deal` is True."""
         kind = MapLoader if is_dealable(loader) else CombinedSource
         self.source: MapLoader | CombinedSource = kind(loader, dealing.seed, in_order, dealing.keyed)
         self.dealing, self.limit = dealing, limit
-        self.told = False
+        self.warned = False
 
     @property
     def rounds(self) -> int | None:
-        """Batches that each replica has in an epoch; None where only drawing the order tells."""
+        """Batches of each replica in an epoch; None if unknown before the order is drawn."""
         positions = self.source.positions(0)
         return None if positions is None else self._deal(positions).rounds
 
     @property
     def is_whole(self) -> bool | None:
-        """Whether every replica has a batch in each round of an epoch; None where only drawing the order tells."""
+        """Whether every replica has a batch in each round of an epoch; None if unknown before the order is drawn."""
         positions = self.source.positions(0)
         return None if positions is None else _is_whole(self._deal(positions))
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on; of all replicas' batches take `batches_at_most`."""
+        """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
         order = self.source.order(epoch)
-        if batches_at_most is not None:
+        if batches_at_most is not None:  # in batches, not rounds: a limit may end in the middle of a round
             order.length = min(order.length, batches_at_most * order.batch_size)
         deal = self._deal(order.length)
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         for step in range(start_step, deal.steps):
-            turns: list[ReplicaBatch] = []
-            masked: list[ReplicaBatch] = []
+            turns, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.turns(step, replicas, leaders):
                 samples = order.samples(start, stop)
                 turn = ReplicaBatch(replica, round, next(batches), samples, masked=replica not in replicas)
@@ -63,15 +62,16 @@ class DealtData:
         size = source.batch_size
         whole = Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last)
         rounds = whole.rounds
+        # a collective in the step (SyncBatchNorm, manual optimization) would hang where a replica has no batch
         if self.dealing.whole_rounds and rounds and not whole.span(rounds - 1, replicas - 1):
             rounds -= 1
-            self._tell(len(range(rounds * replicas * size, positions)))
-        limit = limited(self.limit, rounds)
+            self._warn_of_rest(len(range(rounds * replicas * size, positions)))
+        limit = apply_limit(self.limit, rounds)
         return Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, limit)
 
-    def _tell(self, left_out: int) -> None:
-        if not self.told and self.dealing.process == 0:
-            self.told = True
+    def _warn_of_rest(self, left_out: int) -> None:
+        if not self.warned and self.dealing.process == 0:
+            self.warned = True
             log.warning(
                 "Manual optimization and sync_batchnorm take a batch of every replica: the last %d %s of an epoch, too "
                 "few for %d replicas, are left out.",
@@ -79,11 +79,11 @@ class DealtData:
             )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: a position says it all."""
+        """Return an empty dict: the position in the loop state suffices to resume."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take nothing over."""
+        """Do nothing; see `state_dict`."""
 
 
 def _is_whole(deal: Deal) -> bool:
@@ -100,7 +100,7 @@ TrainingData = DealtData | StreamData
 
 
 class EvaluationData:
-    """Loaders whose batches are dealt out to replicas once each; no batch is padded, dropped or repeated."""
+    """Loaders dealt out to replicas exactly once; nothing is padded, dropped or repeated."""
 
     def __init__(
         self,
@@ -110,17 +110,23 @@ class EvaluationData:
         own_shares: bool = False,
         in_order: bool = False,
     ) -> None:
-        """With `own_shares` each process's loaders yield its own share already; `in_order` shuffles nothing."""
+        """Wrap the loaders.
+
+        own_shares: each process's loaders already yield only its own share.
+        in_order: disable shuffling.
+        """
         self.loaders, self.limit = loaders, limit
         self.first_replica = dealing.replicas.start if own_shares else 0
+        # a share of one's own is dealt out as in a run of one process; `first_replica` puts the numbers right again
         layout, process = (Layout(1, 1), 0) if own_shares else (dealing.layout, dealing.process)
         dealing = Dealing(layout, process, 1, dealing.seed, keyed=dealing.keyed, lockstep=dealing.lockstep)
         self.sources: list[TrainingData] = [
+            # the limit counts batches over all replicas, a source's own limit would count rounds
             DealtData(loader, dealing, 1.0, in_order) if can_deal(loader) else StreamData(loader, dealing)
             for loader in loaders
         ]
         self.replicas, self.whole = layout.replicas, True
-        """How many replicas share out each round, and whether each has a batch in the round of the newest turn."""
+        """`replicas` share each round; `whole` is whether each had a batch in the newest one."""
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
@@ -130,7 +136,7 @@ class EvaluationData:
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
 
     def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
-        """Yield this process's batches of every loader; `limit` batches of each loader at most, over all replicas."""
+        """Yield this process's batches of every loader; `limit` is per loader, over all replicas."""
         for index, source in enumerate(self.sources):
             most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
             for step in source.epoch(epoch, batches_at_most=most):
@@ -142,20 +148,20 @@ class EvaluationData:
 
     @property
     def is_whole(self) -> bool | None:
-        """Whether every replica has a batch in each round of each loader; None where a length is not known."""
+        """Whether every replica has a batch in each round of each loader; None if a length is unknown."""
         counts = [self.count(index) for index in range(len(self.loaders))]
         known = [count % self.replicas == 0 for count in counts if count is not None]
         return False if not all(known) else None if len(known) < len(counts) else True
 
     def count(self, index: int) -> int | None:
-        """Return the batches of a loader over all replicas, as far as they are evaluated; None where unknown."""
+        """Return the number of batches to evaluate of a loader, over all replicas; None if unknown."""
         length = self.lengths[index]
         if length is None:
             return self.limit if isinstance(self.limit, int) else None
-        return limited(self.limit, length)
+        return apply_limit(self.limit, length)
 
     def counts(self) -> list[int | float]:
-        """Return the batches of every loader; infinity where unknown."""
+        """Return the number of batches of every loader; infinity if unknown."""
         found = [self.count(index) for index in range(len(self.loaders))]
         return [float("inf") if count is None else count for count in found]
 
@@ -167,7 +173,7 @@ def training_data(
     in_order: bool,
     ranks: Collectives | None,
 ) -> TrainingData:
-    """Return how `loader` is dealt out; `ranks` is how processes agree where they bring their own shares."""
+    """Wrap `loader` for training; `ranks` is given when each process brings its own share."""
     if ranks is not None:
         return OwnShares(loader, dealing, limit, ranks)
     if can_deal(loader):

@@ -1,8 +1,8 @@
-"""Masked turns: batches of another process that this one takes along, so that all take equally many turns.
+"""Masked batches: batches of another process, run so that all processes take equally many forward and backward passes.
 
-Where a forward gathers parameters from all processes, one that has fewer batches than others must take part all the
-same. It runs the step on a batch of the process that has most; nothing of that counts: its loss is multiplied by zero,
-what it logs is dropped, buffers and metrics are put back, and no hook of a batch is called.
+A forward that gathers parameters (FSDP) is a collective, so a process with fewer batches must still take part. It runs
+a batch of the process that has most and discards the results: the loss is multiplied by zero, logged values are
+dropped, buffers and metrics are restored, and no batch hook is called.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ..run import Run
 
 MASKED = 0x6D61736B
-"""Keeps their random numbers apart from those of the turns that count."""
+"""Stream constant that separates their random numbers from those of batches that count."""
 
 
 def train(run: "Run", turns: Sequence[ReplicaBatch], last: bool) -> None:
-    """Run training_step on some turns; with `last` the gradients of all processes meet in the backward of the last."""
+    """Run training_step and backward on masked batches; with `last` the final backward reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
         meet = last and left == 0
-        with _unseen(run, turn):
+        with _discarding_effects(run, turn):
             batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
             output = strategy.training_step((batch, turn.batch_idx)[: run.arity], meet)
             losses = losses_of(output, len(inputs))
@@ -37,14 +37,14 @@ def train(run: "Run", turns: Sequence[ReplicaBatch], last: bool) -> None:
 
 
 def evaluate(run: "Run", turn: ReplicaBatch, step: str, arity: int) -> None:
-    """Run an evaluation's step on a turn."""
-    with _unseen(run, turn):
+    """Run an evaluation step on a masked batch."""
+    with _discarding_effects(run, turn):
         batch = turn.batch if run.transfer is None else run.transfer(turn.batch, turn.dataloader_idx)
         run.strategy.evaluation_step(step, (batch, turn.batch_idx, turn.dataloader_idx)[:arity])
 
 
 def counted(run: "Run", turns: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
-    """Yield the turns of an evaluation that count, until the run is told to stop; run those that do not."""
+    """Yield the unmasked batches of an evaluation until the run is preempted; run masked ones on the way."""
     for turn in run.preemption.until_preempted(turns):
         if turn.masked:
             evaluate(run, turn, step, arity)
@@ -53,8 +53,8 @@ def counted(run: "Run", turns: Iterable[ReplicaBatch], step: str, arity: int) ->
 
 
 @contextmanager
-def _unseen(run: "Run", turn: ReplicaBatch) -> Iterator[None]:
-    """Leave nothing behind of what is logged and changed meanwhile."""
+def _discarding_effects(run: "Run", turn: ReplicaBatch) -> Iterator[None]:
+    """Discard logged values and restore buffers and metrics on exit."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()

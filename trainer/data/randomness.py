@@ -1,9 +1,9 @@
-"""Every random number of a run is keyed: a function of where it is used, not of what was drawn before.
+"""Keyed random numbers: a function of where they are used, not of what was drawn before.
 
-Loading the batch at a position, and the forward pass of a replica at a step, each begin by seeding Python's, NumPy's
-and torch's generators from a key (`mix` of seed, epoch and position, or of seed, step and replica). Saved generator
-states could not do it: a worker's state cannot be saved, prefetching consumes it early, and making an iterator draws
-from the global one.
+Loading the batch at a position and the forward of a replica at a step each begin by seeding Python's, NumPy's and
+torch's generators from a key (`mix` of seed, epoch and position, or of seed, step and replica). Saving generator states
+would not work: workers' states cannot be saved, prefetching consumes them early, and creating an iterator draws from
+the global one.
 """
 
 import logging
@@ -31,13 +31,13 @@ _reseed_torch = torch.default_generator.manual_seed
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python's, NumPy's and torch's generators (on all devices) with one number, and return it.
+    """Seed Python's, NumPy's and torch's generators (on all devices) and return the seed.
 
     seed: 0 to 2^32 - 1; None draws one.
-    workers: taken for Lightning's sake; in a run the loaders' workers are keyed by batch either way.
+    workers: accepted for compatibility with Lightning; loader workers are always keyed by batch.
     verbose: log the seed.
 
-    Raises ConfigError for anything else.
+    Raises ConfigError for an invalid seed.
     """
     chosen = secrets.randbelow(SEED_LIMIT) if seed is None else _check_seed(seed)
     random.seed(chosen)
@@ -59,11 +59,10 @@ def _check_seed(seed: int) -> int:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch (CPU, and all CUDA devices once CUDA is in use) by a key.
+    """Seed the global generators of Python, NumPy and torch (CPU, and all CUDA devices once CUDA is in use) from a key.
 
-    key: 0 to 2^64 - 1. Python and CUDA take all of them; NumPy and torch's CPU generator take 32 bits and are the same
-    Mersenne Twister for the same 32, so each gets a hash of its own: the streams neither meet nor repeat, but for a
-    chance of 2^-32 for two keys.
+    key: 0 to 2^64 - 1. Python and CUDA take all 64 bits. NumPy and torch's CPU generator take 32 and are the same
+    Mersenne Twister, so each gets its own hash; two keys collide with a chance of 2^-32.
     """
     _reseed_python(key)
     _python.gauss_next = None  # the second half of a drawn pair, as random.seed forgets it
@@ -75,27 +74,26 @@ def seed_generators(key: int) -> None:
 
 
 class KeyedDataset(Dataset[Any]):
-    """A map-style dataset whose every batch is fetched under generators keyed by seed, epoch and position.
+    """Wrapper of a map-style dataset that seeds the generators by seed, epoch and position before it fetches a batch.
 
-    A StopIteration out of it is an error that names the sample: a loader would take it for the end of the data.
-
-    In whichever process a DataLoader fetches a batch, its augmentation draws the same numbers; so does the collate
-    function, which runs right after in the same process. Every other attribute is the wrapped dataset's, to read and to
-    set (a `worker_init_fn` that opens a file on its dataset reaches the real one).
+    Augmentation and the collate function thus draw the same numbers in any process. A StopIteration from the dataset
+    becomes a DataError that names the sample. All other attributes are read from and set on the wrapped dataset, so
+    that a `worker_init_fn` that opens a file on its dataset reaches the real one.
     """
 
-    def __init__(self, dataset: Any, seed: int | None, tells_epoch: bool = False) -> None:
-        """`seed`: None leaves the generators alone.
+    def __init__(self, dataset: Any, seed: int | None, calls_set_epoch: bool = False) -> None:
+        """Wrap `dataset`.
 
-        `tells_epoch`: call the dataset's `set_epoch`, if it has one, wherever a batch is of another epoch.
+        seed: None leaves the generators alone.
+        calls_set_epoch: call the dataset's `set_epoch`, if it has one, when a batch belongs to another epoch.
         """
-        tells_epoch &= callable(getattr(dataset, "set_epoch", None))
-        self.__dict__.update(_wrapped_dataset=dataset, _generator_seed=seed, _told=-1 if tells_epoch else None)
+        calls_set_epoch &= callable(getattr(dataset, "set_epoch", None))
+        self.__dict__.update(_wrapped_dataset=dataset, _generator_seed=seed, _epoch_set=-1 if calls_set_epoch else None)
 
     def __getitems__(self, indices: KeyedIndices) -> list[Any]:
         """Fetch a whole batch."""
-        if self._told is not None and self._told != indices.epoch:
-            self.__dict__["_told"] = indices.epoch
+        if self._epoch_set is not None and self._epoch_set != indices.epoch:
+            self.__dict__["_epoch_set"] = indices.epoch
             self._wrapped_dataset.set_epoch(indices.epoch)
         if self._generator_seed is not None:
             seed_generators(mix(self._generator_seed, indices.epoch, indices.position))
@@ -104,13 +102,13 @@ class KeyedDataset(Dataset[Any]):
         try:
             if fetch:
                 return fetch(indices)  # type: ignore[no-any-return]
-            for index in indices:  # not `map`, which would end with a StopIteration of the dataset's
+            for index in indices:  # not `map`, which would swallow the dataset's StopIteration
                 samples.append(dataset[index])
         except StopIteration as error:
             where = f"__getitems__({list(indices)!r:.60})" if fetch else f"__getitem__({indices[len(samples)]!r})"
             raise DataError(
                 f"{type(dataset).__name__}.{where} raised StopIteration, which would pass for the end of the data: an "
-                f"iterator that it reads from is used up. Begin it anew, or raise IndexError."
+                f"iterator that it reads from is exhausted. Recreate it, or raise IndexError."
             ) from error
         return samples
 
@@ -121,7 +119,7 @@ class KeyedDataset(Dataset[Any]):
         return len(self._wrapped_dataset)
 
     def __getattr__(self, name: str) -> Any:
-        # A copy or an unpickled object asks before it has its attributes, and the wrapped dataset's own __setstate__ or
+        # copy and pickle look up attributes before any is set, and the wrapped dataset's own __setstate__ or
         # __reduce__ must not answer for this object.
         dataset = self.__dict__.get("_wrapped_dataset")
         if dataset is None or name.startswith("__"):

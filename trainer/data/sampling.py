@@ -1,12 +1,12 @@
-"""The pure order of samples: a function of seed, epoch and position, dealt out to replicas, which processes execute.
+"""Sample order as a pure function of seed, epoch and position, dealt out to replicas.
 
-    seed, epoch -> epoch_key -> permutation(positions, length, key)     which sample stands at a position
-    Deal.turns(step, replicas) -> Turn                                  which positions a replica's batch takes
-    Layout.owned(process)                                               which replicas a process executes
-    DealtBatches                                                        the three together, as a batch sampler
+    seed, epoch -> epoch_key -> permutation(positions, length, key)     the samples at some positions
+    Deal.turns(step, replicas) -> BatchSpan                             the positions of a replica's batch
+    Layout.owned(process)                                               the replicas that a process executes
+    DealtBatches                                                        all three, as a batch sampler
 
-Nothing here knows a rank, keeps a list as long as the dataset or imports torch, so that any process can take over any
-position, and a plan for 10^12 samples on 16,384 processes is a matter of milliseconds.
+Nothing here knows a rank, builds a list as long as the dataset or imports torch: any process can take over at any
+position, and a plan for 10^12 samples on 16,384 processes takes milliseconds.
 """
 
 from array import array
@@ -38,7 +38,7 @@ CHUNK = 4096  # positions that DealtBatches evaluates in one call, to share the 
 
 
 def mix(*numbers: int) -> int:
-    """Hash a tuple of integers, each taken modulo 2^64, to 64 bits: stable everywhere, and their order counts."""
+    """Hash a tuple of integers, each taken modulo 2^64, to 64 bits; stable across platforms and sensitive to order."""
     state = GAMMA * len(numbers) & MASK
     for number in numbers:
         state = ((state ^ number) + GAMMA) * FIRST & MASK
@@ -54,11 +54,12 @@ def epoch_key(seed: int, epoch: int) -> int:
 
 
 def permutation(positions: Integers, length: int, key: int) -> Integers:
-    """Return the samples at `positions` of the permutation of range(length) that the 64-bit `key` picks.
+    """Return the samples at `positions` of the permutation of range(length) selected by the 64-bit `key`, in O(1)
+    memory.
 
-    O(1) memory and start. Above 1024: a generalised Feistel network (Luby and Rackoff 1988) on the smallest rectangle
-    of rows x columns that holds the length, walking the cycle of what falls outside until it is inside; up to 1024: the
-    order of hashes ("prefix cipher"). Both after Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
+    Above 1024: a generalised Feistel network (Luby and Rackoff 1988) on the smallest rectangle of rows x columns that
+    holds the length, with cycle walking for values outside. Up to 1024: the order of hashes ("prefix cipher"). Both
+    after Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
 
     Raises DataError for a position outside [0, length).
     """
@@ -82,7 +83,7 @@ def permutation(positions: Integers, length: int, key: int) -> Integers:
 
 
 class _Network(NamedTuple):
-    """A Feistel network's domain, rows x columns, and its round keys."""
+    """Domain (rows x columns) and round keys of a Feistel network."""
 
     rows: np.uint64
     columns: np.uint64
@@ -103,7 +104,7 @@ def _table(length: int, key: int) -> Integers:
 
 
 def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
-    """Send each value of [0, rows x columns) through the network once."""
+    """Apply the network once to each value of [0, rows x columns)."""
     row, column = np.divmod(values, network.columns)
     for turn, key in enumerate(network.keys):
         source, target, modulus = (row, column, network.columns) if turn % 2 else (column, row, network.rows)
@@ -115,7 +116,7 @@ def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
 
 
 def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
-    """Hash words below 2^32 under a key; the multiplications wrap around at 2^64."""
+    """Hash words below 2^32 under a key; multiplications wrap around at 2^64."""
     mixed = words ^ key
     mixed *= np.uint64(FIRST)
     mixed ^= mixed >> np.uint64(32)
@@ -126,7 +127,8 @@ def _scramble(words: UInt64Array, key: np.uint64) -> UInt64Array:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which replicas run in which process: contiguous blocks, the first ones longer by one where it does not divide."""
+    """Assignment of replicas to processes: contiguous blocks, the first ones longer by one when the division leaves a
+    rest."""
 
     replicas: int
     processes: int
@@ -142,7 +144,7 @@ class Layout:
             )
 
     def owned(self, process: int) -> range:
-        """Return the replicas that a process executes, in their order."""
+        """Return the replicas that a process executes, in order."""
         assert 0 <= process < self.processes, (process, self)
         share, longer = divmod(self.replicas, self.processes)
         start = process * share + min(process, longer)
@@ -166,16 +168,17 @@ class BatchSpan(NamedTuple):
 
     @property
     def samples(self) -> int:
-        """How many samples the batch has."""
+        """Number of samples in the batch."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class Deal:
-    """How an epoch of `length` positions is dealt out: one batch for each replica a round, `accumulate` rounds a step.
+    """Division of an epoch of `length` positions: one batch per replica and round, `accumulate` rounds per optimizer
+    step.
 
-    `drop_last` drops the last round whole unless every replica has a full batch in it, so that all rounds are of one
-    size. `limit_rounds` ends the epoch early. The last step takes the rounds that are left, and may be shorter.
+    `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
+    The last step takes the remaining rounds and may be shorter.
     """
 
     length: int
@@ -195,12 +198,13 @@ class Deal:
     def rounds(self) -> int:
         """Rounds in which at least one replica has a sample (with `drop_last`: every replica a full batch)."""
         in_round = self.replicas * self.batch_size
+        # negating twice rounds the division up
         rounds = self.length // in_round if self.drop_last else -(-self.length // in_round)
         return rounds if self.limit_rounds is None else min(rounds, self.limit_rounds)
 
     @cached_property
     def samples(self) -> int:
-        """Samples that the epoch deals out: the positions [0, samples)."""
+        """Number of samples in the epoch: the positions [0, samples)."""
         return min(self.length, self.rounds * self.replicas * self.batch_size)
 
     @property
@@ -213,7 +217,7 @@ class Deal:
         return range(min(step * self.accumulate, self.rounds), min((step + 1) * self.accumulate, self.rounds))
 
     def span(self, round: int, replica: int) -> range:
-        """Return the positions of a replica's batch: short or empty for some replicas in the last round."""
+        """Return the positions of a replica's batch; in the last round it may be short or empty."""
         start = (round * self.replicas + replica) * self.batch_size
         return range(min(start, self.samples), min(start + self.batch_size, self.samples))
 
@@ -223,9 +227,9 @@ class Deal:
         return min((step + 1) * in_step, self.samples) - min(step * in_step, self.samples)
 
     def turns(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
-        """Return a step's batches for some replicas: all of the first replica, then all of the next; none empty.
+        """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
-        After them come some of `leaders`', until they are as many as theirs.
+        `leaders`: append batches of these replicas until there are as many as the leaders have.
         """
         size, samples, found = self.batch_size, self.samples, []
         rounds = range(step * self.accumulate, min((step + 1) * self.accumulate, self.rounds))
@@ -235,16 +239,16 @@ class Deal:
                 if start < samples:
                     found.append(BatchSpan(replica, round, start, min(start + size, samples)))
         if leaders is not None:
-            theirs = self.turns(step, leaders)
-            found += theirs[: len(theirs) - len(found)]
+            masked = self.turns(step, leaders)
+            found += masked[: len(masked) - len(found)]
         return found
 
     def turns_from(self, step: int, replicas: range) -> int:
-        """Return how many batches some replicas have from a step to the end of the epoch, in O(1)."""
+        """Return the number of batches that some replicas have from a step to the end of the epoch, in O(1)."""
         rounds = range(min(step * self.accumulate, self.rounds), self.rounds)
         if not rounds:
             return 0
-        # Only the last round can leave replicas without a batch: those that start at or after the last sample.
+        # Only the last round can leave replicas without a batch: those whose span starts after the last sample.
         last_start = rounds[-1] * self.replicas * self.batch_size
         served = -(-(self.samples - last_start) // self.batch_size)
         return (len(rounds) - 1) * len(replicas) + len(range(replicas.start, min(replicas.stop, served)))
@@ -253,7 +257,7 @@ class Deal:
 class KeyedIndices(list[Any]):
     """The dataset indices of one batch, with the epoch and first position that key the random numbers of its loading.
 
-    It stays a list for whoever fetches it, and keeps both numbers on the way to a loader's worker process.
+    A list subclass, so that `__getitems__` of any dataset accepts it and both numbers survive pickling to a worker.
     """
 
     __slots__ = ("epoch", "position")
@@ -264,56 +268,62 @@ class KeyedIndices(list[Any]):
         self.epoch = epoch
 
 
+def keyed_batches(
+    order: EpochIndices, spans: "Sequence[range | BatchSpan]", epoch: int, whole: bool = False
+) -> list[KeyedIndices]:
+    """Return the indices of each span of positions; with `whole` a position is a batch of indices already."""
+    found = order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
+    indices = found.tolist() if isinstance(found, np.ndarray) else found
+    batches, offset = [], 0
+    for span in spans:
+        end = offset + span.stop - span.start
+        batches.append(KeyedIndices(indices[offset] if whole else indices[offset:end], span.start, epoch))
+        offset = end
+    return batches  # no generator, which would add a Python call to every step
+
+
 class DealtBatches:
-    """The batches of one process for one epoch, as a batch sampler for a DataLoader.
+    """A batch sampler that yields the batches of one process for one epoch, starting at `start_step`.
 
-    Each step's batches come replica by replica, from `start_step` on; nothing before it is evaluated. A DataLoader that
-    keeps its workers keeps its batch sampler too: set `order`, `start_step` and `epoch` anew before the next epoch.
+    A DataLoader with persistent workers keeps its batch sampler: set `order`, `start_step` and `epoch` before each
+    epoch.
 
-    order: the dataset indices at some positions (int64): a permutation, the positions themselves, a SampledOrder.
+    order: maps positions (int64) to dataset indices: a permutation, the identity or a SampledOrder.
     """
 
     def __init__(self, deal: Deal, replicas: range, order: EpochIndices, start_step: int = 0, epoch: int = 0) -> None:
+        self.whole = False
+        """Whether each position of the order is a whole batch of indices."""
         self.deal = deal
         self.replicas = replicas
         self.order = order
         self.start_step = start_step
         self.epoch = epoch
         self.leaders: range | None = None
-        """The replicas whose process all others follow in lockstep."""
+        """The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)."""
 
     def __len__(self) -> int:
         return self.deal.turns_from(self.start_step, self.replicas if self.leaders is None else self.leaders)
 
     def __iter__(self) -> Iterator[KeyedIndices]:
         for turns in self._chunks():
-            found = self.order(np.concatenate([np.arange(turn.start, turn.stop, dtype=np.int64) for turn in turns]))
-            indices = found.tolist() if isinstance(found, np.ndarray) else found
-            offset = 0
-            for turn in turns:
-                end = offset + turn.stop - turn.start
-                yield KeyedIndices(indices[offset:end], turn.start, self.epoch)
-                offset = end
+            yield from keyed_batches(self.order, turns, self.epoch, self.whole)
 
     def _chunks(self) -> Iterator[list[BatchSpan]]:
-        chunk: list[BatchSpan] = []
-        waiting = 0
+        chunk, positions = list[BatchSpan](), 0
         for step in range(self.start_step, self.deal.steps):
             for turn in self.deal.turns(step, self.replicas, self.leaders):
                 chunk.append(turn)
-                waiting += turn.stop - turn.start
-                if waiting >= CHUNK:
+                positions += turn.stop - turn.start
+                if positions >= CHUNK:
                     yield chunk
-                    chunk, waiting = [], 0
+                    chunk, positions = [], 0
         if chunk:
             yield chunk
 
 
 class SampledOrder:
-    """The finite list of indices that a user's own sampler drew for one epoch, as an order to deal out.
-
-    Integers take 8 bytes each; any other index (a string, a tuple) is kept as it is.
-    """
+    """The indices that a user's sampler drew for one epoch, as an order; integers take 8 bytes each."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
         numbers = array("q")

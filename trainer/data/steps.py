@@ -1,4 +1,4 @@
-"""The input of one optimizer step, and what a process must know to take its part of it."""
+"""The input of one optimizer step, and the settings by which batches are dealt out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,43 +14,43 @@ class ReplicaBatch:
 
     replica: int
     batch_idx: int
-    """The round of the epoch: the same for the batches of all replicas that belong together."""
+    """The round of the epoch, shared by the batches of all replicas in that round."""
     batch: Any
     samples: int
     dataloader_idx: int = 0
     masked: bool = False
-    """Whether it is another process's batch, taken along in lockstep, whose results do not count."""
+    """Whether the batch belongs to another process and is run only to keep lockstep; its results are discarded."""
 
 
 @dataclass(slots=True)
 class StepInput:
-    """What this process does in one optimizer step: its turns, replica by replica."""
+    """The batches that this process runs in one optimizer step, ordered by replica."""
 
     turns: list[ReplicaBatch]
     samples: int
     """Samples of the step over all replicas of the run."""
     rounds: int
-    """Batches that each replica has in the step."""
+    """Batches of each replica in the step."""
     whole: bool = True
-    """Whether every replica has a batch in each of its rounds."""
+    """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
-    """Turns that do not count, up to as many as the process with most has: see `Dealing.lockstep`."""
+    """Masked batches that fill up to the largest number of any process; see `Dealing.lockstep`."""
 
 
 @dataclass(frozen=True)
 class Dealing:
-    """How batches are shared out: fixed for a run, but for `process` and `processes`."""
+    """Settings by which batches are dealt out; only `process` and the number of processes may change in a run."""
 
     layout: Layout
     process: int
     accumulate: int = 1
     seed: int = 0
     whole_rounds: bool = False
-    """Whether a round in which some replica has no batch is left out."""
+    """Whether to drop a round in which some replica has no batch."""
     keyed: bool = True
-    """Whether each batch is loaded under random numbers of its own: unless `reproducible` is "off"."""
+    """Whether each batch is loaded under its own random numbers; False with `reproducible: off`."""
     lockstep: bool = False
-    """Whether all processes take equally many turns in a step, those that have fewer batches some masked ones."""
+    """Whether all processes run equally many batches in a step, padding with masked ones."""
 
     @property
     def replicas(self) -> range:
@@ -59,12 +59,12 @@ class Dealing:
 
     @property
     def leaders(self) -> range | None:
-        """In lockstep the replicas of process 0, which has the most batches of every step."""
+        """In lockstep the replicas of process 0, which has the most batches of every step; else None."""
         return self.layout.owned(0) if self.lockstep and self.process else None
 
 
-def limited(limit: int | float, count: int) -> int:
-    """Return how many of `count` batches a limit leaves: a count (int), or a fraction of them (float)."""
+def apply_limit(limit: int | float, count: int) -> int:
+    """Return how many of `count` batches remain under a limit given as a count (int) or a fraction (float)."""
     if isinstance(limit, float):
         if not 0.0 <= limit <= 1.0:
             raise ConfigError(f"A limit on batches is a count (int) or a fraction from 0.0 to 1.0, got {limit}.")

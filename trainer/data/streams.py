@@ -1,4 +1,4 @@
-"""Streams: iterables that are no plain DataLoader, dealt out by whole batches, or each process's own share."""
+"""Streams: iterables other than a plain DataLoader, dealt out by whole batches, or each process's own share."""
 
 import logging
 from collections.abc import Iterator
@@ -14,20 +14,20 @@ from .combined import CombinedLoader, loaders_in, sample_counter
 from .loaders import iterate_loader, length_of, seed_samplers, set_epoch
 from .randomness import seed_generators
 from .sampling import Layout, mix
-from .steps import Dealing, ReplicaBatch, StepInput, limited
-from .workers import shielded
+from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
+from .workers import prepared_workers
 
 log = logging.getLogger("legato")
 
 _END = object()
 UNKNOWN = 2**62
-"""The length of a share that does not say how long it is."""
+"""Sentinel for a share without a length; any real length is smaller."""
 
 
 class StreamData:
-    """Any other iterable, passed through and dealt out by whole batches: batch k goes to replica k modulo replicas.
+    """Any iterable of batches, dealt out by whole batches: batch k goes to replica k modulo replicas.
 
-    Every process reads the whole stream and keeps what is its own.
+    Every process reads the whole stream and keeps its own batches.
     """
 
     def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0) -> None:
@@ -35,38 +35,36 @@ class StreamData:
         self.count_samples = sample_counter(loader)
         self.restored: dict[str, Any] = {}
         self.opened, self.ended = -1, False
-        """The epoch that was opened last, and whether it was read to its end."""
+        """`opened` is the epoch that was opened last, `ended` whether it was read to its end."""
         self.length = ""
-        """How much was read, once an epoch is over."""
+        """Description of the number of batches read, once an epoch is over."""
 
     @property
     def rounds(self) -> int | None:
-        """Batches that each replica has in an epoch; None where the stream does not say."""
+        """Batches of each replica in an epoch; None if the stream has no length."""
         length = length_of(self.loader)
         if length is None:
             return self.limit if isinstance(self.limit, int) else None
-        return limited(self.limit, -(-length // self.dealing.layout.replicas))
+        return apply_limit(self.limit, -(-length // self.dealing.layout.replicas))
 
     @property
     def is_whole(self) -> bool | None:
-        """None: what a stream says of its length does not tell whether every replica has a batch in each round."""
+        """None: a stream's length does not tell whether every replica has a batch in each round."""
         return None
 
     @property
     def forward_is_keyed(self) -> bool:
-        """Whether each step finds the generators where the loading of its only batch left them.
+        """Whether the generators are still keyed by position when the forward begins, as with one batch per step.
 
-        Then its forward goes on with numbers that follow from its position already; to seed again would cost 10 us.
+        Seeding again before the forward would cost 10 us.
         """
         return self.dealing.keyed and self.dealing.accumulate == self.dealing.layout.replicas == 1
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch from `start_step` on; the stream's own state, or reading on, leads there.
-
-        Of all replicas' batches take `batches_at_most`.
-        """
+        """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
         dealing, end = self.dealing, batches_at_most
         replicas, own, keyed = dealing.layout.replicas, dealing.replicas, dealing.keyed
+        # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
         arranged = by_replica if dealing.accumulate > 1 else list
         if isinstance(self.limit, int) or self.limit != 1.0:
             limit = (self.rounds or 0) * replicas
@@ -101,18 +99,18 @@ class StreamData:
             yield StepInput(arranged(turns), samples, -(-rest // replicas), rest % replicas == 0, masked)
 
     def key(self, epoch: int) -> int:
-        """Return the key of the generators for the first batch of an epoch; the next ones' count on from it."""
+        """Return the generator key of an epoch's first batch; batch k uses key + k."""
         return mix(self.dealing.seed, epoch) >> 1
 
     def open(self, epoch: int, start_step: int) -> Iterator[Any]:
-        """Return an iterator over the stream that stands where `start_step` begins."""
+        """Return an iterator over the stream, positioned at `start_step` by its own state or by skipping batches."""
         skipped = start_step * self.dealing.accumulate * self.dealing.layout.replicas
         restored, self.restored = self.restored, {}
         if restored.get("epoch") != epoch:
             restored = {}
-        # What a loader says of its length does not tell: with workers an iterable dataset gives more batches.
+        # Do not compare with len(loader): with workers an iterable dataset yields more batches.
         self.opened, self.ended = epoch, restored.get("ended", False)
-        if self.ended:  # a loader of torchdata that was read to its end would begin anew
+        if self.ended:  # torchdata's loader restarts from the beginning when restored at its end
             return iter(())
         if self.dealing.keyed:
             seed_generators(mix(self.dealing.seed, epoch))
@@ -123,7 +121,7 @@ class StreamData:
         if "loader" in restored and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(restored["loader"])
             skipped = 0
-        with shielded(self.loader):
+        with prepared_workers(self.loader):
             combined = isinstance(self.loader, CombinedLoader)
             batches = self.loader.batches() if combined else iterate_loader(iter(self.loader))
         if skipped:
@@ -138,21 +136,21 @@ class StreamData:
         return batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return whether the stream has ended, and its own state where it has one (torchdata's protocol)."""
+        """Return the opened epoch, whether it has ended, and the loader's own state (torchdata) if it has one."""
         if self.opened < 0:
             return {}
         own = {"loader": self.loader.state_dict()} if hasattr(self.loader, "state_dict") else {}
         return {"epoch": self.opened, "ended": self.ended, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, if it is that epoch which is opened next."""
+        """Restore from `state_dict`; used only if the same epoch is opened next."""
         self.restored = state
 
 
 class OwnShares(StreamData):
-    """A loader that yields this process's own share already (`use_distributed_sampler=False`); shares may be uneven.
+    """A loader that already yields this process's share (`use_distributed_sampler=False`); shares may be uneven.
 
-    The processes agree before each step on its samples, and go on until the last of them is done.
+    The processes agree on the samples of each step beforehand, and go on until the last of them is done.
     """
 
     forward_is_keyed = False
@@ -169,19 +167,19 @@ class OwnShares(StreamData):
                 f"{dealing.layout.processes}, or let Legato deal the samples out."
             )
         length = length_of(loader)
-        self.share = (limit if isinstance(limit, int) else None) if length is None else limited(limit, length)
+        self.share = (limit if isinstance(limit, int) else None) if length is None else apply_limit(limit, length)
         longest = int(ranks.all_reduce(torch.tensor(UNKNOWN if self.share is None else self.share), "max"))
         self.longest = None if longest == UNKNOWN else longest
 
     @property
     def rounds(self) -> int | None:
-        """Batches of the process that has most; None where some loader does not say."""
+        """Batches of the process that has most; None if a loader has no length."""
         return self.longest
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
-        """Yield the steps of an epoch until every process is at the end of its share; some may have no turns.
+        """Yield the steps of an epoch until every process has exhausted its share; a step may have no local batches.
 
-        Raises DataError where some have none although every replica needs a batch in each round.
+        Raises DataError when some process has none although every replica needs a batch in each round.
         """
         dealing, process = self.dealing, self.dealing.process
         batches, key = self.own.open(epoch, start_step), self.own.key(epoch)
@@ -196,6 +194,7 @@ class OwnShares(StreamData):
                     self.own.ended = True
                 elif limit is None or round < limit:
                     turns.append(ReplicaBatch(process, round, batch, self.count_samples(batch)))
+            # one collective per step tells every process its samples, and whether anyone has batches left
             own = torch.tensor(
                 [sum(turn.samples for turn in turns), bool(turns), len(turns) == dealing.accumulate, len(turns)]
             )
@@ -213,16 +212,16 @@ class OwnShares(StreamData):
             yield StepInput(turns, samples, dealing.accumulate if full else rounds, whole)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all processes' loaders; every process calls it."""
+        """Return the states of all processes' loaders. Collective."""
         states = self.ranks.gather_objects(self.own.state_dict())
         return {"shares": states} if all(states) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned, if it is that epoch which is opened next."""
+        """Restore from `state_dict`; used only if the same epoch is opened next."""
         if "shares" in state:
             self.own.load_state_dict(state["shares"][self.dealing.process])
 
 
 def by_replica(turns: list[ReplicaBatch]) -> list[ReplicaBatch]:
-    """Return the turns of a step replica by replica; those of one replica stay in the order of the data."""
+    """Sort the batches of a step by replica, keeping the order of the data within each."""
     return sorted(turns, key=attrgetter("replica"))

@@ -1,4 +1,4 @@
-"""Batches on their way to a device, and how many samples they hold."""
+"""Moving batches to a device, mapping over their tensors and counting their samples."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 ALIGNMENT = 64
-"""Bytes: how torch's allocator aligns a tensor on the CPU."""
+"""Bytes to which torch's CPU allocator aligns a tensor."""
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return `batch` with every tensor in it on `device`; tuples, lists, mappings and dataclasses keep their type.
+    """Return `batch` with every tensor on `device`; tuples, lists, mappings and dataclasses keep their type.
 
-    Copies from pinned memory do not block the host. Anything with a `.to(device)` of its own is moved by that.
+    Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved by it.
     """
     non_blocking = device.type == "cuda"
     return map_tensors(
@@ -23,12 +23,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def with_allocated_memory(batch: Any) -> Any:
-    """Return `batch` with every tensor in memory as torch allocates it: else some kernels add up in another order."""
+    """Return `batch` with every tensor aligned as torch allocates it; some CPU kernels add up unaligned data in another
+    order."""
     return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
 
 
 def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
-    """Move tensors to memory as torch would allocate it, where they are elsewhere: weights in a mapped file, say."""
+    """Reallocate tensors that are not aligned as torch allocates them, such as weights in a memory-mapped file."""
     for tensor in tensors:
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
@@ -40,11 +41,11 @@ def map_tensors(
     move: Callable[[Any], Any] | None = None,
     number: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return `batch` with each tensor changed; with `move`, also whatever has a `.to` of its own.
+    """Return `batch` with `change` applied to each tensor; tuples, named tuples, lists, dicts and dataclasses keep
+    their type.
 
-    With `number` numbers and NumPy's arrays are changed, too.
-
-    Tuples, named tuples, lists, dicts and dataclasses are rebuilt with their types; anything else stays as it is.
+    move: applied to other objects that have a `.to` method.
+    number: applied to numbers and NumPy arrays.
     """
     if isinstance(batch, torch.Tensor):
         return change(batch)
@@ -69,10 +70,7 @@ def map_tensors(
 
 
 def count_samples(batch: Any) -> int:
-    """Return the size of the first dimension of the first tensor (or the length of the first array) in `batch`.
-
-    1 where there is no such thing: a batch of an unknown kind counts as one sample.
-    """
+    """Return the length of the first tensor or array in `batch` along its first dimension; 1 if there is none."""
     while isinstance(batch, (list, tuple)) and batch:
         if isinstance(batch[0], (str, bytes, int, float)):
             return len(batch)
