@@ -235,7 +235,7 @@ def test_callbacks_log_through_the_task(play):
 def test_where_nothing_would_become_of_it_it_is_refused(play, hook):
     task = Says(lambda *arguments: None)
     setattr(task, hook, lambda: task.log("lost", 1.0))
-    with pytest.raises(TaskError, match=r"log\('lost'\) here has no step or epoch"):
+    with pytest.raises(TaskError, match=r"log\('lost'\) was called outside of any step or epoch"):
         play(task)
 
 

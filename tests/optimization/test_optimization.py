@@ -81,7 +81,7 @@ def test_no_optimizer_trains_nothing(trainer):
         (lambda optimizer: "adam", "it returned str"),
         (lambda optimizer: [optimizer, 3], "it returned list"),
         (lambda optimizer: ([optimizer], [3]), "needs a method `step`"),
-        (lambda optimizer: ([3], []), "in the place of an optimizer stood int"),
+        (lambda optimizer: ([3], []), "expected an optimizer, got int"),
         (lambda optimizer: scheduler_of(optimizer), "it returned a StepLR"),
         (lambda optimizer: {"optimiser": optimizer}, "unknown key 'optimiser'. Did you mean 'optimizer'?"),
         (lambda optimizer: {"lr_scheduler": scheduler_of(optimizer)}, "has no 'optimizer'"),

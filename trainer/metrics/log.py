@@ -1,8 +1,7 @@
-"""Logged values: kept on their device, read late, reduced over batches, replicas and ranks in one order.
+"""Logged values: collected without a host sync, and reduced over batches, replicas and ranks.
 
-A logged tensor is appended to a list and nothing else happens to it until a point is written; then all pending values
-are read in one go. Sums are kept for each replica and added up in the order of the replicas, in float64, so that a
-logged mean is the same number on any number of processes.
+`log` only appends to a list; all pending values are read from the device together when a logging point is due. Sums are
+kept per replica in float64 and added up in replica order, so a logged mean is the same on any number of processes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..torch_private import newest_value_of
 from .reduce import (
     AVERAGED,
     LOADER_MARK,
-    PRESENT,
+    NAME_ONLY,
     Description,
     Exchange,
     Reduced,
@@ -37,23 +36,29 @@ Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool]
 """prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only: as given to `Task.log`."""
 
 PENDING_LIMIT = 1024
-"""Values, or losses, that may wait on the device before they are read although no point is due."""
+"""Maximum number of values, or losses, that wait on the device before they are read even if no logging point is due."""
 
 
-CLOSING = 1 << 62
-"""In the place of the step, while hooks at the end of the training epoch log: those values count only if it ends."""
+EPOCH_END = 1 << 62
+"""Step number of values logged by hooks at the end of the training epoch; they count only if the epoch ends."""
 NO_STEP = -2
-ONCE = -2
-"""In the place of the replica, for what a hook logs once in each process: where values are shared those of the first
-process count, since the number of processes may change."""
+ONCE_PER_PROCESS = -2
+"""Replica number of a value that a hook logs once per process.
+
+Where values are shared only the first process counts it, since the number of processes may change.
+"""
 NEVER = float("inf")
 
 
 class Metrics:
-    """What the tasks and callbacks of a run log."""
+    """All values that the task and callbacks of a run log."""
 
     def __init__(self, collectives: Collectives, processes: int, task: nn.Module, shares: bool = False) -> None:
-        """`shares`: every rank keeps what all logged in training, lest a rank that dies take it along; see `share`."""
+        """Collect values of `task`.
+
+        shares: elastic run; every rank keeps the training values of all ranks, so that none are lost with a rank (see
+        `share`).
+        """
         self.collectives, self.processes, self.task, self.shares = collectives, processes, task, shares
         self.exchange = Exchange(collectives)
         self.states = MetricStates(task, [0], by_replica=False)
@@ -62,41 +67,41 @@ class Metrics:
         self.stage = ""
         self.in_step = False
         self.in_turn = False
-        """Whether a batch is worked on; after the last one of a step its hooks come, once for the whole step."""
+        """Whether a batch is being processed; False while the hooks after a step's last batch run."""
         self.first_replica = self.replica = 0
         self.samples = 1
         self.step = self.newest = NO_STEP  # none has begun; -1 is the step of a series without values
         self.suffix, self.loader = "", 0
-        """What is added to a name that a loader of several logs, and the index of that loader."""
+        """Added to names logged by one of several evaluation loaders; `loader` is that loader's index."""
         self.turns: dict[str, int] = {}
         self.describe_place: Callable[[], str] = lambda: self.stage
-        """Says what is going on, for messages."""
+        """Returns a description of the current stage, for messages."""
         self.turns_left_out = 0
-        """Batches of this training epoch of which training_step returned None."""
+        """Batches of this training epoch for which training_step returned None."""
         self.loaders = 0
-        """How many loaders the evaluation has, where it must be known which gave this process a batch."""
+        """Number of evaluation loaders; 0 when there is one."""
         self.loaders_seen: set[int] = set()
         self.loaders_of: dict[str, set[int]] = {}
-        """Which of the evaluation's loaders logged a name without their index."""
+        """For each name logged without a loader index, the evaluation loaders that logged it."""
         self.turns_of_step = 0
         self.pending: list[tuple[Series, Any, float, int, int]] = []
         self.dropped = -1
-        """The newest step, where it was dropped: what is still logged for it counts no more."""
+        """The newest step if it was dropped: values still logged for it are ignored."""
         self.muted = False
-        """Whether what is logged is dropped: in turns whose results do not count."""
+        """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
         self.loss: Tensor | None = None
-        """The newest loss."""
+        """The most recent loss."""
         self.unshared: list[Row] = []
-        """Values of the training that other ranks do not know yet, where they are shared."""
+        """Training values not yet sent to other ranks, where values are shared."""
         self.exchanges = 0
-        """How often values were shared: of two ranks at the same step the one that did so more often is ahead."""
+        """How often values were shared; of two ranks at the same step the one with the higher count is ahead."""
         self.bad_loss: tuple[int, float] | None = None
-        """The first step of this process whose loss was seen not to be finite, and that loss."""
+        """The first step of this process with a non-finite loss, and that loss."""
 
     # --- writing: the hot path --------------------------------------------------------------------------------------
     def open(self, stage: str, fresh: bool = True, loaders: int = 1) -> None:
-        """Log into `stage` from now on; `fresh` drops what it holds."""
+        """Start logging into `stage`; `fresh` drops its values."""
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
@@ -109,46 +114,46 @@ class Metrics:
         self.series = self.stages[stage]
 
     def open_turn(self, replica: int, samples: int) -> None:
-        """Count what is logged from now on to one batch of `replica`."""
+        """Attribute the following values to one batch of `replica`."""
         self.replica, self.samples, self.in_step, self.in_turn = replica, samples, True, True
         self.turns[self.stage] += 1
         trains = self.stage == "train"
         self.turns_of_step += trains
-        # not in the middle of a training step: where it has to be repeated, its values must not be in the sums yet
+        # Not within a training step: if the step is repeated (elastic runs), its values must not be in the sums yet.
         if len(self.pending) >= PENDING_LIMIT and (self.turns_of_step == 1 or not trains):
             self.flush()
         if self.states.taking_turns:
             self.states.open_replica(replica)
 
     def leave_turns(self, samples: int) -> None:
-        """Count what is logged from now on to no batch, but to this process: hooks that come once log it."""
+        """Attribute the following values to this process and no batch, as in hooks called once per step or epoch."""
         counts = self.first_replica == 0 or not self.shares or self.stage != "train"
-        self.replica, self.samples, self.in_turn = self.first_replica if counts else ONCE, samples, False
+        self.replica, self.samples, self.in_turn = self.first_replica if counts else ONCE_PER_PROCESS, samples, False
 
     def return_to_turn(self, replica: int, samples: int) -> None:
-        """Count what is logged from now on to the batch of a turn that was opened before."""
+        """Attribute the following values to a batch that was opened before."""
         self.replica, self.samples, self.in_turn = replica, samples, True
 
     def open_loader(self, index: int) -> None:
-        """Name what is logged from now on after an evaluation's loader, where it has several."""
+        """Append the loader's index to the following names, if the evaluation has several loaders."""
         if self.loaders:
             self.suffix, self.loader = f"{LOADER_MARK}{index}", index
             self.loaders_seen.add(index)
 
     def leave_out_turn(self) -> None:
-        """Do not expect that the batch whose turn it is logs what the others do."""
+        """Exclude the current batch from the check that all batches log the same names."""
         self.turns[self.stage] -= 1
         self.turns_left_out += 1
         self.turns_of_step -= self.stage == "train"
 
     def log(self, name: str, value: Any, batch_size: int | None, options: Options) -> None:
-        """Take one value; see `Task.log`."""
+        """Record one value; see `Task.log`."""
         if self.muted:
             return
-        if self.series is None:
+        if self.series is None:  # closed by reduce_epoch
             raise TaskError(
-                f"log({name!r}) here has no step or epoch to count to: its points are written already, or none has "
-                f"begun. Log in a step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
+                f"log({name!r}) was called outside of any step or epoch, so there is no point to write it to. Log in a "
+                f"step, in on_train_batch_*, or in on_*_epoch_start and on_*_epoch_end."
             )
         if options[6] and (self.replica if self.in_step else self.first_replica) != 0:
             return
@@ -171,10 +176,11 @@ class Metrics:
         elif isinstance(value, Tensor) and value.requires_grad:
             value = value.detach()
         weight = batch_size if batch_size is not None else self.samples if self.in_step else 1
+        # no value.item() here, which would wait for the device in every step
         self.pending.append((series, value, weight, self.replica, self.step))
 
     def log_dict(self, values: Mapping[str, Any], batch_size: int | None, options: Options) -> None:
-        """Take some values that are logged alike: what `log` does for each, in a quarter of the time."""
+        """Record several values with the same options: equal to `log` for each, in a quarter of the time."""
         known, in_step = self.series, self.in_step
         if known is None or self.muted or self.suffix or options[6]:
             for name, value in values.items():
@@ -232,7 +238,7 @@ class Metrics:
         return series
 
     def _refuse_mixture(self, series: Series) -> None:
-        """Refuse a name that both steps and what is called between them log: its mean would be over both."""
+        """Raise TaskError for a name logged both in steps and between them: its mean would be over both."""
         if series.in_step is None:  # of a checkpoint, or of another rank
             series.in_step = self.in_step
         elif series.metric is None:
@@ -243,7 +249,7 @@ class Metrics:
             )
 
     def _refuse_shared(self, name: str, metric: Any) -> None:
-        """Refuse a metric that another stage under way fills too: the samples of both would be in its value."""
+        """Raise TaskError for a metric object logged in two open stages: it would mix their samples."""
         for stage, series in self.stages.items():
             if stage != self.stage and any(one.metric is metric for one in series.values()):
                 raise TaskError(
@@ -252,7 +258,7 @@ class Metrics:
                 )
 
     def watch(self, loss: Tensor) -> None:
-        """Remember a loss, to see later whether it was finite."""
+        """Record a loss, to check later that it is finite."""
         self.loss = loss = loss.detach()
         self.losses.append((loss, self.step))
         if len(self.losses) >= PENDING_LIMIT:
@@ -260,10 +266,10 @@ class Metrics:
 
     # --- reading: at logging steps and at the end of epochs ---------------------------------------------------------
     def flush(self) -> None:
-        """Read every pending value from its device, in one go for each device and type, and add it to its sums."""
+        """Add all pending values to their sums, with one transfer per device and dtype."""
         pending, self.pending = self.pending, []
         newest, dropped, self.dropped = self.step, self.dropped, -1
-        # what only the point of an earlier step would have shown is not read
+        # skip values that only an earlier step's logging point would have shown
         pending = [one for one in pending if (one[0].on_epoch or one[4] == newest) and one[4] != dropped]
         values = to_floats([one[1] for one in pending])
         if self.shares and self.stage == "train":
@@ -285,10 +291,10 @@ class Metrics:
                 self._count(series, replica, value, weight, step)
 
     def _count(self, series: Series, replica: int, value: float, weight: float, step: int) -> None:
-        """Add a value to the sums of its replica, those of the epoch and those of the newest step."""
-        if replica == ONCE:
+        """Add a value to its replica's sums of the epoch and of the newest step."""
+        if replica == ONCE_PER_PROCESS:  # the first process counts it
             return
-        if step == CLOSING:
+        if step == EPOCH_END:
             accumulate(series.closing, replica, series.kind, value, weight)
             return
         if series.kind != "metric" and series.on_epoch:
@@ -299,25 +305,25 @@ class Metrics:
             accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
-        """Let what is logged for the newest step count for nothing."""
+        """Ignore all values logged for the newest step, including later ones."""
         self.pending = [item for item in self.pending if item[4] not in (self.step, self.dropped)]
         self.unshared = [row for row in self.unshared if row.step not in (self.step, self.dropped)]
         self.dropped = self.step
 
     def begin_closing(self) -> None:
-        """The epoch's steps are over; what is logged from now on counts only if the epoch ends here."""
-        self.newest, self.step = self.step, CLOSING
+        """Mark the following values as logged after the epoch's last step; they count only if the epoch ends here."""
+        self.newest, self.step = self.step, EPOCH_END
         self.leave_turns(1)
 
     def check_losses(self) -> None:
-        """Raise NonFiniteError, naming the first step whose loss was not finite, on every rank."""
+        """Raise NonFiniteError on every rank, naming the first step with a non-finite loss. Collective."""
         first = self._first_bad_loss()
         if self.processes > 1:
             first = self.collectives.all_reduce(torch.tensor([first], dtype=torch.float64), "min").item()
         self._refuse_bad_loss(first)
 
     def _first_bad_loss(self) -> float:
-        """Return the first step of this process whose loss is not finite; NEVER where there is none."""
+        """Return the first step of this process with a non-finite loss, or NEVER."""
         self._read_losses()
         return NEVER if self.bad_loss is None else float(self.bad_loss[0])
 
@@ -332,28 +338,29 @@ class Metrics:
             )
 
     def _read_losses(self) -> None:
-        """Read the losses that wait, and remember the first that is not finite."""
+        """Read pending losses and remember the first non-finite one."""
         losses, self.losses = self.losses, []
         for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
             if value - value != 0.0 and self.bad_loss is None:
                 self.bad_loss = step, value
 
     def reduce_step(self) -> Reduced:
-        """Return the newest step's values of the present stage, over all replicas; every rank calls it."""
-        return self.log_point(checks_losses=False, said=())[0]
+        """Return the newest step's values of the current stage, over all replicas. Collective."""
+        return self.log_point(checks_losses=False, extra=())[0]
 
     def newest_values(self) -> Reduced:
-        """Return the newest step's values while the step is being counted, where shared ones need no collective."""
+        """Return the newest step's values before the step counter advances; no collective where values are shared."""
         return sort_out(self._totals_of_step(), "_step") if self.shares else self.reduce_step()
 
-    def log_point(self, checks_losses: bool, said: Sequence[float]) -> tuple[Reduced, list[float]]:
-        """Return the newest step's values over all replicas, and the highest of each number that a rank has `said`.
+    def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
+        """Return the newest step's values over all replicas, and the maximum over ranks of each number in `extra`.
 
-        Both in one collective, and with `checks_losses` what `check_losses` does too.
+        Both take one collective, which with `checks_losses` also does the work of `check_losses`.
         """
-        said = [-self._first_bad_loss() if checks_losses else -NEVER, *said]
+        # negated, since the exchange takes maxima and the first bad step is a minimum
+        extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]
         if self.shares and self.stage == "train":
-            heard = self._share(said)
+            maxima = self._share(extra)
             found = self._totals_of_step()
         else:
             self.flush()
@@ -363,11 +370,12 @@ class Metrics:
                 for one in mine
                 for replica, (value, weight) in one.step.items()
             ]
-            gathered, heard = self._gather([row for row in rows if not row.series.alone], self.turns_of_step == 0, said)
+            absent = self.turns_of_step == 0
+            gathered, maxima = self._gather([row for row in rows if not row.series.alone], absent, extra)
             found = [(one, total(one.kind, sums)) for one, sums in gathered]
             found += [(one, total(one.kind, one.step)) for one in mine if one.alone]
-        self._refuse_bad_loss(-heard[0])
-        return sort_out(found, "_step"), heard[1:]
+        self._refuse_bad_loss(-maxima[0])  # the maximum of the negative is the first step
+        return sort_out(found, "_step"), maxima[1:]
 
     def _with_values_of_step(self) -> list[Series]:
         known = (self.series or {}).values()
@@ -377,7 +385,7 @@ class Metrics:
         return [(series, total(series.kind, series.step)) for series in self._with_values_of_step()]
 
     def reduce_epoch(self, keep: bool = False) -> Reduced:
-        """Return the present stage's values over the whole epoch; unless told to `keep` them, close the stage."""
+        """Return the current stage's values over the whole epoch; close the stage unless `keep` is set. Collective."""
         if self.shares and self.stage == "train":
             self._share(())
         self.flush()
@@ -387,7 +395,7 @@ class Metrics:
         others = [series for series, _ in gathered if series.kind == "metric"]
         self._read_metrics(others, keep)
         found += [(one, one.value) for one in others]
-        if self.step == CLOSING:
+        if self.step == EPOCH_END:
             self.step = self.newest
         if keep:
             for series in self.series.values():
@@ -402,26 +410,26 @@ class Metrics:
         return sort_out(found, "_epoch")
 
     def _gather_epoch(self) -> list[tuple[Series, dict[int, list[float]]]]:
-        """Return every series of the epoch with its sums over all replicas; every rank calls it."""
+        """Return every series of the epoch with its sums over all replicas. Collective."""
         assert self.series is not None
         mine = [one for one in self.series.values() if one.on_epoch]
         mine = [one for one in mine if one.sums or one.closing or one.metric is not None]
         sums = {one.name: joined(one.kind, one.sums, one.closing) for one in mine}
-        shared = self.shares and self.stage == "train"  # then all ranks have all sums, but perhaps not all metrics
-        here = [one for one in mine if one.alone or (shared and one.kind != "metric")]
-        asked = [one for one in mine if not (one.alone or (shared and one.kind != "metric"))]
+        shared = self.shares and self.stage == "train"  # all ranks have all sums, but not all metric states
+        local = [one for one in mine if one.alone or (shared and one.kind != "metric")]
+        remote = [one for one in mine if one not in local]
         absent = self.turns[self.stage] == 0 or len(self.loaders_seen) < self.loaders
         skipped = shared and not self.states.by_path
-        gathered = [] if skipped else self._gather(rows_of(asked, sums), absent, ())[0]
-        return [(one, sums[one.name]) for one in here] + gathered
+        gathered = [] if skipped else self._gather(rows_of(remote, sums), absent, ())[0]
+        return [(one, sums[one.name]) for one in local] + gathered
 
     def _read_metrics(self, others: list[Series], keep: bool) -> None:
-        """Read torchmetrics objects over all ranks, but not twice where none has updated one since it was read.
+        """Compute torchmetrics objects over all ranks, skipping those without an update since the last time.
 
-        Their states stay with `keep`, so that hooks at the end of an epoch may look at them.
+        With `keep` their states stay, so that hooks at the end of an epoch can read them.
         """
         stale = torch.tensor([series.read_at != updates_within(series.metric) for series in others], dtype=torch.int32)
-        if self.processes > 1 and others:
+        if self.processes > 1 and others:  # reading is collective: all ranks read a metric that any has updated
             self.collectives.all_reduce(stale, "max")
         unread = [series for series, is_stale in zip(others, stale.tolist(), strict=True) if is_stale]
         metrics = [series.metric for series in unread]
@@ -431,55 +439,55 @@ class Metrics:
         for series, value in zip(unread, values, strict=True):
             series.value, series.read_at = value, updates_within(series.metric)
         if self.states.taking_turns and keep:
-            self.states.stand_together(self.collectives)
+            self.states.load_merged(self.collectives)
         elif self.states.taking_turns:
             self.states.forget(series.metric for series in others)
 
     def _gather(
-        self, rows: Sequence[Row], absent: bool, said: Sequence[float]
+        self, rows: Sequence[Row], absent: bool, extra: Sequence[float]
     ) -> tuple[list[tuple[Series, dict[int, list[float]]]], list[float]]:
-        """Return each series that all ranks logged with the sums of all replicas, and the highest of each number.
+        """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
-        This rank may have logged less if it had not its share of batches (`absent`). What it lacks is added to what is
-        known of the stage. Where values are shared every rank has all sums, and only the names are compared.
+        absent: this rank had no batch and may have logged fewer names; series known only to other ranks are created
+        here. Where values are shared every rank has all sums already and only the names are compared.
 
-        Raises DisagreementError, naming ranks and names, where ranks that had their share logged different names.
+        Raises DisagreementError, naming ranks and names, when ranks that had batches logged different names.
         """
         found: dict[str, tuple[Series, dict[int, list[float]]]] = {}
         if self.processes == 1:
             for series, replica, value, weight, _ in rows:
                 sums = found.setdefault(series.name, (series, {}))[1]
-                if replica != PRESENT:
+                if replica != NAME_ONLY:
                     sums[replica] = [value, weight]
-            return list(found.values()), list(said)
-        ranks, heard = self.exchange.gather(rows, [float(absent), *said])
-        self._compare([[row[0] for row in rank] for rank in ranks], [bool(own[0]) for own in heard])
+            return list(found.values()), list(extra)
+        ranks, extras = self.exchange.gather(rows, [float(absent), *extra])
+        self._compare([[row[0] for row in rank] for rank in ranks], [bool(own[0]) for own in extras])
         known = self.series if self.series is not None else {}
         for rank in ranks:
             for number, replica, value, weight, _ in rank:
                 series = self._series_at(number, known)
                 sums = found.setdefault(series.name, (series, {}))[1]
-                if replica != PRESENT:
+                if replica != NAME_ONLY:
                     sums[replica] = [value, weight]
-        return list(found.values()), [max(column) for column in zip(*heard, strict=True)][1:]
+        return list(found.values()), [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _compare(self, logged: list[list[int]], absent: list[bool]) -> None:
-        """Raise DisagreementError where the numbers of the series that ranks logged are not the same in one order."""
+        """Raise DisagreementError unless all ranks logged the same series in the same order."""
         own = [list(dict.fromkeys(numbers)) for numbers in logged]
         whole = [numbers for numbers, is_absent in zip(own, absent, strict=True) if not is_absent] or own
         chosen = list(dict.fromkeys(number for numbers in whole for number in numbers))
-        odd = {
+        differing = {
             rank
             for rank, (numbers, is_absent) in enumerate(zip(own, absent, strict=True))
             if (not is_absent and numbers != chosen) or not set(numbers) <= set(chosen)
         }
-        if odd:
+        if differing:
             names = [[self.exchange.descriptions[number][0] for number in numbers] for numbers in own]
-            compared = {rank: names[rank] for rank in range(len(own)) if rank in odd or not absent[rank]}
+            compared = {rank: names[rank] for rank in range(len(own)) if rank in differing or not absent[rank]}
             raise DisagreementError(self._disagreement(compared))
 
     def _series_at(self, number: int, known: dict[str, Series]) -> Series:
-        """Return the `known` series of a number that the ranks agreed on; an empty one where this rank had none."""
+        """Return the series with a number agreed between ranks; create an empty one if this rank has none."""
         description = self.exchange.descriptions[number]
         found = known.get(description[0])
         if found is None:
@@ -492,7 +500,7 @@ class Metrics:
         return (series.name, series.kind, *flags, path, series.alone)
 
     def _series_of(self, description: Sequence[Any]) -> Series:
-        """Return an empty series as `_describe` described it."""
+        """Return an empty series from its `_describe` tuple."""
         name, kind, on_step, on_epoch, prog_bar, to_loggers, path, *alone = description
         series = Series(name, kind, on_step, on_epoch, prog_bar, to_loggers, self.states.by_path.get(path))
         series.alone = any(alone)
@@ -512,48 +520,48 @@ class Metrics:
 
     # --- elastic runs -----------------------------------------------------------------------------------------------
     def share_step(self) -> None:
-        """Give every rank what all have logged in this step so far; every rank calls it, before weights are changed.
+        """Send all ranks' values of the current step to every rank, before the weights are updated. Collective.
 
-        So no rank can have finished a step of which another one's values may be lost with it. What is logged in the
-        step after that goes with the next one's, or with the next point.
+        A rank thus never finishes a step whose values another rank could lose. Values logged later in the step are sent
+        with the next step or logging point.
         """
         self._share((), names=True)
 
     def share(self) -> None:
-        """Give every rank what others have logged since the last time; every rank calls it."""
+        """Send every rank the values that others logged since the last exchange. Collective."""
         self._share(())
 
-    def _share(self, said: Sequence[float], names: bool = False) -> list[float]:
-        """Share, and return the highest of each number that a rank has `said`; an error leaves all as it was."""
+    def _share(self, extra: Sequence[float], names: bool = False) -> list[float]:
+        """Exchange values and return the maximum over ranks of each number in `extra`; on an error nothing changes."""
         if self.stage == "train":
             self.flush()
         known = self.stages.setdefault("train", {})
-        states = self.states.own()
+        states = self.states.own_states()
         if self.processes == 1:
             for own in self.unshared:
                 self._count(*own)
             self.unshared, self.exchanges = [], self.exchanges + 1
-            return list(said)
+            return list(extra)
         absent = self.turns_of_step == 0
-        ranks, heard = self.exchange.gather(self.unshared, [float(bool(states)), float(absent), *said])
+        ranks, extras = self.exchange.gather(self.unshared, [float(bool(states)), float(absent), *extra])
         if names:
-            self._compare([self._logged_in_step(rank) for rank in ranks], [bool(own[1]) for own in heard])
-        states_of_all = self.collectives.gather_objects(states) if any(own[0] for own in heard) else []
+            self._compare([self._logged_in_step(rank) for rank in ranks], [bool(own[1]) for own in extras])
+        states_of_all = self.collectives.gather_objects(states) if any(own[0] for own in extras) else []
         for rank in ranks:
             for number, replica, value, weight, step in rank:
                 self._count(self._series_at(number, known), replica, value, weight, step)
         for states in states_of_all:
-            self.states.accept(states)
+            self.states.add_remote(states)
         self.unshared, self.exchanges = [], self.exchanges + 1
-        return [max(column) for column in zip(*heard, strict=True)][2:]
+        return [max(column) for column in zip(*extras, strict=True)][2:]
 
     def _logged_in_step(self, rows: list[tuple[int, int, float, float, int]]) -> list[int]:
-        """Return the numbers of the series that rows of the newest step belong to, but for replica 0's own."""
+        """Return the series numbers in rows of the newest step, without `rank_zero_only` series."""
         alone = {number for number, description in enumerate(self.exchange.descriptions) if description[-1]}
         return [row[0] for row in rows if row[4] == self.step and row[0] not in alone]
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged in `step` and later, which will be done again, and stand where the step before ended."""
+        """Discard values logged in `step` and later, so that these steps can be repeated."""
         self.pending = [item for item in self.pending if item[4] < step]
         self.unshared = [row for row in self.unshared if row.step < step]
         self.losses = [item for item in self.losses if item[1] < step]
@@ -563,7 +571,7 @@ class Metrics:
         self.open("train", fresh=False)
 
     def forget_epoch(self) -> None:
-        """Drop all sums of the training epoch: it is done, or begins anew."""
+        """Drop all sums of the training epoch, because it has ended or starts over."""
         metrics = [series.metric for series in self.stages["train"].values() if series.metric is not None]
         self.states.forget(metrics)
         for metric in metrics:
@@ -571,36 +579,33 @@ class Metrics:
         self.open("train")
 
     def set_layout(self, processes: int, replicas: range) -> None:
-        """From now on the replicas of this process are these."""
+        """Set the number of processes and the replicas of this process."""
         self.processes, self.states.replicas = processes, list(replicas)
         self.first_replica = self.replica = replicas.start
         self.exchange.reset()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Any]:
-        """Return the training epoch's sums so far, over all ranks; every rank calls it.
+        """Return the training epoch's sums so far, over all ranks. Collective unless values are shared.
 
-        Where they are shared nothing is communicated, and what this rank has shared last is what it knows.
+        Where they are shared, this rank returns the values of its last exchange.
         """
         known = self.stages.setdefault("train", {})
         if self.shares:
-            series = [(one, one.sums) for one in known.values()]
-            return {
-                "series": [
-                    {
-                        "description": list(one.description),
-                        "sums": _sums_as_lists(sums),
-                        "step": _sums_as_lists(one.step),
-                        "at": one.step_at,
-                    }
-                    for one, sums in series
-                ],
-                "states": self.states.all(),
-            }
+            series = [
+                {
+                    "description": list(one.description),
+                    "sums": _sums_as_lists(one.sums),
+                    "step": _sums_as_lists(one.step),
+                    "at": one.step_at,
+                }
+                for one in known.values()
+            ]
+            return {"series": series, "states": self.states.all()}
         self.flush()
         own = [one for one in known.values() if one.on_epoch and not one.alone]
         stage, self.series = self.series, known
-        gathered, _ = self._gather(rows_of(own, {one.name: one.sums for one in own}), absent=not own, said=())
+        gathered, _ = self._gather(rows_of(own, {one.name: one.sums for one in own}), absent=not own, extra=())
         self.series = stage
         metrics = [one.metric for one, _ in gathered if one.metric is not None]
         return {
@@ -609,8 +614,9 @@ class Metrics:
         }
 
     def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
-        """Take over the sums of `replicas`, this process's own; where they are shared, those of all."""
+        """Restore the sums of `replicas`, those of this process; where values are shared, the sums of all."""
         owned, known = set(replicas), self.stages.get("train", {})
+        # not in checkpoints: series that only rank 0 logs, and those without values of an epoch
         kept = {name: one for name, one in known.items() if not self.shares and (one.alone or not one.on_epoch)}
         self.stages["train"], self.pending, self.unshared = kept, [], []
         for saved in state["series"]:
@@ -625,16 +631,16 @@ class Metrics:
                 series.step_at = saved["at"]
                 series.step = {int(replica): [value, weight] for replica, value, weight in saved["step"]}
         plain = [series for series in kept.values() if series.metric is None]
-        # 0: the replicas that are this process's now had no batch in the epoch so far
+        # 0 if the replicas that this process now owns had no batch in the epoch so far
         self.turns["train"] = sum(bool(series.sums) for series in plain) if plain else len(state["series"])
         self.states.load(state["states"])
 
 
 def rows_of(chosen: Iterable[Series], sums: dict[str, dict[int, list[float]]]) -> list[Row]:
-    """Return what the ranks tell each other of the epoch's sums; of a series that has none, that it is there."""
+    """Return one row per series and replica with the epoch's sums; a NAME_ONLY row for a series without sums."""
     rows: list[Row] = []
     for series in chosen:
-        entries = sums[series.name] or {PRESENT: [0.0, 0.0]}
+        entries = sums[series.name] or {NAME_ONLY: [0.0, 0.0]}
         rows += [Row(series, replica, value, weight, 0) for replica, (value, weight) in entries.items()]
     return rows
 

@@ -1,4 +1,4 @@
-"""Series: the values logged under one name, added up by replica, and what becomes of them at a point."""
+"""Series of logged values: accumulation per replica, reduction over replicas, and exchange between ranks."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from ..processes.collectives import Collectives
 
 KINDS = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
-"""Between a name and the index of the loader, where an evaluation has several."""
+"""Separator between a name and the index of its evaluation loader."""
 AVERAGED = ("mean", "metric")
-"""A metric's value for one batch is averaged over the batches of a step; its value for an epoch is its own affair."""
+"""Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`."""
 
 
 Description = tuple[Any, ...]
-"""What makes a series, as others are told: name, kind, on_step, on_epoch, prog_bar, to_loggers, path, alone.
+"""Attributes of a series, sent to other ranks: name, kind, on_step, on_epoch, prog_bar, to_loggers, path, alone.
 
-`path` is where the task holds its metric, None where it has none.
+`path` is the name of the metric's module in the task, or None.
 """
 
 
@@ -35,28 +35,28 @@ class Series:
     prog_bar: bool
     to_loggers: bool
     metric: Any = None
-    """The torchmetrics.Metric that was logged, if it was one."""
+    """The logged torchmetrics.Metric, if any."""
     value: float = float("nan")
-    """What the metric was when it was last read."""
+    """The metric's value when it was last computed."""
     read_at: int = -1
-    """How many updates it had then."""
+    """The metric's number of updates at that time."""
     sums: dict[int, list[float]] = field(default_factory=dict)
-    """For each replica: (weighted) value and weight of the epoch so far."""
+    """(weighted value, weight) of the epoch so far, by replica."""
     step: dict[int, list[float]] = field(default_factory=dict)
-    """The same for one step, `step_at`."""
+    """(weighted value, weight) of the step `step_at`, by replica."""
     step_at: int = -1
     in_step: bool | None = None
-    """Whether steps log it, or what is called between them; None where that is not known yet."""
+    """Whether it is logged within steps rather than between them; None if unknown."""
     closing: dict[int, list[float]] = field(default_factory=dict)
-    """The same for what hooks at the end of the epoch logged, which counts only if the epoch ends there."""
+    """Like `sums`, for values logged by hooks at the end of the epoch, which count only if the epoch ends there."""
     alone: bool = False
-    """Whether it is replica 0's own affair (`rank_zero_only`): shown, but no metric of the run."""
+    """Whether only replica 0 logs it (`rank_zero_only`): written to loggers but not to `callback_metrics`."""
     description: Description = ()
 
 
 @dataclass
 class Reduced:
-    """Values of one point, the same on every rank."""
+    """Values of one logging point, the same on every rank."""
 
     all: dict[str, float] = field(default_factory=dict)
     """For `trainer.callback_metrics`."""
@@ -64,19 +64,19 @@ class Reduced:
     progress_bar: dict[str, float] = field(default_factory=dict)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return all values as `trainer.callback_metrics` holds them."""
+        """Return all values as tensors, as in `trainer.callback_metrics`."""
         return {name: torch.tensor(value) for name, value in self.all.items()}
 
 
 def to_floats(values: list[Any]) -> list[float]:
-    """Read numbers and one-value tensors as floats, with one transfer for each device and type."""
+    """Convert numbers and one-value tensors to floats, with one transfer per device and dtype."""
     out: list[float] = [0.0] * len(values)
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, value in enumerate(values):
         if isinstance(value, Tensor) and not value.is_cpu:
             groups.setdefault((value.device, value.dtype), []).append(index)
         else:
-            out[index] = float(value)  # on the CPU there is nothing to wait for, and stacking costs 3 us a value
+            out[index] = float(value)  # no sync on the CPU, and stacking costs 3 us a value
     for indices in groups.values():
         for index, number in zip(indices, torch.stack([values[i].reshape(()) for i in indices]).tolist(), strict=True):
             out[index] = float(number)
@@ -84,7 +84,7 @@ def to_floats(values: list[Any]) -> list[float]:
 
 
 def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
-    """Return which of KINDS `reduce_fx` means: its name, or torch's or Python's function of that name."""
+    """Return the member of KINDS that `reduce_fx` names: a string, or torch's or Python's function of that name."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind, kind)
     if kind not in KINDS:
@@ -96,44 +96,36 @@ def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
 
 def accumulate(sums: dict[int, list[float]], replica: int, kind: str, value: float, weight: float) -> None:
     """Add a value to the sums of its replica."""
-    entry = sums.get(replica)
-    if entry is None:
-        sums[replica] = [value * weight if kind in AVERAGED else value, weight]
-        return
-    if kind in AVERAGED:
-        entry[0] += value * weight
-    elif kind == "sum":
-        entry[0] += value
-    else:
-        entry[0] = (min if kind == "min" else max)(entry[0], value)
-    entry[1] += weight
+    _add_weighted(sums, replica, kind, value * weight if kind in AVERAGED else value, weight)
 
 
 def joined(kind: str, sums: dict[int, list[float]], more: dict[int, list[float]]) -> dict[int, list[float]]:
-    """Return sums by replica with `more` added to them."""
+    """Return `sums` merged with `more`, by replica."""
     if not more:
         return sums
-    found = {replica: list(entry) for replica, entry in sums.items()}
+    merged = {replica: list(entry) for replica, entry in sums.items()}
     for replica, (value, weight) in more.items():
-        entry = found.get(replica)
-        if entry is None:
-            found[replica] = [value, weight]
-        else:
-            entry[0] = (
-                min(entry[0], value) if kind == "min" else max(entry[0], value) if kind == "max" else entry[0] + value
-            )
-            entry[1] += weight
-    return found
+        _add_weighted(merged, replica, kind, value, weight)
+    return merged
+
+
+def _add_weighted(sums: dict[int, list[float]], replica: int, kind: str, value: float, weight: float) -> None:
+    entry = sums.get(replica)
+    if entry is None:
+        sums[replica] = [value, weight]
+        return
+    entry[0] = min(entry[0], value) if kind == "min" else max(entry[0], value) if kind == "max" else entry[0] + value
+    entry[1] += weight
 
 
 def total(kind: str, sums: dict[int, list[float]]) -> float:
-    """Return what the sums of all replicas come to, added up in the order of the replicas."""
-    entries = [sums[replica] for replica in sorted(sums)]
+    """Reduce sums over replicas, in replica order."""
+    entries = [sums[replica] for replica in sorted(sums)]  # a fixed order: float addition is not associative
     values = [value for value, _ in entries]
     if kind in AVERAGED:
         value, weight = entries[0] if entries else (0.0, 0.0)
         if weight and entries.count(entries[0]) == len(entries):
-            return value / weight  # what each process logs alike, as hooks of an epoch do: the same for any number
+            return value / weight  # equal on every process, as from epoch hooks: no rounding by the number of processes
         weight = sum(weight for _, weight in entries)
         return sum(values) / weight if weight else float("nan")
     if kind == "sum":
@@ -142,7 +134,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
 
 
 def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name each value and say who gets it. A series of steps and epochs gives two, `name_step` and `name_epoch`."""
+    """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`."""
     reduced = Reduced()
     for series, value in found:
         name = series.name
@@ -161,7 +153,7 @@ def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
 def by_loader(
     metrics: Mapping[str, Any], loaders: int, owners: Mapping[str, set[int]] | None = None
 ) -> list[dict[str, float]]:
-    """Return an evaluation's metrics, one dict for each loader; those of no loader in all of them.
+    """Split an evaluation's metrics into one dict per loader; metrics of no loader are in all of them.
 
     owners: the loaders that logged a name without their index.
     """
@@ -175,15 +167,15 @@ def by_loader(
     return found
 
 
-PRESENT = -1
-"""In the place of the replica in a row that only says that its series was logged."""
+NAME_ONLY = -1
+"""Replica number in a row without values, which only states that its series was logged."""
 ROWS = 16
-"""How many rows a rank may send at first; twice as many as it needed last, when that was too few."""
+"""Rows that a rank may send at first; when too few, the buffer grows to twice what was needed."""
 _HEADER, _WIDTH = 2, 5
 
 
 class Row(NamedTuple):
-    """One value of a series, or what a replica's values come to."""
+    """One value of a series, or one replica's sums."""
 
     series: Series
     replica: int
@@ -193,7 +185,10 @@ class Row(NamedTuple):
 
 
 class Exchange:
-    """Gathers rows of all ranks. Every rank calls it at the same points; an error in it leaves everything as it was."""
+    """Gathers rows of all ranks in one all_gather; new series and overflows take a second, pickled one.
+
+    Every rank calls it at the same points. An error leaves its state unchanged.
+    """
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
@@ -202,26 +197,28 @@ class Exchange:
         self.rows = ROWS
 
     def reset(self) -> None:
-        """Begin anew, with other ranks: who has come knows no numbers."""
+        """Forget the agreed series numbers, because the set of ranks has changed."""
         self.descriptions, self.numbers, self.rows = [], {}, ROWS
 
     def gather(
-        self, rows: Sequence[Row], said: Sequence[float]
+        self, rows: Sequence[Row], extra: Sequence[float]
     ) -> tuple[list[list[tuple[int, int, float, float, int]]], list[list[float]]]:
-        """Return every rank's rows, with the numbers of their series, and what each said (equally much on each)."""
+        """Return every rank's rows, with agreed series numbers, and every rank's `extra` (same length on each)."""
         numbers = [self.numbers.get(row[0].description, -1) for row in rows]
         new = -1 in numbers
-        sent = [float(len(rows)), float(new), *said]
+        # number of rows, whether a series is new, `extra`, and (number, replica, value, weight, step) per row
+        sent = [float(len(rows)), float(new), *extra]
         if not new and len(rows) <= self.rows:
             for number, row in zip(numbers, rows, strict=True):
                 sent += (number, *row[1:])
-        start, length = _HEADER + len(said), _HEADER + len(said) + _WIDTH * self.rows
+        start, length = _HEADER + len(extra), _HEADER + len(extra) + _WIDTH * self.rows
         sent += [0.0] * (length - len(sent))
         ranks = self.collectives.all_gather(torch.tensor(sent, dtype=torch.float64)).tolist()
-        heard = [rank[_HEADER:start] for rank in ranks]
+        extras = [rank[_HEADER:start] for rank in ranks]
         most = int(max(rank[0] for rank in ranks))
         if most <= self.rows and not any(rank[1] for rank in ranks):
-            return [_unpack_values(rank, start) for rank in ranks], heard
+            return [_unpack_values(rank, start) for rank in ranks], extras
+        # every rank takes this way together, so that all assign the same numbers to new descriptions
         own = [(row[0].description, *row[1:]) for row in rows]
         gathered = self.collectives.gather_objects(own)
         for description in (row[0] for rank in gathered for row in rank):
@@ -230,7 +227,7 @@ class Exchange:
                 self.descriptions.append(description)
         if most > self.rows:
             self.rows = 2 * most
-        return [[(self.numbers[row[0]], *row[1:]) for row in rank] for rank in gathered], heard
+        return [[(self.numbers[row[0]], *row[1:]) for row in rank] for rank in gathered], extras
 
 
 def _unpack_values(sent: list[float], start: int) -> list[tuple[int, int, float, float, int]]:

@@ -1,12 +1,12 @@
-"""torchmetrics: the states of every logged metric, reduced over ranks together instead of each by itself.
+"""States of logged torchmetrics objects, reduced over ranks merged_updates in as few collectives as possible.
 
-Where not one bit may depend on the number of processes, every replica has states of its own, which take turns in the
-metric objects and are merged in the order of the replicas. So it is, for the rest of an epoch, where a run goes on with
-several states that no single one can stand for (dist_reduce_fx=None): only a metric's `compute` can merge those.
+With `reproducible: bitwise` every replica has its own states, which are swapped into the metric objects in turn and
+merged in replica order. The same holds for the rest of an epoch after a resume with several states that cannot be
+merged early (dist_reduce_fx=None): only a metric's `compute` can combine those.
 
-States reduced by "mean" are weighted by how often each was updated, as torchmetrics' own `forward` merges a batch into
-an epoch: that is the value of one process where each update counts as much as another. Where updates weigh by their
-samples it cannot be; torchmetrics' own metrics keep a sum and a count for that. Who had no update has no part in it.
+States reduced by "mean" are weighted by their number of updates, as torchmetrics' own `forward` does; that equals the
+single-process value when updates have equal sizes. torchmetrics' own metrics keep a sum and a count instead. States
+without an update are ignored.
 """
 
 import sys
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 REDUCTION_NAMES = {"dim_zero_sum": "sum", "dim_zero_mean": "mean", "dim_zero_max": "max", "dim_zero_min": "min"}
 MERGED_EARLY = ("sum", "max", "min")
-"""The operations after whose result updates may go on as if there had been one state from the beginning."""
+"""Reductions whose merged state can be updated further with the same result."""
 
 States = dict[str, Any]
-"""The states of one metric by name, and how often it was updated."""
+"""The states of one metric by name, and its number of updates."""
 COUNT = "_update_count"
 
 
@@ -39,48 +39,52 @@ def is_metric(value: Any) -> bool:
 
 
 class MetricStates:
-    """The metrics of a task. With `by_replica` each replica has states of its own, which take turns in the metrics."""
+    """The metrics of a task and their states; with `by_replica` each replica has its own states."""
 
     def __init__(self, task: nn.Module, replicas: Iterable[int], by_replica: bool, shared: bool = False) -> None:
-        """`replicas` are those of this process; with `shared` it also keeps what others told it of theirs."""
+        """Collect the metrics in `task`.
+
+        replicas: those of this process.
+        shared: also keep the states of other processes' replicas (elastic runs).
+        """
         self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
         self.replicas, self.by_replica, self.shared = list(replicas), by_replica, shared
         self.taking_turns = by_replica and bool(self.by_path)
-        self.apart: set[str] = set()
-        """The metrics for whose sake all take turns until those are read, also without `by_replica`."""
+        self.unmerged: set[str] = set()
+        """Paths of metrics with unmerged states, which keep all metrics per replica until they are computed."""
         self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
-        self.told: set[str] = set()
-        """The metrics of which others were told, where they are."""
+        self.sent: set[str] = set()
+        """Paths of metrics whose states were sent to other processes."""
         self.replica: int | None = None
-        self.together: dict[str, int] = {}
-        """While metrics stand for all replicas: how many updates each one stands for."""
+        self.merged_updates: dict[str, int] = {}
+        """While metrics hold the merged states of all replicas: their numbers of updates, by path."""
 
     @cached_property
     def with_states(self) -> dict[str, Any]:
-        """The metrics with states of their own: a sum of two has none, and its `reset` is that of both."""
+        """The metrics that own states; a composition such as a sum of two metrics has none."""
         return {path: metric for path, metric in self.by_path.items() if reductions_of(metric)}
 
     def path_of(self, metric: Any) -> str | None:
-        """Return under which name the task holds a metric; None where it does not."""
+        """Return the module path of a metric in the task, or None."""
         return next((path for path, module in self.by_path.items() if module is metric), None)
 
     def open_replica(self, replica: int) -> None:
-        """Put the states of `replica` into the metrics, and those that were there aside."""
+        """Store the loaded states and load those of `replica` into the metrics."""
         if replica == self.replica:
             return
-        self.put_aside()
-        with torch.inference_mode(False):  # an evaluation's turns also pass through the metrics of the training
+        self.store_replica()
+        with torch.inference_mode(False):  # evaluation runs in inference mode, but training metrics need normal tensors
             for path, metric in self.with_states.items():
                 if replica not in self.kept[path]:
-                    metric.reset()  # before others are loaded: it may reset those that it is made of
+                    metric.reset()  # before remote are loaded: reset may recurse into nested metrics
             for path, metric in self.with_states.items():
                 if replica in self.kept[path]:
                     load_states(metric, self.kept[path][replica])
         self.replica = replica
 
-    def put_aside(self) -> None:
-        """Take the states of the replica whose turn it is out of the metrics."""
-        self._part()
+    def store_replica(self) -> None:
+        """Move the states of the loaded replica out of the metrics."""
+        self._leave_merged()
         if self.replica is not None:
             with torch.inference_mode(False):
                 for path, metric in self.with_states.items():
@@ -88,9 +92,9 @@ class MetricStates:
         self.replica = None
 
     def snapshot(self) -> dict[str, dict[int, States]]:
-        """Return copies of all states of this process, by path and replica, which `restore` takes back."""
+        """Return copies of all states of this process by path and replica, for `restore`."""
         if self.taking_turns:
-            self.put_aside()
+            self.store_replica()
             return {path: {r: copied(kept[r]) for r in kept if r in self.replicas} for path, kept in self.kept.items()}
         found: dict[str, dict[int, States]] = {}
         for path, metric in self.with_states.items():
@@ -99,39 +103,39 @@ class MetricStates:
         return found
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
-        """Put the states back that `snapshot` returned."""
+        """Restore states from a `snapshot`."""
         if self.taking_turns:
-            self._part()
+            self._leave_merged()
             for path, own in snapshot.items():
-                others = {
+                remote = {
                     replica: states for replica, states in self.kept[path].items() if replica not in self.replicas
                 }
-                self.kept[path] = {**others, **own}
+                self.kept[path] = {**remote, **own}
             self.replica = None
             return
         for path, metric in self.with_states.items():
             load_states(metric, snapshot[path][0])
 
     def merge(self, metrics: Iterable[Any], collectives: "Collectives") -> None:
-        """Give these metrics the states of all replicas of all ranks, merged in order."""
+        """Load the states of all replicas of all ranks, merged in order, into these metrics. Collective."""
         gathered = {path: parts for path, parts in self.gather(metrics, collectives).items() if parts}
         updated = [path for path, parts in gathered.items() if any(states[COUNT] for states in parts.values())]
         for path in gathered.keys() - set(updated):
-            self.by_path[path].reset()  # no turn had anything for it; a hook may have, which it takes as it is
+            self.by_path[path].reset()  # no batch updated it; drop states from before
         for path in updated:
             load_states(self.by_path[path], merged_in_order(self.by_path[path], gathered[path]))
 
-    def stand_together(self, collectives: "Collectives") -> None:
-        """Let every metric stand for all replicas of all ranks until the next turn, so that hooks may compute it."""
+    def load_merged(self, collectives: "Collectives") -> None:
+        """Load merged states into every metric until the next batch, so that hooks can compute them. Collective."""
         self.merge(self.with_states.values(), collectives)
         for path, metric in self.with_states.items():
-            self.together[path] = updates_of(metric)
+            self.merged_updates[path] = updates_of(metric)
             if updates_of(metric):
-                set_synced(metric, False)  # or torchmetrics would count all of it once for each rank
+                set_synced(metric, False)  # merged already: torchmetrics' own sync would count it once per rank
 
-    def _part(self) -> None:
-        """Let metrics stand for one replica again; what a hook has reset begins anew, what it alone updated stays."""
-        for path, count in self.together.items():
+    def _leave_merged(self) -> None:
+        """Return to states per replica; keep what a hook has reset or updated in the meantime."""
+        for path, count in self.merged_updates.items():
             metric = self.by_path[path]
             set_synced(metric, metric.sync_on_compute)
             if count and not updates_of(metric):
@@ -139,21 +143,21 @@ class MetricStates:
             elif updates_of(metric) and not count:
                 with torch.inference_mode(False):
                     self.kept[path] = {self.replicas[0]: states_of(metric)}
-        self.together = {}
+        self.merged_updates = {}
 
     def forget(self, metrics: Iterable[Any]) -> None:
-        """Let these metrics begin anew for every replica."""
+        """Reset these metrics for every replica."""
         for metric in metrics_within(metrics):
             path = self.path_of(metric)
             if path is not None:
                 self.kept[path] = {}
-                self.apart.discard(path)
-        if self.taking_turns and not (self.by_replica or self.apart):
-            self._end_turns()
+                self.unmerged.discard(path)
+        if self.taking_turns and not (self.by_replica or self.unmerged):
+            self._merge_replicas()
 
-    def _end_turns(self) -> None:
-        """Let every metric stand for all replicas of this process again."""
-        self.put_aside()
+    def _merge_replicas(self) -> None:
+        """Merge this process's replicas into one state per metric."""
+        self.store_replica()
         self.taking_turns = False
         with torch.inference_mode(False):
             for path, metric in self.with_states.items():
@@ -162,11 +166,14 @@ class MetricStates:
                     self.kept[path] = {}
 
     def gather(self, metrics: Iterable[Any], collectives: "Collectives") -> dict[str, dict[int, States]]:
-        """Return the states of these metrics over all ranks, by path and replica; else by a rank's first replica."""
+        """Return the states of these metrics over all ranks, by path and replica. Collective.
+
+        Without states per replica, a rank's states are those of its first replica.
+        """
         found = map(self.path_of, metrics_within(metrics))
         paths = [path for path in found if path is not None and path in self.with_states]
         if self.taking_turns:
-            self.put_aside()
+            self.store_replica()
             own = {path: self._own(path) for path in paths}
         else:
             own = {path: {self.replicas[0]: states_of(self.by_path[path])} for path in paths}
@@ -176,42 +183,42 @@ class MetricStates:
     def _own(self, path: str) -> dict[int, States]:
         return {replica: states for replica, states in self.kept[path].items() if replica in self.replicas}
 
-    def own(self) -> dict[str, dict[int, States]]:
-        """Return the states of this process's replicas, of every metric that has some or had some; turns go on."""
+    def own_states(self) -> dict[str, dict[int, States]]:
+        """Return the states of this process's replicas for every metric that has or had updates."""
         if not self.taking_turns:
             return {}
         replica = self.replica
-        self.put_aside()
+        self.store_replica()
         self.replica = replica
         found = {path: self._own(path) for path in self.kept}
-        self.told |= {path for path, own in found.items() if any(states[COUNT] for states in own.values())}
-        return {path: own for path, own in found.items() if path in self.told}
+        self.sent |= {path for path, own in found.items() if any(states[COUNT] for states in own.values())}
+        return {path: own for path, own in found.items() if path in self.sent}
 
-    def accept(self, states: Mapping[str, Mapping[int, States]]) -> None:
-        """Keep what another process told of its replicas, or this one of its own."""
-        for path, others in states.items():
-            self.kept[path] |= {replica: own for replica, own in others.items() if replica not in self.replicas}
+    def add_remote(self, states: Mapping[str, Mapping[int, States]]) -> None:
+        """Store the states of other processes' replicas."""
+        for path, remote in states.items():
+            self.kept[path] |= {replica: own for replica, own in remote.items() if replica not in self.replicas}
 
     def all(self) -> dict[str, dict[int, States]]:
-        """Return what is known of every replica's states, by path and replica."""
+        """Return the known states of all replicas, by path and replica."""
         replica = self.replica
-        self.put_aside()
+        self.store_replica()
         self.replica = replica
         return {path: dict(kept) for path, kept in self.kept.items() if any(states[COUNT] for states in kept.values())}
 
     def load(self, saved: Mapping[str, Mapping[int, States]]) -> None:
-        """Take over this process's part of what `gather` returned, on any number of processes.
+        """Load this process's part of what `gather` returned, on any number of processes.
 
-        All processes are given the same, and so agree on whether metrics take turns from now on.
+        All processes pass the same value, and so agree on whether states are kept per replica.
         """
-        self.apart = {
+        self.unmerged = {
             path
             for path, parts in saved.items()
             if len(parts) > 1 and not are_merged_early(self.by_path[path], parts.values())
         }
-        if self.taking_turns and not (self.by_replica or self.apart):
-            self._end_turns()
-        self.taking_turns |= bool(self.apart)
+        if self.taking_turns and not (self.by_replica or self.unmerged):
+            self._merge_replicas()
+        self.taking_turns |= bool(self.unmerged)
         for path, states_of_all in saved.items():
             metric = self.by_path[path]
             own = {r: states for r, states in states_of_all.items() if self.shared or r in self.replicas}
@@ -224,18 +231,18 @@ class MetricStates:
 
 
 def metrics_within(metrics: Iterable[Any]) -> list[Any]:
-    """Return metrics and those that they are made of (a sum of two, a wrapper), each once."""
+    """Return metrics and the metrics nested in them (compositions, wrappers), each once."""
     every = (module for metric in metrics for module in metric.modules() if is_metric(module))
     return list({id(one): one for one in every}.values())
 
 
 def updates_within(metric: Any) -> int:
-    """Return how often a metric, and those that it is made of, were updated."""
+    """Return the number of updates of a metric and its nested metrics."""
     return sum(map(updates_of, metrics_within([metric])))
 
 
 def copied(states: States) -> States:
-    """Return states that do not change with their metric; the tensors in a list are never changed."""
+    """Copy states; list states are copied shallowly, since their tensors are never changed in place."""
     kept: States = {}
     for name, value in states.items():
         kept[name] = list(value) if isinstance(value, list) else value.clone() if isinstance(value, Tensor) else value
@@ -243,12 +250,12 @@ def copied(states: States) -> States:
 
 
 def states_of(metric: Any) -> States:
-    """Return a metric's states, on the host."""
+    """Return a copy of a metric's states, on the CPU."""
     return {**{name: _on_host(getattr(metric, name)) for name in reductions_of(metric)}, COUNT: updates_of(metric)}
 
 
 def load_states(metric: Any, states: States) -> None:
-    """Put states into a metric, on its device."""
+    """Load states into a metric, on its device."""
     for name in reductions_of(metric):
         value = states[name]
         moved = [tensor.to(metric.device) for tensor in value] if isinstance(value, list) else value.to(metric.device)
@@ -257,7 +264,7 @@ def load_states(metric: Any, states: States) -> None:
 
 
 def are_merged_early(metric: Any, parts: Iterable[States]) -> bool:
-    """Return whether a metric may go on from one state that stands for all of `parts`."""
+    """Return whether `parts` can be merged into one state that is then updated further."""
     reductions = [(name, getattr(reduction, "__name__", "")) for name, reduction in reductions_of(metric).items()]
     return all(
         isinstance(part[name], list) or REDUCTION_NAMES.get(reduction) in MERGED_EARLY
@@ -267,10 +274,10 @@ def are_merged_early(metric: Any, parts: Iterable[States]) -> bool:
 
 
 def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
-    """Return states that stand for those of all these replicas, merged in their order."""
+    """Return the states of all these replicas merged in replica order."""
     parts = [by_replica[replica] for replica in sorted(by_replica)]
     if len(parts) == 1:
-        return copied(parts[0])  # as it is: to stack it would give it a form from which no update can go on
+        return copied(parts[0])  # unchanged: a stacked state has a shape that `update` cannot continue from
     counts = [part[COUNT] for part in parts]
     found: States = {
         name: merged_state(metric, name, [part[name] for part in parts], counts) for name in reductions_of(metric)
@@ -280,9 +287,10 @@ def merged_in_order(metric: Any, by_replica: Mapping[int, States]) -> States:
 
 
 def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -> Any:
-    """Return one state that stands for all of `values`, added up from the first to the last.
+    """Return one state merged from `values`, in order.
 
-    counts: how often each was updated. Those that never were stay out of all but sums: they may stand for no number.
+    counts: the number of updates of each. Without an update a state only counts in sums, because it may hold no valid
+    number.
     """
     reduction = reductions_of(metric)[name]
     if isinstance(values[0], list):
@@ -301,28 +309,28 @@ def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -
 
 
 def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, keep: bool = False) -> list[float]:
-    """Return each metric's value over all ranks; reset it, or with `keep` leave this rank's states as they were.
+    """Compute each metric over all ranks, then reset it, or with `keep` restore this rank's states.
 
-    States that are summed, averaged or compared travel in one collective for each operation and type; lists of
-    tensors (and states with a reduction of their own) in one more.
+    States that are summed, averaged, min'ed or max'ed take one collective per operation and dtype; list states and
+    custom reductions one more.
     """
     parts = metrics_within(metrics)
     before = [states_of(part) for part in parts] if keep else []
     fixed: dict[tuple[str, torch.dtype], list[tuple[Any, str]]] = {}
-    loose: list[tuple[Any, str]] = []
+    gathered: list[tuple[Any, str]] = []
     for metric in parts if world > 1 else []:
         for name, reduction in reductions_of(metric).items():
             operation = REDUCTION_NAMES.get(getattr(reduction, "__name__", ""))
             state = getattr(metric, name)
             if operation is None or not isinstance(state, Tensor):
-                loose.append((metric, name))
+                gathered.append((metric, name))
             else:
                 wide = torch.float64 if state.is_floating_point() or operation == "mean" else torch.int64
                 fixed.setdefault((operation, wide), []).append((metric, name))
     for (operation, wide), states in fixed.items():
         _reduce_together(states, operation, wide, collectives)
-    if loose:
-        _gather_together(loose, collectives)
+    if gathered:
+        _gather_together(gathered, collectives)
     values = [_compute(metric) for metric in metrics]
     for part in parts:
         part.reset()
@@ -338,7 +346,7 @@ def _reduce_together(
     parts = [tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors]
     if operation == "mean":
         counts = [updates_of(metric) for metric, _ in states]
-        # not a product: a state without an update may be infinite
+        # zeros instead of a product: a state without an update may be infinite
         parts = [part * count if count else torch.zeros_like(part) for part, count in zip(parts, counts, strict=True)]
         parts.append(torch.tensor(counts, dtype=wide))
     flat = torch.cat(parts)
@@ -370,7 +378,7 @@ def _on_host(state: Any) -> Any:
 
 
 def _compute(metric: Any) -> float:
-    # the states are those of all ranks already, and a rank without a batch has them too
+    # States are already reduced over ranks: disable torchmetrics' sync, and its warning on ranks without an update.
     parts = metrics_within([metric])
     before = [(set_synced(part, False), updates_of(part)) for part in parts]
     for part in parts:

@@ -1,4 +1,4 @@
-"""How torch computes while a run lasts: deterministic kernels, anomaly detection, compilation."""
+"""Process-wide torch settings, numerics that bitwise runs compare, compilation and activation checkpointing."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -13,18 +13,18 @@ from ..errors import ConfigError, did_you_mean
 
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-"""What torch.compile takes."""
+"""Keyword arguments of torch.compile."""
 ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
-"""The kernels of scaled_dot_product_attention."""
+"""Kernels of scaled_dot_product_attention."""
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
-"""What the libraries below torch (oneDNN, MKL) choose their matrix kernels by."""
+"""CPU features by which oneDNN and MKL choose their matrix kernels."""
 
 
 @contextmanager
 def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, threads: int | None) -> Iterator[None]:
-    """Set torch's process-wide switches, and put them back afterwards."""
+    """Set torch's process-wide switches, and restore them on exit."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    switches: Any = torch.utils.deterministic  # a module whose attribute torch defines where checkers do not see it
+    switches: Any = torch.utils.deterministic  # Any: type checkers do not see this module's attribute
     filled = switches.fill_uninitialized_memory
     benchmark, anomaly, threads_before = (
         torch.backends.cudnn.benchmark,
@@ -35,7 +35,7 @@ def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, thread
         if deterministic:
             set_deterministic(True, deterministic == "warn")
             torch.backends.cudnn.benchmark = False
-            # NaN written into all new memory finds reads of it, for a fifth of the time of a step; no result needs it
+            # filling new memory with NaN only helps to find reads of it, and takes a fifth of the step time
             switches.fill_uninitialized_memory = False
         if detect_anomaly:
             torch.autograd.set_detect_anomaly(True)
@@ -51,7 +51,7 @@ def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, thread
 
 
 def set_deterministic(on: bool, warn_only: bool) -> None:
-    """Call torch.use_deterministic_algorithms, which imports torch's compiler (a second), only where that is needed."""
+    """Call torch.use_deterministic_algorithms only on a change, because it imports torch's compiler (1 s)."""
     now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     if now != (on, warn_only):
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
@@ -60,9 +60,9 @@ def set_deterministic(on: bool, warn_only: bool) -> None:
 def numerics(
     optimizers: Sequence[Optimizer], precision: str, device: torch.device, compiled: bool = False
 ) -> dict[str, Any]:
-    """Return all that changes the last bits of a result besides the order of additions.
+    """Return every setting that affects the last bits of a result, apart from the order of additions.
 
-    Each was seen to: another number of threads, another instruction set, `fused` in place of `foreach` optimizers.
+    Seen to change bits: the number of threads, the instruction set, `fused` instead of `foreach` optimizers.
     """
     found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
@@ -83,7 +83,7 @@ def numerics(
 
 
 def class_of(optimizer: Optimizer) -> str:
-    """Return the name of an optimizer's class: of the one that the task returned, where a strategy has wrapped it."""
+    """Return the class name of an optimizer, as returned by the task even if a strategy has wrapped it."""
     return type(getattr(optimizer, "original", optimizer)).__name__
 
 
@@ -95,7 +95,7 @@ def _matmul_settings() -> dict[str, Any]:
     for name, backend in (("matmul", backends.cuda.matmul), ("cudnn", backends.cudnn)):
         try:
             allowed = backend.allow_tf32
-        except RuntimeError:  # torch refuses to say where it was set by the newer fp32_precision
+        except RuntimeError:  # raised when it was set through the newer fp32_precision
             allowed = backend.fp32_precision in ("tf32", "bf16")
         tf32 += [name] * bool(allowed)
     try:
@@ -114,19 +114,19 @@ def _matmul_settings() -> dict[str, Any]:
 
 
 def require_same_numerics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raise ConfigError, naming what differs, where a bitwise run would go on with other bits."""
+    """Raise ConfigError, naming the differences, if a bitwise run would resume under other numerics."""
     differing = [
         f"{name} was {saved[name]!r}, is {own[name]!r}" for name in own if name in saved and saved[name] != own[name]
     ]
     if differing:
         raise ConfigError(
-            f"reproducible: bitwise cannot go on with the same bits here: {'; '.join(differing)}. Go on as it was, or "
-            f"with reproducible: order, which keeps samples and random numbers but not the last bits."
+            f"reproducible: bitwise cannot go on with the same bits here: {'; '.join(differing)}. Restore these, or "
+            f"set reproducible: order, which keeps samples and random numbers but not the last bits."
         )
 
 
 def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError, naming a rank and what differs, where the processes of a bitwise run compute unlike bits."""
+    """Raise ConfigError, naming a rank and the differences, if the processes of a bitwise run differ in numerics."""
     first = by_rank[0]
     for rank, own in enumerate(by_rank):
         differing = [f"{name} is {own[name]!r}, on rank 0 {first[name]!r}" for name in own if own[name] != first[name]]
@@ -138,11 +138,11 @@ def require_same_ranks(by_rank: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None:
-    """Compile the task's forward and each of its direct submodules, so that no name in its state_dict changes.
+    """Compile the task's forward and its direct children in place, so that state_dict names stay the same.
 
-    With `blocks`, names of classes, the modules of those alone: equal blocks share their code, which is compiled once.
-    The steps themselves stay uncompiled: logging in them would break the graph. Raises ConfigError for a class that no
-    module has, and for what torch.compile does not take.
+    `blocks` (class names) selects modules instead; equal blocks share one compilation. The steps are not compiled,
+    since logging breaks the graph. Raises ConfigError for a class that no module has or an option unknown to
+    torch.compile.
     """
     if options is False:
         return
@@ -156,7 +156,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
 
 
 def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
-    """Compile the forward of blocks but not their hooks, by giving them another class."""
+    """Compile the forward of blocks without their hooks, by giving them a subclass."""
     names, chosen = read_compile(options)
     kinds: dict[type[nn.Module], type[nn.Module]] = {}
     for module in modules_named(task, names or [], "trainer.compile.blocks"):
@@ -169,9 +169,9 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, dict[str, Any]]:
-    """Return the blocks that trainer.compile names, and torch.compile's options.
+    """Return the block names in trainer.compile, and the options for torch.compile.
 
-    Raises ConfigError for what torch.compile does not take.
+    Raises ConfigError for options unknown to torch.compile.
     """
     chosen = dict(options) if isinstance(options, Mapping) else {}
     names = chosen.pop("blocks", None)
@@ -185,7 +185,7 @@ def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, d
 
 
 def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> list[nn.Module]:
-    """Return the modules whose class, or a base of it, has one of these names, outer ones first.
+    """Return the modules whose class or base class has one of these names, outer modules first.
 
     Raises ConfigError, naming `option` and the nearest classes, for a name that no module has.
     """
@@ -207,23 +207,23 @@ def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> l
 
 
 class Recomputing:
-    """Blocks that keep only their input for backward, and compute the rest once more there.
+    """Activation checkpointing of blocks: backward recomputes everything but their input.
 
     After Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (https://arxiv.org/abs/1604.06174), by
-    torch.utils.checkpoint. Random numbers are drawn again as they were, and buffers such as batch norm's running
-    statistics are updated by the first forward only: the result stays the same to the last bit. A module gets a class
-    of its own for the time of a run, so that names, hooks and copies of it are what they were.
+    torch.utils.checkpoint. Random numbers are replayed and buffers (batch norm) are updated only by the first forward,
+    so the result is identical to the bit. Modules get a subclass during the run, so that names, hooks and copies of
+    them stay the same.
     """
 
     def __init__(self, task: nn.Module, names: str | Sequence[str]) -> None:
-        """Let the modules of these classes compute twice; raises ConfigError for a class that the task has not."""
+        """Wrap the modules of these classes; raises ConfigError for a class that no module has."""
         self.before = [(module, type(module)) for module in modules_named(task, names, "activation_checkpointing")]
         kinds = {kind: _recomputing(kind) for _, kind in self.before}
         for module, kind in self.before:
             module.__class__ = kinds[kind]
 
     def undo(self) -> None:
-        """Let them compute once again."""
+        """Restore the classes of all modules."""
         for module, kind in self.before:
             module.__class__ = kind
         self.before = []
@@ -233,6 +233,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
     def forward(self: nn.Module, *arguments: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return kind.forward(self, *arguments, **options)
+        # the second forward must not update running statistics again
         contexts = (nullcontext(), _on_copies_of_buffers(self))
         return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)
 
@@ -241,7 +242,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
 
 @contextmanager
 def _on_copies_of_buffers(block: nn.Module) -> Iterator[None]:
-    """Let a forward update copies of a block's buffers, which are dropped afterwards."""
+    """Swap a block's buffers for copies that are dropped on exit."""
     own = [(module, *item) for module in block.modules() for item in module.named_buffers(recurse=False)]
     try:
         for module, name, buffer in own:

@@ -1,4 +1,4 @@
-"""What is done about numbers that are not finite: steps that are dropped, and weights that are not saved."""
+"""Handling of NaN and infinity: skipped steps, refused checkpoints, and a search for the first bad tensor."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SHOWN = 6
-"""How many names a message lists."""
+"""Number of names listed in a message."""
 
 
 class StepGuard:
-    """Looks at a step before it changes the weights."""
+    """Check of the gradients before a step changes the weights."""
 
     needs_losses = False
     """Whether the losses of the step must be watched."""
@@ -36,39 +36,39 @@ class StepGuard:
         self.run = run
 
     def begin_step(self) -> None:
-        """A step is about to begin."""
+        """Prepare for a step, before its first forward."""
 
     def drops_step(self) -> bool:
-        """Return whether the weights shall stay as they are, now that the gradient of the whole step is there."""
+        """Return whether to skip the update, once the gradient of the whole step is complete."""
         raise NotImplementedError
 
     def report(self, reduced: Reduced) -> None:
-        """Add to a point of the log what there is to say."""
+        """Add values to a logging point."""
 
 
 class FirstStepGuard(StepGuard):
-    """Checks the loss of the first step at once: `nan: raise`. Later ones are looked at where points are logged."""
+    """Checks the first step's loss at once, for `nan: raise`; later losses are checked at logging points."""
 
     def drops_step(self) -> bool:
-        """Never, but it raises NonFiniteError."""
-        self.run.optimization.guard = None
+        """Return False, or raise NonFiniteError."""
+        self.run.optimization.guard = None  # a check of every step would wait for the device
         self.run.check_losses()
         return False
 
 
 class SkippingGuard(StepGuard):
-    """Drops the steps whose gradient is not finite: `nan: skip`.
+    """Skips steps with a non-finite gradient, for `nan: skip`.
 
-    The gradients are those of the whole step, the same on every rank, so that all ranks drop the same steps without a
-    word. What else such a step changed is put back: buffers, torchmetrics' states, logged values. It counts as a step.
+    The reduced gradients are the same on every rank, so all ranks skip the same steps without a collective. Buffers,
+    torchmetrics states and logged values of a skipped step are rolled back. The step still counts.
     """
 
     def __init__(self, run: "Run") -> None:
         super().__init__(run)
         if not run.task.automatic_optimization:
             raise ConfigError(
-                "trainer.nan=skip drops the update of a step, which under manual optimization is in the hands of "
-                "training_step: look at the gradients there, before optimizer.step(), or set nan to raise or ignore."
+                "trainer.nan=skip skips the update of a step, which manual optimization leaves to training_step: check "
+                "the gradients there, before optimizer.step(), or set nan to raise or ignore."
             )
         self.state = run.state
         groups = [group for optimizer in run.optimization.optimizers for group in optimizer.param_groups]
@@ -76,21 +76,21 @@ class SkippingGuard(StepGuard):
         self.buffers: list[Tensor] = []
         self.before: list[Tensor] = []
         self.metrics_before = run.metrics.states.snapshot()
-        # A scaled gradient may overflow although nothing is wrong: only the losses tell the two apart.
+        # A scaled gradient may overflow harmlessly; only a non-finite loss shows a real problem.
         self.needs_losses = run.strategy.precision.scaler is not None
 
     def begin_step(self) -> None:
-        """Remember what a step changes besides the weights."""
+        """Snapshot everything that a step changes besides the weights."""
         metrics = self.run.metrics
         if len(metrics.pending) > PENDING_LIMIT // 2:
-            metrics.flush()  # lest it happen within the step, whose values could not be dropped then
+            metrics.flush()  # a flush within the step would make its values impossible to drop
         metrics.losses.clear()
         self.metrics_before = metrics.states.snapshot()
         self.buffers = list(self.run.task.buffers())
         self.before = [buffer.detach().clone() for buffer in self.buffers]
 
     def drops_step(self) -> bool:
-        """Return whether the step is dropped. Raises NonFiniteError where too many were in a row."""
+        """Return whether the step is skipped. Raises NonFiniteError after too many in a row."""
         run, state = self.run, self.state
         if run.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
             state.skipped_in_a_row = 0
@@ -101,7 +101,7 @@ class SkippingGuard(StepGuard):
         run.metrics.drop_step()
         run.metrics.states.restore(self.metrics_before)
         for optimizer in run.optimization.optimizers:
-            mark_stepped(optimizer)  # else a scheduler warns in the first step
+            mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
         state.skipped_steps += 1
         state.skipped_in_a_row += 1
         limit = run.trainer.nan_skips
@@ -116,7 +116,7 @@ class SkippingGuard(StepGuard):
         return True
 
     def _is_to_blame(self) -> bool:
-        """Return whether the gradient is not finite because of a loss, and not because of its scaling."""
+        """Return whether the loss is non-finite, rather than only its scaled gradient."""
         run = self.run
         if run.strategy.precision.scaler is None:
             return True
@@ -125,20 +125,20 @@ class SkippingGuard(StepGuard):
         return bool(run.strategy.collectives.all_reduce(bad, "max").item())
 
     def report(self, reduced: Reduced) -> None:
-        """Add the number of skipped steps to a point of the log."""
+        """Add the number of skipped steps to a logging point."""
         reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
 
 
 def make_guard(run: "Run") -> StepGuard | None:
-    """Return what the argument `nan` asks for."""
+    """Return the guard for the argument `nan`, or None."""
     kinds: dict[str, type[StepGuard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
     return kinds[run.trainer.nan](run) if run.trainer.nan in kinds else None
 
 
 def bad_weights(run: "Run") -> list[str]:
-    """Return the names of trained parameters that are not finite; of all ranks where the one that asks has none.
+    """Return the names of non-finite trained parameters, of this rank or else of another one. Collective.
 
-    Every rank calls it. Frozen parameters and buffers may be infinite on purpose, as masks are.
+    Frozen parameters and buffers may be infinite on purpose, as masks are.
     """
     trained = {name: parameter for name, parameter in run.task.named_parameters() if parameter.requires_grad}
     names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
@@ -150,15 +150,15 @@ def bad_weights(run: "Run") -> list[str]:
 
 
 def require_finite(run: "Run") -> None:
-    """Refuse to save what is lost: raises NonFiniteError; with `nan: ignore` it warns."""
+    """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore` only warn. Collective."""
     run.check_losses()
     bad = bad_weights(run)
     if not bad:
         return
-    what = f"The weights after step {run.state.global_step} are not finite: {few(bad)}."
+    what = f"The weights after step {run.state.global_step} are not finite: {first_names(bad)}."
     if run.trainer.nan != "ignore":
         raise NonFiniteError(
-            f"{what} No checkpoint of them is written; earlier ones are untouched. Go on from one of those with a "
+            f"{what} They were not saved; earlier checkpoints are untouched. Resume from one of those with a "
             f"lower learning rate, or with gradient_clip_val."
         )
     if run.trainer.is_global_zero:
@@ -166,13 +166,13 @@ def require_finite(run: "Run") -> None:
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every value of some tensors is finite, with one look at each device."""
-    # of a tensor of which each rank holds a part, a DTensor, this rank's
+    """Return whether all values of some tensors are finite, with one host sync per device."""
+    # of a DTensor only this rank's shard
     local = (local_part(tensor).detach() for tensor in tensors)
     values = [tensor for tensor in local if tensor.is_floating_point() and tensor.numel()]
     values = [value.coalesce().values() if value.is_sparse else value for value in values]
     on_host = [value for value in values if value.is_cpu]
-    # A sum is the quickest look on a CPU (a tenth of a norm's time); a finite one has finite terms. It may overflow.
+    # A finite sum has finite terms, and on a CPU takes a tenth of a norm's time. It may overflow, so look again.
     sums = [value.sum(dtype=torch.float32 if value.dtype.itemsize < 4 else None) for value in on_host]
     suspects = [value for value, total in zip(on_host, to_floats(sums), strict=True) if total - total != 0.0]
     elsewhere = [value for value in values if not value.is_cpu]
@@ -180,32 +180,31 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(one.isfinite()) for one in largest)
 
 
-def few(names: list[str]) -> str:
-    """List the first names, and say how many more there are."""
+def first_names(names: list[str]) -> str:
+    """Join the first names, and say how many more there are."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
-    """Return the error with what one more forward of the newest batch and a look over the task tell about it.
+    """Return the error extended by a diagnosis of the newest batch and the task. Collective.
 
-    Every rank calls it, at the same moment. What is told is of the first rank whose loss was not finite, else of the
-    first one that has something to tell.
+    The diagnosis comes from the first rank with a non-finite loss, else from the first rank with findings.
     """
     try:
-        findings = [*look_at_forward(run), *look_at_task(run.task)]
-    except Exception as problem:  # the error that is being explained matters more
-        findings = [f"The post mortem failed with {type(problem).__name__}: {problem}."]
+        findings = [*diagnose_forward(run), *diagnose_task(run.task)]
+    except Exception as problem:  # must not hide the error that it explains
+        findings = [f"The diagnosis failed with {type(problem).__name__}: {problem}."]
     first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
     ranks = run.strategy.collectives.gather_objects((first, not findings, run.strategy.place.rank, findings))
-    _, _, rank, told = min(ranks, key=lambda one: one[:3])
-    if not told:
+    _, _, rank, findings = min(ranks, key=lambda one: one[:3])
+    if not findings:
         return error
     head = f"Rank {rank}: " if len(ranks) > 1 else ""
-    return NonFiniteError(f"{error} {head}{' '.join(told)}")
+    return NonFiniteError(f"{error} {head}{' '.join(findings)}")
 
 
-def look_at_task(task: nn.Module) -> list[str]:
-    """Say which parameters, gradients and buffers are not finite."""
+def diagnose_task(task: nn.Module) -> list[str]:
+    """List the non-finite parameters, gradients and buffers."""
     gradients = [(name, parameter.grad) for name, parameter in task.named_parameters() if parameter.grad is not None]
     found = []
     for what, tensors in (
@@ -215,31 +214,31 @@ def look_at_task(task: nn.Module) -> list[str]:
     ):
         bad = [name for name, tensor in tensors if not are_finite([tensor])]
         if bad:
-            found.append(f"{len(bad)} of {len(tensors)} {what} ({few(bad)})")
-    told = [f"Not finite are {'; '.join(found)}."] if found else []
+            found.append(f"{len(bad)} of {len(tensors)} {what} ({first_names(bad)})")
+    findings = [f"Not finite are {'; '.join(found)}."] if found else []
     if not are_finite(task.parameters()):
-        told.append(
+        findings.append(
             "To see where it began, go on from the newest checkpoint with nan=skip and nan_skips=0: the same steps "
             "come again, and the run ends at the first bad one, with its weights as they were."
         )
-    return told
+    return findings
 
 
-def look_at_forward(run: "Run") -> list[str]:
-    """Run the newest batch once more, and say where it first stops being finite."""
+def diagnose_forward(run: "Run") -> list[str]:
+    """Re-run the newest batch and describe the first module with a non-finite output."""
     turns = run.loop.step.turns if run.loop.step is not None else []
-    # Forwards may meet other ranks (SyncBatchNorm, all_gather), so all ranks have one more or none has.
+    # A forward may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none.
     able = torch.tensor([float(bool(turns) and run.optimization.automatic)])
     if not run.strategy.collectives.all_reduce(able, "min").item():
         return []
     turn = turns[-1]
     batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
     bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
-    # nor where one has nothing to look for in it
+    # likewise if any rank's batch is bad already
     if run.strategy.collectives.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
         return []
     if bad:
-        return [f"The newest batch (batch_idx {turn.batch_idx}) is not finite itself: {few(bad)}."]
+        return [f"The newest batch (batch_idx {turn.batch_idx}) is not finite itself: {first_names(bad)}."]
     found = first_bad_module(run, turn, batch)
     if found is None:
         return []
@@ -254,7 +253,10 @@ def look_at_forward(run: "Run") -> list[str]:
 
 
 def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str, nn.Module, bool] | None:
-    """Return the first module whose output is NaN, else infinite, in one more training_step of a batch."""
+    """Re-run training_step on a batch; return the first module with a NaN output, else with an infinite one.
+
+    The bool tells whether that module's input was finite.
+    """
     by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -271,7 +273,7 @@ def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str,
     try:
         if run.data.keys_forward:
             seed_generators(mix(run.state.seed, run.metrics.step, turn.replica, turn.batch_idx))
-        # it may fail in its own way with such numbers; what the hooks saw until then counts
+        # it may fail on such numbers; the hooks' findings until then count
         with suppress(Exception):
             run.strategy.repeat_step((batch, turn.batch_idx)[: run.arity])
     finally:
@@ -281,7 +283,7 @@ def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str,
 
 
 def named_tensors(value: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating point tensors of a batch or an output, each with its place in it."""
+    """Yield the floating point tensors of a batch or an output, each with its path."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield place, value

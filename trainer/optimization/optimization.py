@@ -1,4 +1,4 @@
-"""Optimization: from the gradients of a step to new weights, automatic or in the hands of training_step."""
+"""Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,13 @@ class Optimization:
             or run.strategy.precision.scaler is not None
             or run.metrics.shares
         )
-        """Whether anything comes before an optimizer's step or after it."""
+        """Whether anything runs right before or after an optimizer step."""
         self.epoch = -1
-        """The epoch of the newest step."""
+        """Epoch of the newest step."""
         self.stepped: list[Optimizer] = []
-        """The optimizers that have used scaled gradients since their factor was chosen, under manual optimization."""
+        """Under manual optimization: optimizers that have stepped since the loss scale was last updated."""
         self.guard: StepGuard | None = None
-        """What looks at a step before it changes the weights; None: nothing does."""
+        """Check of the gradients before a step, or None."""
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """For each loss the parameters that its gradient reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
@@ -61,7 +61,7 @@ class Optimization:
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def zero_gradients(self, step: StepInput) -> None:
-        """Drop the gradients before a step's first backward; a hook may have frozen or unfrozen some parameters."""
+        """Clear the gradients before a step's first backward, and follow parameters frozen or unfrozen by hooks."""
         if self.guard is not None:
             self.guard.begin_step()
         strategy = self.run.strategy
@@ -71,12 +71,12 @@ class Optimization:
                 strategy.make_reducer()
         if self.own_zero_grad:
             self._call_zero_grad(step)
-        else:  # torch's zero_grad spends 12 us on marks for its profiler
+        else:  # torch's zero_grad spends 12 us on its profiler range
             for optimizer in self.optimizers:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
-        if step.masked:  # not before: they may bring what other processes' turns add to this one's part of weights
+        if step.masked:  # after clearing: they may add other processes' gradients to this rank's shard
             masked.train(self.run, step.masked if step.turns else step.masked[:-1], last=False)
 
     def _call_zero_grad(self, step: StepInput) -> None:
@@ -87,7 +87,7 @@ class Optimization:
             self.task.optimizer_zero_grad(self.run.state.epoch, batch_idx, optimizer)
 
     def due(self, step: StepInput) -> Iterable[Optimizer]:
-        """Return the optimizers that are to step now, each when the gradients of the whole step are ready for it."""
+        """Return the optimizers to step now; iterate to prepare each right before its step."""
         strategy = self.run.strategy
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
@@ -105,7 +105,7 @@ class Optimization:
                 self.task.configure_gradient_clipping(
                     optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
                 )
-            if shares:  # once a step, and before any of its updates
+            if shares:  # once a step, before any of its updates
                 self.run.metrics.share_step()
                 shares = False
             if self.own_optimizer_step:
@@ -122,12 +122,12 @@ class Optimization:
         self.task.optimizer_step(self.run.state.epoch, batch_idx, wrapped, lambda: loss)
 
     def step_schedulers(self, interval: str, count: int) -> None:
-        """Advance the learning rate schedulers that are due after `count` intervals ("step" or "epoch")."""
+        """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch")."""
         if not self.automatic:
             return
         for config in self.schedulers:
             if config.is_due(interval, count):
-                if config.reduce_on_plateau and interval == "step":
+                if config.reduce_on_plateau and interval == "step":  # callback_metrics may be log_every_n_steps old
                     self.trainer.callback_metrics.update(self.run.metrics.newest_values().tensors())
                 metric = self._monitored(config) if config.reduce_on_plateau else None
                 if metric is not None or not config.reduce_on_plateau:
@@ -139,10 +139,11 @@ class Optimization:
             return known[config.monitor]
         if config.strict:
             name = str(config.monitor)
+            # the mistake shows only at the end of an epoch: keep what it cost
             if self.trainer.checkpoint_callback is not None:
                 self.trainer.checkpoint_callback.save(self.trainer, always=True)
             raise ConfigError(
-                f"The learning rate scheduler monitors {name!r}, which was never logged; logged are {sorted(known)}."
+                f"The learning rate scheduler monitors {name!r}, which was never logged; logged: {sorted(known)}."
                 f"{did_you_mean(name, known)} Set strict=False in the lr_scheduler dict to go on without it."
             )
         return None
@@ -163,10 +164,11 @@ class Optimization:
         self.run.hooks.call("on_after_backward")
 
     def manual_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
-        """Update the weights under manual optimization, or in an optimizer_step of the task's own."""
+        """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
         strategy = self.run.strategy
         if self.automatic:
             return strategy.optimizer_step(optimizer, closure)
+        # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
         strategy.reducer.average(optimizer_parameters(optimizer))
         if self.guard is not None:
             self.guard.drops_step()
@@ -178,15 +180,15 @@ class Optimization:
         return strategy.optimizer_step(optimizer, closure)
 
     def update_scale(self) -> None:
-        """Choose the factor for the next losses, when all optimizers have used the gradients that have the present one.
+        """Update the loss scale, once all optimizers have used the scaled gradients.
 
-        So before the first backward after a step, and at the end of training_step.
+        Called before the first backward after a step, and at the end of training_step.
         """
         self.stepped.clear()
         self.run.strategy.precision.update()
 
     def clip_gradients(self, optimizer: Any, limit: float | None = None, algorithm: str | None = None) -> None:
-        """Clip the gradients of an optimizer's parameters, by default as the trainer was told to."""
+        """Clip the gradients of an optimizer's parameters; defaults are the Trainer's arguments."""
         limit = self.trainer.gradient_clip_val if limit is None else limit
         if limit is None:
             return

@@ -1,4 +1,4 @@
-"""What `configure_optimizers` returned, understood."""
+"""Parsing of the return value of `configure_optimizers`, and the optimizer wrapper for manual optimization."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ FORMS = (
 
 @dataclass
 class SchedulerConfig:
-    """A learning rate scheduler and when it steps; the fields are the keys of Lightning's `lr_scheduler` dict."""
+    """A learning rate scheduler and its interval; the fields are the keys of Lightning's `lr_scheduler` dict."""
 
     scheduler: Any
-    """Anything with `step` and `state_dict`."""
+    """Any object with `step` and `state_dict`."""
     interval: Literal["step", "epoch"] = "epoch"
     """Whether it steps after optimizer steps or after epochs."""
     frequency: int = 1
-    """It steps every `frequency` intervals."""
+    """Number of intervals between two steps."""
     monitor: str | None = None
-    """The metric that a plateau scheduler is given."""
+    """Metric passed to ReduceLROnPlateau."""
     strict: bool = True
-    """Whether a monitored metric that is absent is an error."""
+    """Whether a missing metric is an error."""
     name: str | None = None
-    """The name under which its learning rate is logged."""
+    """Name under which its learning rate is logged."""
     reduce_on_plateau: bool = False
     """Whether `step` takes the monitored metric."""
 
@@ -44,7 +44,7 @@ class SchedulerConfig:
 
 
 def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Read every form in which `configure_optimizers` may answer. Raises TaskError that says what came."""
+    """Return the optimizers and schedulers in any return value that Lightning allows. Raises TaskError."""
     optimizers, schedulers = _read_returned(returned)
     for config in schedulers:
         if automatic and config.reduce_on_plateau and config.monitor is None:
@@ -55,7 +55,7 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
         if getattr(config.scheduler, "optimizer", None) not in [None, *optimizers]:
             raise TaskError(
                 f"configure_optimizers returned a {type(config.scheduler).__name__} of an optimizer that it did not "
-                f"return, so it would change nothing; return that optimizer too."
+                f"return, so it would have no effect; return that optimizer too."
             )
     if automatic and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise TaskError(
@@ -124,9 +124,7 @@ def _read_scheduler(entry: Any, monitor: str | None = None) -> SchedulerConfig:
 
 def _require_optimizer(value: Any) -> Optimizer:
     if not isinstance(value, Optimizer):
-        raise TaskError(
-            f"configure_optimizers must return {FORMS}; in the place of an optimizer stood {_describe(value)}."
-        )
+        raise TaskError(f"configure_optimizers must return {FORMS}; expected an optimizer, got {_describe(value)}.")
     return value
 
 
@@ -137,9 +135,9 @@ def _describe(value: Any) -> str:
 
 
 class ManualOptimizer:
-    """An optimizer in the hands of a `training_step` with `automatic_optimization = False`.
+    """Optimizer as returned by `Task.optimizers()`; `step` goes through the strategy to reduce and unscale gradients.
 
-    It behaves as the optimizer itself; `step` goes through the strategy, so that scaled gradients are unscaled first.
+    All other attributes are the optimizer's own.
     """
 
     def __init__(self, optimizer: Optimizer, optimization: "Optimization") -> None:
@@ -147,15 +145,15 @@ class ManualOptimizer:
         self._optimization = optimization
 
     def step(self, closure: Any = None) -> Any:
-        """Update the weights from the gradients; return what the optimizer returns."""
+        """Step the optimizer and return its result."""
         return self._optimization.manual_step(self.optimizer, closure)
 
     def toggle_model(self, sync_grad: bool = True) -> "_Toggled":
-        """Return a context in which gradients reach this optimizer's parameters only."""
+        """Return a context in which only this optimizer's parameters require gradients."""
         return _Toggled(self, self._optimization)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # copy and pickle ask before __init__ ran
+        if name == "optimizer":  # copy and pickle look it up before __init__ runs
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

@@ -1,4 +1,4 @@
-"""What a training step returned, understood."""
+"""Parsing and checking of what training_step returns."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ log = logging.getLogger("legato")
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
-    """Return the loss for each optimizer; none where the step returned None, which leaves the batch out.
+    """Return the loss for each optimizer; empty if the step returned None to skip the batch.
 
-    Raises TaskError that says what came instead.
+    Raises TaskError for any other output.
     """
     if isinstance(output, Tensor) and optimizers == 1:
         return (output,)
@@ -42,7 +42,7 @@ def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
 
 
 def as_outputs(output: Any) -> Any:
-    """Return a training step's output as hooks get it: a dict with a detached "loss"; None for a batch left out."""
+    """Return training_step's output as passed to hooks: a dict with a detached "loss", or None for a skipped batch."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if output is None:
@@ -55,7 +55,7 @@ def as_outputs(output: Any) -> Any:
 
 
 def describe_bad_loss(loss: Tensor) -> str:
-    """Say why backward cannot start from `loss`."""
+    """Explain why backward cannot start from `loss`."""
     if loss.numel() != 1:
         return (
             f"training_step must return a scalar loss; it returned a tensor of shape {tuple(loss.shape)}. "
@@ -68,9 +68,9 @@ def describe_bad_loss(loss: Tensor) -> str:
 
 
 def warn_of_no_loss(run: "Run") -> None:
-    """Say at the end of an epoch, on rank 0, that none of its batches had a loss: mostly a forgotten return."""
+    """Warn on rank 0 at the end of an epoch in which every batch returned None, usually a forgotten return."""
     metrics, trains = run.metrics, run.optimization.optimizers and not run.loop.epoch_skipped
-    # of batches that were left out: a resume may have none left of its epoch
+    # turns_left_out: a run resumed at the end of an epoch has no batches, and needs no warning
     if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and run.trainer.is_global_zero:
         log.warning(
             "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",

@@ -1,12 +1,12 @@
-"""Precision: how numbers are held and multiplied. The dtype of the weights, autocast, gradient scaling.
+"""Precision: dtype of the weights, autocast and gradient scaling.
 
-After PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html and its examples page
-https://docs.pytorch.org/docs/stable/notes/amp_examples.html). A name says which kind it is:
+After PyTorch's automatic mixed precision (https://docs.pytorch.org/docs/stable/amp.html, with examples at
+https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
 
-    32-true, 64-true       everything in that type
+    32-true, 64-true       everything in that dtype
     bf16-true, 16-true     weights, input and arithmetic in half precision, no scaling
     bf16-mixed             weights in float32; autocast multiplies matrices in bfloat16
-    16-mixed               the same in float16, whose narrow range needs the loss scaled up before backward
+    16-mixed               the same in float16, whose narrow range needs loss scaling
 """
 
 from collections.abc import Callable, Mapping
@@ -31,9 +31,9 @@ _OFF = nullcontext()
 
 
 class Precision:
-    """How numbers are held and multiplied on one kind of device. One object serves a whole run.
+    """Dtypes, autocast and gradient scaler of a run on one kind of device.
 
-    Raises ConfigError for a name that is none, and where the device cannot do it.
+    Raises ConfigError for an unknown name and for a precision that the device does not support.
     """
 
     def __init__(self, name: str | int, device_type: str) -> None:
@@ -41,16 +41,16 @@ class Precision:
         self.device_type = device_type
         _refuse_what_the_device_lacks(self.name, device_type)
         self.weights_dtype: torch.dtype | None = _WEIGHTS.get(self.name)
-        """What parameters, buffers and the input are converted to; None: they stay as they are."""
+        """Dtype of parameters, buffers and input; None leaves them unchanged."""
         self.autocast_dtype: torch.dtype | None = _AUTOCAST.get(self.name)
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device_type) if self.name == "16-mixed" else None
         )
         self._used = self._is_ready = False
         self.forward_context: Callable[[], AbstractContextManager[Any]] = nothing
-        """Returns what a forward runs under: nothing, autocast, or another default type for the tensors it makes.
+        """Returns the context manager for a forward: no-op, autocast, or another default dtype for new tensors.
 
-        Autocast holds for one thread only, the default type for the whole process.
+        Autocast is per thread, the default dtype per process.
         """
         if self.autocast_dtype is not None:
             self.forward_context = partial(torch.autocast, device_type, dtype=self.autocast_dtype)
@@ -70,18 +70,21 @@ class Precision:
             module.half()
 
     def convert_batch(self, batch: Any) -> Any:
-        """Return `batch`, floating point tensors in the type of the weights; the same object for 32 and mixed."""
-        return batch if self.weights_dtype is None else _convert(batch, self.weights_dtype)
+        """Return `batch` with floating point tensors in the dtype of the weights; the same object for 32 and mixed."""
+        return batch if self.weights_dtype is None else map_tensors(batch, self._convert)
+
+    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.weights_dtype) if tensor.is_floating_point() else tensor
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        """Return the loss to run backward from. Every backward of one step is scaled by the same factor."""
+        """Return the scaled loss to call backward on; the scale is constant within a step."""
         if self.scaler is None:
             return loss
         self._is_ready = True
         return self.scaler.scale(loss)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the factor, before they are clipped or looked at: once a step and optimizer.
+        """Divide an optimizer's gradients by the scale, before clipping; at most once per step.
 
         Raises RuntimeError at a second call for the same step.
         """
@@ -89,27 +92,29 @@ class Precision:
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Update the weights; with scaling, leave them as they are where a gradient is infinite or NaN."""
+        """Step the optimizer; with scaling, skip it if a gradient is infinite or NaN."""
         if self.scaler is None:
             optimizer.step()
         elif self._has_gradient(optimizer):
             self.scaler.step(optimizer)
-        # Else a learning rate scheduler warns that it comes before its optimizer, whose first step overflowed.
+        # else a learning rate scheduler warns that it ran before the optimizer, if the first step overflowed
         mark_stepped(optimizer)
 
     def update(self) -> None:
-        """Choose the next step's factor, after all optimizers took this one: half of it where one was left out."""
+        """Choose the next scale, after all optimizers have stepped."""
         if self.scaler is not None and self._used:
             self.scaler.update()
             self._used = False
 
     def _has_gradient(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether there is anything to unscale; the scaler fails where every batch was left out."""
+        """Return whether there is any gradient to unscale; the scaler fails without one."""
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         gradient = next((gradient for gradient in gradients if gradient is not None), None)
         self._used |= gradient is not None
         if gradient is not None and not self._is_ready:
-            self.scale(gradient.new_zeros(()))  # the scaler is made ready by its first loss, which others had
+            self.scale(
+                gradient.new_zeros(())
+            )  # a scaler initialises lazily at its first loss, which only other ranks had
         return gradient is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,10 +122,10 @@ class Precision:
         return {} if self.scaler is None else self.scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Restore from `state_dict`.
 
-        A state without scaling leaves a scaler at its beginning, and scaling's state is nothing to a run without it: a
-        run may go on in another precision. Raises CheckpointError where the state is none of a scaler.
+        A missing state keeps a fresh scaler and a superfluous one is ignored, so that a run may resume in another
+        precision. Raises CheckpointError for anything else.
         """
         if self.scaler is None or not state:
             return
@@ -133,7 +138,7 @@ class Precision:
 
 
 class _DefaultDtype:
-    """The type of the floating point tensors that are made while it is entered, unless they name another."""
+    """Context manager that sets the default dtype of new floating point tensors."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -150,7 +155,7 @@ class _DefaultDtype:
 
 
 def nothing() -> AbstractContextManager[Any]:
-    """Return the context of a forward that runs as it is."""
+    """Return a no-op context."""
     return _OFF
 
 
@@ -178,8 +183,3 @@ def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:
         raise ConfigError(
             "trainer.precision 16-mixed: no CUDA device was found. Use accelerator=cpu or another machine."
         )
-
-
-def _convert(batch: Any, dtype: torch.dtype) -> Any:
-    """Return `batch` with its floating point tensors as `dtype`."""
-    return map_tensors(batch, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
