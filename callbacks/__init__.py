@@ -1,4 +1,4 @@
-"""Callbacks: what watches a run. `callback.py` draws the loop with every hook; each other module is one callback."""
+"""Callbacks: the base class with all hooks in `callback.py`, and one callback per other module."""
 
 from importlib import import_module
 from typing import Any

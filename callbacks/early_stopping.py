@@ -1,4 +1,4 @@
-"""EarlyStopping: ends the run when a metric no longer improves."""
+"""EarlyStopping: ends the run when a metric stops improving."""
 
 import logging
 import math
@@ -17,20 +17,20 @@ log = logging.getLogger("legato")
 
 
 class EarlyStopping(Callback):
-    """Sets `trainer.should_stop` when the monitored metric has not improved `patience` times in a row.
+    """Sets `trainer.should_stop` when the monitored metric has not improved in `patience` checks in a row.
 
-    It looks after each validation that logged the metric, or at the end of each training epoch where training logs it.
+    It checks after each validation that logged the metric, or at the end of each epoch if training logs it.
 
     Args:
         monitor: a name in `trainer.callback_metrics`.
-        min_delta: less than this is no improvement.
-        patience: looks without improvement before the run ends.
+        min_delta: smallest change that counts as an improvement.
+        patience: checks without improvement before the run ends.
         verbose: also log every improvement.
-        strict: refuse a metric that was logged nowhere, with ConfigError.
+        strict: raise ConfigError if nothing logged the metric.
         check_finite: end the run when the metric is NaN or infinite.
         stopping_threshold: end the run when the metric is better than this.
         divergence_threshold: end the run when the metric is worse than this.
-        check_on_train_epoch_end: True: look at the end of epochs only; False: after validations only.
+        check_on_train_epoch_end: True: check at the end of epochs only; False: after validations only.
     """
 
     late = 1
@@ -50,7 +50,7 @@ class EarlyStopping(Callback):
     ) -> None:
         self.monitor, self.mode = monitor, mode
         if patience < 0:
-            raise ConfigError(f"EarlyStopping: patience must be a count of looks, 0 or more, got {patience}.")
+            raise ConfigError(f"EarlyStopping: patience must be a number of checks, 0 or more, got {patience}.")
         self.min_delta, self.patience, self.verbose = abs(min_delta), patience, verbose
         self.strict, self.check_finite = strict, check_finite
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
@@ -63,11 +63,11 @@ class EarlyStopping(Callback):
 
     @property
     def state_key(self) -> str:
-        """One for each metric and mode."""
+        """One key per metric and mode."""
         return f"EarlyStopping[{self.monitor}, {self.mode}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """How long it has waited, and for what. JSON has no infinity, so such a score is a string."""
+        """Return the wait count and best score; an infinite score as a string, since JSON has no infinity."""
         return {
             "wait_count": self.wait_count,
             "best_score": self.best_score if math.isfinite(self.best_score) else str(self.best_score),
@@ -78,7 +78,7 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on waiting."""
+        """Restore the state; a larger `patience` lets a stopped run continue."""
         self.wait_count, self.best_score = state_dict["wait_count"], float(state_dict["best_score"])
         self.stopped_step, self.stopped_epoch = state_dict["stopped_step"], state_dict["stopped_epoch"]
         self._metric.load_state_dict(state_dict["metric"])
@@ -86,36 +86,36 @@ class EarlyStopping(Callback):
             self.stopped_step = self.stopped_epoch = 0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Begin anew; a resume puts its state in here later."""
+        """Reset the state of the last run."""
         if stage == "fit":
             self.wait_count, self.best_score, self.stopped_step, self.stopped_epoch = 0, self._metric.worst, 0, 0
             self._metric.reset()
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """A run that was ended stays ended when it is resumed, unless it may now wait longer."""
+        """Keep a resumed run stopped, unless `patience` was raised."""
         trainer.should_stop |= self.stopped_step > 0
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Remember the metric's old value."""
+        """Remember the metric's previous value."""
         self._metric.start_validation(trainer)
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Look at the metric, if this validation logged it."""
+        """Check the metric, if this validation logged it."""
         fresh = self._metric.end_validation(trainer)
         if fresh and trainer.stage == "fit" and not trainer.sanity_checking and not self.check_on_train_epoch_end:
-            self._look(trainer)
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Look at the metric, if training logs it. Raises ConfigError where it was logged nowhere."""
+        """Check the metric, if training logs it. Raises ConfigError if nothing logged it."""
         if self.strict and self._metric.is_missing(trainer):
             self._metric.refuse(trainer)
         if not trainer.state.epoch_ended:
-            return  # the run stops in the middle of the epoch, and may be resumed there
+            return  # stopped within the epoch; a resume continues it
         here = self.check_on_train_epoch_end
         if self._metric.is_from_training(trainer) if here is None else here:
-            self._look(trainer)
+            self._check(trainer)
 
-    def _look(self, trainer: "Trainer") -> None:
+    def _check(self, trainer: "Trainer") -> None:
         score = self._metric.read(trainer)
         if score is None or trainer.fast_dev_run:
             return
@@ -143,4 +143,4 @@ class EarlyStopping(Callback):
         self.wait_count += 1
         if self.wait_count < self.patience:
             return None
-        return f"has not improved on {self.best_score:.6g} in {self.wait_count} looks."
+        return f"has not improved on {self.best_score:.6g} in {self.wait_count} checks."

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class LearningRateMonitor(Callback):
     """Logs learning rates under Lightning's names: `lr-AdamW`, `lr-AdamW/pg1` (groups), `lr-SGD-1` (a second SGD).
 
-    A scheduler's `name`, and a parameter group's, take the place of `lr-AdamW` and `pg1`. The value at a step is the
-    one that the step's update used.
+    A scheduler's `name` replaces `lr-AdamW`, a parameter group's `name` replaces `pg1`. The value logged at a step is
+    the one that the step's update used.
 
     Args:
-        logging_interval: "step" (every logging step) or "epoch" (where an epoch begins); None: by the scheduler's own
-            interval, and by steps where an optimizer has none.
-        log_momentum: also log `lr-SGD-momentum` (for Adam and its kin the first beta).
+        logging_interval: "step" (every logging step) or "epoch" (at the beginning of epochs); None: the scheduler's
+        interval, or steps without a scheduler.
+        log_momentum: also log `lr-SGD-momentum` (for Adam the first beta).
         log_weight_decay: also log `lr-AdamW-weight_decay`.
     """
 
@@ -36,35 +36,32 @@ class LearningRateMonitor(Callback):
             raise ConfigError(
                 f"LearningRateMonitor: logging_interval must be 'step', 'epoch' or None, got {logging_interval!r}."
             )
-        self.logging_interval, self.log_momentum, self.log_weight_decay = (
-            logging_interval,
-            log_momentum,
-            log_weight_decay,
-        )
+        self.logging_interval = logging_interval
+        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self._logged_step = -1
-        self._read: tuple[int, dict[str, float]] | None = None
-        """The rates of the step that is under way, which counts only when it is done: a hook may leave the epoch."""
+        self._rates_of_step: tuple[int, dict[str, float]] | None = None
+        """Rates of the current step, logged only when it completes: a hook may skip the rest of the epoch."""
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Read the rates of the step that this batch belongs to, once, if it is a logging step."""
+        """Read the rates once per logging step, before a step scheduler changes them."""
         step = trainer.state.global_step + 1
         if step % trainer.log_every_n_steps == 0 and step != self._logged_step:
             self._logged_step = step
-            self._read = (step, self._rates(trainer, "step"))
+            self._rates_of_step = (step, self._rates(trainer, "step"))
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log what was read, when the step is done."""
-        if self._read is not None and trainer.state.global_step == self._read[0]:
-            self._log(trainer, *self._read)
-            self._read = None
+        """Log the rates when the step is complete."""
+        if self._rates_of_step is not None and trainer.state.global_step == self._rates_of_step[0]:
+            self._log(trainer, *self._rates_of_step)
+            self._rates_of_step = None
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the step that is repeated, which another process may have logged before."""
-        self._logged_step, self._read = -1, None
+        """Log a repeated step again, since another process may have logged it before."""
+        self._logged_step, self._rates_of_step = -1, None
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Log the rates of the epoch, unless a resume goes on within it; what a step before it began is void."""
-        self._logged_step, self._read = -1, None
+        """Log the epoch's rates, unless a resume continues within it."""
+        self._logged_step, self._rates_of_step = -1, None
         if trainer.state.epoch_steps == 0:
             self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))
 
@@ -73,7 +70,7 @@ class LearningRateMonitor(Callback):
             logger.log_metrics(values, step)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
-        """Return the rates that are logged in an interval, by their names; nothing on other ranks than 0."""
+        """Return the rates to log in an interval, by name; empty on other ranks than 0."""
         values: dict[str, float] = {}
         if not trainer.loggers or not trainer.is_global_zero or self.logging_interval not in (None, interval):
             return values
@@ -83,7 +80,7 @@ class LearningRateMonitor(Callback):
         return values
 
     def _optimizers(self, trainer: "Trainer") -> "Iterator[tuple[str, Optimizer, str]]":
-        """Yield each optimizer with its name and the interval in which it is logged."""
+        """Yield (name, optimizer, interval) for each optimizer."""
         schedulers = {
             id(getattr(config.scheduler, "optimizer", None)): config for config in trainer.lr_scheduler_configs
         }

@@ -1,4 +1,4 @@
-"""ModelSummary: prints what the task is made of."""
+"""ModelSummary: prints a table of the task's modules."""
 
 from typing import TYPE_CHECKING
 
@@ -23,15 +23,15 @@ class ModelSummary(Callback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Print the table."""
-        if trainer.is_global_zero:  # else nothing need be counted
+        if trainer.is_global_zero:
             trainer.print(summarize(task, self.max_depth), flush=True)
 
 
 def summarize(task: "nn.Module", max_depth: int = 1) -> str:
-    """Return a table of name, type, parameters and trainable parameters of each module, and the totals.
+    """Return a table of each module's name, type, parameters and trainable parameters, with totals.
 
-    A parameter that several modules share counts once in each of them and once in the totals. Parameters that are not
-    initialised yet count as none, and the totals say so.
+    Shared parameters count in each module that has them, and once in the totals. Uninitialised (lazy) parameters count
+    as 0 and are marked.
     """
     rows = [("name", "type", "parameters", "trainable")]
     for name, module in task.named_modules():
@@ -58,7 +58,7 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
 
 
 def _count_parameters(module: "nn.Module") -> tuple[int, int, int]:
-    """Return how many numbers, how many trainable ones, and how many uninitialised tensors the parameters hold."""
+    """Return (parameters, trainable parameters, uninitialised tensors) of a module."""
     tensors = list(module.parameters())
     known = [tensor for tensor in tensors if not _is_lazy(tensor)]
     trainable = sum(tensor.numel() for tensor in known if tensor.requires_grad)

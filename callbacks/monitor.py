@@ -1,4 +1,4 @@
-"""Monitor: one watched metric, for callbacks that decide by it."""
+"""Monitor: reads and compares one metric, for callbacks that act on it."""
 
 import math
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """Reads one metric from `trainer.callback_metrics` and knows which of two values is better.
+    """One metric in `trainer.callback_metrics`, and the comparison of its values.
 
-    It finds out by itself whether validation or training logs the metric: what a validation replaced is validation's.
-    The values are the same on every rank, so what is decided by them is too.
+    It detects whether validation or training logs the metric: a value replaced during a validation is validation's.
+    Values are the same on every rank, so decisions based on them are too.
     """
 
     def __init__(self, name: str, mode: Literal["min", "max"], user: str) -> None:
@@ -27,7 +27,7 @@ class Monitor:
         self._validated = False
 
     def reset(self) -> None:
-        """Begin a run: nothing was seen yet."""
+        """Reset the state at the start of a run."""
         self.from_validation, self._validated, self._validated_step = False, False, -1
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,12 +35,12 @@ class Monitor:
         return {"from_validation": self.from_validation, "validated_step": self._validated_step}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on with what was known of the metric in the run that is resumed."""
+        """Restore the state of a resumed run."""
         self.from_validation = state_dict["from_validation"]
         self._validated_step = state_dict["validated_step"]
 
     def start_validation(self, trainer: "Trainer") -> None:
-        """Remember what stands there before a validation."""
+        """Remember the value before a validation."""
         self._before = trainer.callback_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:
@@ -55,32 +55,32 @@ class Monitor:
         return fresh
 
     def read(self, trainer: "Trainer") -> float | None:
-        """Return the present value; None where there is none, or where validation measured it at an earlier step."""
+        """Return the current value; None if there is none or validation measured it at an earlier step."""
         found = trainer.callback_metrics.get(self.name)
         stale = self.from_validation and self._validated_step != trainer.global_step
         return None if found is None or stale else float(found)
 
     def is_from_training(self, trainer: "Trainer") -> bool:
-        """Return whether the metric is there, and not because of a validation."""
+        """Return whether training, and not validation, has logged the metric."""
         return not self.from_validation and self.name in trainer.callback_metrics
 
     def is_missing(self, trainer: "Trainer") -> bool:
-        """Return, at the end of an epoch, whether the metric is absent and no validation is left that could log it."""
+        """Return, at the end of an epoch, whether the metric is absent and no validation will log it."""
         if self.name in trainer.callback_metrics or self.from_validation:
             return False
         return self._validated or not sum(trainer.num_val_batches)
 
     def is_better(self, value: float, than: float) -> bool:
-        """Return whether `value` is strictly better; NaN never is."""
+        """Return whether `value` is strictly better; False for NaN."""
         return value < than if self.mode == "min" else value > than
 
     @property
     def worst(self) -> float:
-        """The value that every other one improves on."""
+        """Infinity of the sign that every value improves on."""
         return math.inf if self.mode == "min" else -math.inf
 
     def refuse(self, trainer: "Trainer") -> NoReturn:
-        """Save the present state where the run keeps checkpoints, then raise ConfigError with the metrics there are."""
+        """Save a checkpoint if the run keeps any, then raise ConfigError with the names that were logged."""
         if trainer.checkpoint_callback is not None:
             trainer.checkpoint_callback.save(trainer, always=True)
         logged = sorted(trainer.callback_metrics)

@@ -1,4 +1,4 @@
-"""ProgressBar: shows how far the run is, in a terminal or in a log file."""
+"""ProgressBar: shows the progress of the run in a terminal or a log file."""
 
 import os
 import sys
@@ -22,14 +22,14 @@ SECONDS_BETWEEN_LINES = 60.0
 
 
 class ProgressBar(Callback):
-    """Draws a bar for training and one for validation where stderr is a terminal, else prints a line a minute.
+    """Draws bars for training and validation if stderr is a terminal, else prints a line a minute.
 
-    Whatever the pace of the steps, it draws at most ten times a second; between that a step costs one look at the
-    clock. It shows `trainer.progress_bar_metrics`, which are read from the device at logging steps only.
+    It draws at most ten times a second; in between, a step costs one reading of the clock. It shows
+    `trainer.progress_bar_metrics`, which are read from the device at logging steps only.
 
     Args:
-        refresh_rate: optimizer steps between two drawings, at least; 0: show nothing.
-        leave: leave each epoch's bar where it is, instead of using one for all.
+        refresh_rate: least number of optimizer steps between two drawings; 0: show nothing.
+        leave: keep each epoch's bar, instead of reusing one.
     """
 
     def __init__(self, refresh_rate: int = 1, leave: bool = False) -> None:
@@ -40,36 +40,36 @@ class ProgressBar(Callback):
         self._evaluation: tqdm[Any] | None = None
         self._epoch = self._epoch_began_at = 0
         self._steps: int | float = NEVER
-        """Steps of the epoch, as far as the run goes."""
-        self._mark = (0.0, 0)
+        """Steps of the epoch, up to the end of the run."""
+        self._last_shown = (0.0, 0)
         self._word, self._batches = "", 0
         self._total: int | None = None
         self._next_line, self._next_of_evaluation = 0.0, NEVER
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Find out whether there is a terminal."""
+        """Detect a terminal."""
         self._enabled = trainer.is_global_zero and self.refresh_rate > 0 and sys.stderr is not None
         self._terminal = self._enabled and sys.stderr.isatty()
         self._next = self._next_of_evaluation = NEVER
-        self._next_line = 0.0  # the first line comes after the first step
+        self._next_line = 0.0  # print the first line after the first step
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
-        """Show what there is to show in the process that is rank 0 now."""
+        """Move the bar to the process that is rank 0 now."""
         self._close()
         if trainer.is_global_zero != self._enabled:
             self.setup(trainer, task, "fit")
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
-        """Take the bars away, also after an exception."""
+        """Remove the bars, also after an exception."""
         self._close()
 
     # --- training ---------------------------------------------------------------------------------------------------
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin the bar where the epoch begins, or goes on after a resume."""
+        """Start the bar at the current step of the epoch."""
         if not self._enabled:
             return
         self._epoch, self._epoch_began_at = trainer.current_epoch, trainer.global_step - trainer.state.epoch_steps
-        self._mark = (time.monotonic(), trainer.global_step)
+        self._last_shown = (time.monotonic(), trainer.global_step)
         self._steps = trainer.steps_per_epoch
         if trainer.max_steps >= 0:
             self._steps = min(self._steps, trainer.max_steps - self._epoch_began_at)
@@ -86,7 +86,7 @@ class ProgressBar(Callback):
         self._training.set_description_str(f"epoch {self._epoch}")
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Show the step, if it is time to."""
+        """Redraw if it is time."""
         if time.monotonic() >= self._next:
             self._show_training(trainer)
 
@@ -97,10 +97,10 @@ class ProgressBar(Callback):
         self._next = NEVER
 
     def _show_training(self, trainer: "Trainer", always: bool = False) -> None:
-        now, (then, step_then) = time.monotonic(), self._mark
+        now, (then, step_then) = time.monotonic(), self._last_shown
         done = trainer.global_step - step_then
         if not always and done < (self.refresh_rate if self._terminal else 1):
-            return  # batches of a step that is not done yet
+            return  # the step is not complete
         metrics = " ".join(f"{name}={value:.4g}" for name, value in trainer.progress_bar_metrics.items())
         step = trainer.global_step - self._epoch_began_at
         if self._training is not None:
@@ -117,28 +117,28 @@ class ProgressBar(Callback):
                 parts.append(f"eta {timedelta(seconds=round(max(total - step, 0) / pace))}")
             print(*parts, metrics, file=_stderr(), flush=True)
             self._next = self._next_line = now + SECONDS_BETWEEN_LINES
-        self._mark = (now, trainer.global_step)
+        self._last_shown = (now, trainer.global_step)
 
     # --- validation, test, prediction -------------------------------------------------------------------------------
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin a bar."""
+        """Start a bar."""
         counts = trainer.num_val_batches
         if trainer.sanity_checking and trainer.num_sanity_val_steps != -1:
             counts = [min(count, trainer.num_sanity_val_steps) for count in counts]
         self._start("sanity check" if trainer.sanity_checking else "validation", counts)
 
     def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin a bar."""
+        """Start a bar."""
         self._start("test", trainer.num_test_batches)
 
     def on_predict_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Begin a bar."""
+        """Start a bar."""
         self._start("predict", trainer.num_predict_batches)
 
     def on_validation_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Show the batch, if it is time to."""
+        """Redraw if it is time."""
         self._batches += 1
         if time.monotonic() >= self._next_of_evaluation:
             self._show_evaluation(trainer)
@@ -146,7 +146,7 @@ class ProgressBar(Callback):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._evaluation is not None:
             self._show_evaluation(trainer)
             self._evaluation.close()
@@ -167,7 +167,7 @@ class ProgressBar(Callback):
             self._next_of_evaluation = 0.0 if self._terminal else time.monotonic() + SECONDS_BETWEEN_LINES
 
     def _show_evaluation(self, trainer: "Trainer") -> None:
-        # the batches are dealt out evenly, and this rank counts its own
+        # this rank counts its own batches, and all have about as many
         done = self._batches * trainer.world_size
         done = done if self._total is None else min(done, self._total)
         if self._evaluation is not None:
@@ -183,7 +183,7 @@ class ProgressBar(Callback):
             if bar is not None:
                 bar.close()
         self._evaluation = self._training = None
-        _have_room_made(nullcontext)
+        _write_messages_within(nullcontext)
 
 
 def _make_bar(**options: Any) -> "tqdm[Any]":
@@ -191,25 +191,25 @@ def _make_bar(**options: Any) -> "tqdm[Any]":
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0
-        """tqdm's watching thread would outlive the run."""
+        """0: do not start tqdm's monitor thread, which would outlive the run."""
 
-    # tqdm's own lock is one between processes, which costs a semaphore and, under some start methods, a process
+    # tqdm's default lock is shared between processes, which costs a semaphore and, under some start methods, a process
     Bar.set_lock(threading.RLock())
-    _have_room_made(Bar.external_write_mode)
+    _write_messages_within(Bar.external_write_mode)
     known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
     width = {"dynamic_ncols": True} if known else {"ncols": 80}
     return Bar(file=_stderr(), mininterval=0.0, miniters=0, **width, **options)
 
 
 def _stderr() -> Any:
-    """Return stderr, which falls silent where nobody reads it any more."""
+    """Return a stderr that ignores writes after its reader has gone."""
     from ..trainer import messages
 
     return messages.STDERR
 
 
-def _have_room_made(by: Any) -> None:
-    """Let Legato's messages have a line of their own."""
+def _write_messages_within(by: Any) -> None:
+    """Set the context in which Legato's log messages are written, so that they do not break the bar."""
     from ..trainer import messages
 
     messages.making_room = by

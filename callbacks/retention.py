@@ -1,4 +1,4 @@
-"""Retention: which checkpoints a run has, which are the best, and which may go."""
+"""Retention: which checkpoints to keep and which to delete."""
 
 import re
 from collections.abc import Iterable
@@ -15,15 +15,15 @@ NAME = re.compile(r"step-[0-9]{8,}")
 
 
 def is_name(name: object) -> bool:
-    """Tell whether this is a name as checkpoints have it, which leads nowhere else."""
+    """Return whether this is the name of a checkpoint, so that as a path it cannot lead elsewhere."""
     return isinstance(name, str) and NAME.fullmatch(name) is not None
 
 
 class Retention(Callback):
-    """Knows the checkpoints that a run wrote and did not delete, by name, with their monitored values.
+    """Base of Checkpoint: tracks the checkpoints that a run wrote, by name, with their monitored values.
 
-    Kept are the `save_top_k` best (-1: all; without a `monitor` the newest count as best) and, with `save_last`, the
-    newest. Names sort by age.
+    Keeps the `save_top_k` best (-1: all; without a `monitor` the newest are best) and, with `save_last`, the newest.
+    Names sort by age.
     """
 
     monitor: str | None
@@ -32,16 +32,16 @@ class Retention(Callback):
     save_last: bool
     dirpath: Path | None
     scores: dict[str, float | None]
-    """None: there was no value, or none that counts."""
+    """Monitored values by name; None if there was no valid value."""
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint; "" where there is none."""
+        """Path of the newest checkpoint, or ""."""
         return self.path(max(self.scores, default=None))
 
     @property
     def best_model_path(self) -> str:
-        """The checkpoint with the best monitored value, or without a monitor the newest; "" where there is none."""
+        """Path of the checkpoint with the best value, without a monitor of the newest, or ""."""
         return self.path(next(iter(self._best_of(self.scores)), None))
 
     @property
@@ -51,7 +51,7 @@ class Retention(Callback):
 
     @property
     def best_k_models(self) -> "dict[str, torch.Tensor]":
-        """The best checkpoints and their monitored values, best first."""
+        """Paths of the best checkpoints and their values, best first."""
         from torch import tensor
 
         scored = ((name, self.scores[name]) for name in self._best_of(self.scores))
@@ -59,11 +59,11 @@ class Retention(Callback):
 
     @property
     def kth_best_model_path(self) -> str:
-        """The worst of the best checkpoints; "" where there is none."""
+        """Path of the worst of the best checkpoints, or ""."""
         return next(reversed(self.best_k_models), "")
 
     def path(self, name: str | None) -> str:
-        """Return where a checkpoint stands."""
+        """Return the path of a checkpoint."""
         return "" if name is None or self.dirpath is None else str(self.dirpath / name)
 
     def keeps(self, name: str, score: float | None) -> bool:
@@ -74,7 +74,7 @@ class Retention(Callback):
         return kept
 
     def surplus(self) -> list[str]:
-        """Return what is not kept."""
+        """Return the names of checkpoints to delete."""
         kept = self._kept_of(self.scores)
         return [name for name in self.scores if name not in kept]
 
@@ -83,7 +83,7 @@ class Retention(Callback):
         return {*self._best_of(names), *([max(names)] if self.save_last and names else [])}
 
     def _best_of(self, names: Iterable[str]) -> list[str]:
-        """Return the best, best first; of two that are equally good the earlier one comes first."""
+        """Return the best names, best first; ties go to the earlier one."""
         names = list(names)
         if self.monitor is None:
             ranked = sorted(names, reverse=True)

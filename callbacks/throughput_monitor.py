@@ -1,4 +1,4 @@
-"""ThroughputMonitor: logs how fast the run is."""
+"""ThroughputMonitor: logs steps and samples per second."""
 
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class ThroughputMonitor(Callback):
     """Logs `throughput/samples_per_second` (over all replicas), `throughput/steps_per_second` and `epoch`.
 
-    Each is measured between two logging steps, without the time that validation took.
+    Each is an average between two logging steps, without the time of validation.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class ThroughputMonitor(Callback):
         self._restart(trainer, time.perf_counter())
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Log, once in a logging step."""
+        """Log, once per logging step."""
         step = trainer.state.global_step
         if step % trainer.log_every_n_steps or step == self._step:
             return
@@ -48,7 +48,7 @@ class ThroughputMonitor(Callback):
         self._validation_began = time.perf_counter()
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Let the clock go on."""
+        """Restart the clock."""
         self._since += time.perf_counter() - self._validation_began
 
     def _restart(self, trainer: "Trainer", now: float) -> None:

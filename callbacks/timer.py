@@ -1,4 +1,4 @@
-"""Timer: ends the run after a given time, and tells how long its stages took."""
+"""Timer: ends the run after a given time, and measures the time of its stages."""
 
 import logging
 import re
@@ -22,11 +22,11 @@ STAGES = ("train", "validate", "test")
 
 
 class Timer(Callback):
-    """Sets `trainer.should_stop` when the run, over all its resumes, has taken `duration`.
+    """Sets `trainer.should_stop` when the run, including earlier parts before resumes, has taken `duration`.
 
     Args:
-        duration: "DD:HH:MM:SS", a timedelta or its arguments as a mapping; None: only measure.
-        interval: whether to look after every step or after every epoch.
+        duration: "DD:HH:MM:SS", a timedelta or a mapping of its arguments; None: only measure.
+        interval: whether to check after every step or after every epoch.
         verbose: log the reason when the run ends.
     """
 
@@ -44,30 +44,30 @@ class Timer(Callback):
         self._stopped = False
 
     def start_time(self, stage: str = "train") -> float | None:
-        """Return when the stage ("train", "validate", "test") began, on the monotonic clock."""
+        """Return the start of a stage ("train", "validate", "test") on the monotonic clock."""
         return self._starts.get(_known(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """Return when the stage ended, on the monotonic clock."""
+        """Return the end of a stage on the monotonic clock."""
         return self._ends.get(_known(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Return the seconds that the stage has taken so far, those before a resume included."""
+        """Return the seconds that a stage has taken, including time before a resume."""
         start = self.start_time(stage)
         now = 0.0 if start is None else self._ends.get(stage, time.monotonic()) - start
         return now + self._earlier.get(stage, 0.0)
 
     def time_remaining(self, stage: str = "train") -> float | None:
-        """Return the seconds that are left; None without a duration."""
+        """Return the remaining seconds; None without a duration."""
         return None if self.duration is None else self.duration - self.time_elapsed(stage)
 
     @property
     def state_key(self) -> str:
-        """One for each duration and interval."""
+        """One key per duration and interval."""
         return f"Timer[{self.duration}, {self.interval}]"
 
     def state_dict(self) -> dict[str, Any]:
-        """How long each stage has taken."""
+        """Return the seconds that each stage has taken."""
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -75,19 +75,19 @@ class Timer(Callback):
         self._earlier = dict(state_dict["time_elapsed"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Start the clock, and stop at once where no time is left."""
+        """Start the clock, and stop at once if no time is left."""
         self._stopped = False
         self._start("train")
-        self._look(trainer)
+        self._check(trainer)
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Look at the clock."""
+        """Check the time."""
         if self.interval == "step":
-            self._look(trainer)
+            self._check(trainer)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Look at the clock."""
-        self._look(trainer)
+        """Check the time."""
+        self._check(trainer)
 
     def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
         """Stop the clock."""
@@ -110,23 +110,25 @@ class Timer(Callback):
         self._ends["test"] = time.monotonic()
 
     def _start(self, stage: str) -> None:
-        """Start a stage's clock; what the same stage took before in this process is kept."""
+        """Start a stage's clock, keeping the time of earlier runs of the stage."""
         if stage in self._starts:
             self._earlier[stage] = self.time_elapsed(stage)
         self._ends.pop(stage, None)
         self._starts[stage] = time.monotonic()
 
-    def _look(self, trainer: "Trainer") -> None:
-        # trainer.elapsed is the same on every rank, this process's own clock is not
+    def _check(self, trainer: "Trainer") -> None:
+        # trainer.elapsed is the same on every rank, unlike this process's own clock
         if self._stopped or self.duration is None or trainer.elapsed < self.duration:
             return
         self._stopped = trainer.should_stop = True
         if self.verbose and trainer.is_global_zero:
-            log.info("Timer: %s are over, stopping at step %d.", timedelta(seconds=self.duration), trainer.global_step)
+            log.info(
+                "Timer: %s have passed, stopping at step %d.", timedelta(seconds=self.duration), trainer.global_step
+            )
 
 
 def parse_duration(value: Duration) -> timedelta:
-    """Read "DD:HH:MM:SS", a timedelta, or a mapping of its arguments. Raises ConfigError that says what came."""
+    """Parse "DD:HH:MM:SS", a timedelta, or a mapping of its arguments. Raises ConfigError."""
     try:
         if isinstance(value, timedelta):
             found = value

@@ -1,4 +1,4 @@
-"""Task and DataModule, which users subclass, and ready tasks, one a file."""
+"""The base classes Task and DataModule, and ready tasks, one per file."""
 
 from importlib import import_module
 from typing import Any

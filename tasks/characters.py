@@ -1,4 +1,4 @@
-"""Characters: a small GPT that writes English, character by character. A model of a language task."""
+"""Characters: a small GPT that generates English text character by character; an example of a language task."""
 
 import math
 from typing import Any
@@ -13,16 +13,16 @@ from .data_module import DataModule
 from .task import Task
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127))) + "\N{REPLACEMENT CHARACTER}"
-"""Fixed, so that a checkpoint fits the text of any Python: newline, printable ASCII, and one for all the rest."""
+"""Newline, printable ASCII, and one for all others; fixed, so that a checkpoint fits the text of any Python."""
 
 _TOKEN_OF = {character: token for token, character in enumerate(ALPHABET)}
 
 Batch = tuple[Tensor, Tensor]
-"""Tokens (n, time) and the tokens that follow each of them, (n, time)."""
+"""Tokens (n, time) and their next tokens (n, time)."""
 
 
 def encode(text: str) -> Tensor:
-    """Return one token a character, (len(text),) int64."""
+    """Return one token per character, (len(text),) int64."""
     unknown = len(ALPHABET) - 1
     return torch.tensor([_TOKEN_OF.get(character, unknown) for character in text], dtype=torch.int64)
 
@@ -35,7 +35,7 @@ def decode(tokens: Tensor) -> str:
 class CharacterGPT(Task):
     """A decoder-only transformer as in GPT-2 (Radford et al., 2019); about 0.8 million parameters by default.
 
-    `embedding`, `blocks` and `head` follow one another, so that a strategy can shard or cut the model by them.
+    `embedding`, `blocks` and `head` are called in sequence, so that a strategy can shard or split the model.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class CharacterGPT(Task):
         self.save_hyperparameters()
         self.embedding = Embedding(len(ALPHABET), block_size, n_embd, dropout)
         self.blocks = nn.ModuleList(Block(n_embd, n_head, dropout) for _ in range(n_layer))
-        # Not tied to the embedding: no tensor stands in two places, so the first and last blocks may live apart.
+        # Not tied to the embedding, so that the first and last blocks can be on different pipeline stages.
         self.head = nn.Sequential(nn.LayerNorm(n_embd), nn.Linear(n_embd, len(ALPHABET), bias=False))
         self._initialise(n_layer, n_embd)
 
     def _initialise(self, n_layer: int, n_embd: int) -> None:
-        """Draw the weights as GPT-2 does, its 0.02 for a width of 768 taken along to other widths.
+        """Initialise the weights as GPT-2 does, with its 0.02 for width 768 scaled to the width.
 
-        What a layer adds to the stream is smaller the deeper the model.
+        Layers that write to the residual stream start smaller the deeper the model.
         """
         deviation = 0.02 * math.sqrt(768 / n_embd)
         for name, parameter in self.named_parameters():
@@ -77,7 +77,7 @@ class CharacterGPT(Task):
         """Return logits (n, time, characters) of the next token for tokens (n, time), time <= block_size."""
         if tokens.shape[1] > self.hparams.block_size:
             raise TaskError(
-                f"The model reads {self.hparams.block_size} characters at a time, but the batch has {tokens.shape[1]}: "
+                f"The model takes at most {self.hparams.block_size} characters, but the batch has {tokens.shape[1]}: "
                 "set block_size of the task and of its data to the same number."
             )
         stream = self.embedding(tokens)
@@ -87,12 +87,12 @@ class CharacterGPT(Task):
         return logits
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the mean cross-entropy in nats a character."""
+        """Return the mean cross-entropy in nats per character."""
         tokens, targets = batch
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     def configure_blocks(self) -> list[nn.Module]:
-        """Return what a strategy may cut between."""
+        """Return the blocks between which a pipeline may split the model."""
         return [self.embedding, *self.blocks, self.head]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -108,12 +108,12 @@ class CharacterGPT(Task):
         self.log_dict(values, prog_bar=True, batch_size=len(batch[0]))
 
     def on_validation_end(self) -> None:
-        """Write a sample of what the model can do by now to TensorBoard."""
+        """Log a generated sample to TensorBoard."""
         if not self.loggers or self.trainer.sanity_checking:
             return
-        # A generator of its own, keyed by the step: what is drawn here shifts no random number of the run.
+        # A separate generator, keyed by the step, so that sampling does not shift the run's random numbers.
         generator = torch.Generator(self.device).manual_seed(self.global_step)
-        # Every process takes part, since sharded weights need them all; loggers are silent but on rank 0.
+        # On every rank, since a forward with sharded weights is collective; loggers write on rank 0 only.
         sample = self.generate("\n", self.hparams.sample_length, generator)
         for logger in self.loggers:
             logger.log_text("sample", f"```\n{sample}\n```", self.global_step)
@@ -132,7 +132,7 @@ class CharacterGPT(Task):
         return decode(tokens)
 
     def tensor_plan(self) -> dict[str, str]:
-        """Cut attention between its heads, and perceptrons between the numbers of their inner layer."""
+        """Split attention by heads, and perceptrons by hidden units."""
         return {
             "blocks.*.attention.query_key_value": "column",
             "blocks.*.attention.into_stream": "row",
@@ -141,7 +141,7 @@ class CharacterGPT(Task):
         }
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW, with decay on matrices only; linear warm-up, then a cosine down to a tenth of `lr`."""
+        """Return AdamW with weight decay on matrices only; linear warm-up, then cosine decay to a tenth of `lr`."""
         parameters = list(self.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.hparams.weight_decay},
@@ -162,7 +162,7 @@ class CharacterGPT(Task):
 
 
 class Embedding(nn.Module):
-    """Tokens (n, time) -> the residual stream (n, time, width): what stands there plus where it stands."""
+    """Token plus position embeddings: tokens (n, time) -> residual stream (n, time, width)."""
 
     def __init__(self, vocabulary: int, block_size: int, width: int, dropout: float) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the stream (n, time, width)."""
+        """Return the residual stream (n, time, width)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         stream: Tensor = self.dropout(self.token(tokens) + self.position(places))
         return stream
 
 
 class Block(nn.Module):
-    """One layer: attention and a two-layer perceptron, each normalised before and added after."""
+    """One transformer layer: pre-norm attention and perceptron with residual connections."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -188,17 +188,17 @@ class Block(nn.Module):
         self.perceptron = Perceptron(width, dropout)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """Return the stream (n, time, width) with this layer's part added."""
+        """Return the residual stream (n, time, width) after this layer."""
         attended: Tensor = stream + self.attention(self.attention_norm(stream))
         output: Tensor = attended + self.perceptron(self.perceptron_norm(attended))
         return output
 
 
 class Attention(nn.Module):
-    """Causal self-attention with several heads.
+    """Causal multi-head self-attention.
 
-    Query, key and value of one head follow one another in the outputs of their layer, so that a strategy can cut it
-    between heads: then each process works on its own heads, and `into_stream` adds up what they make of the stream.
+    The outputs of `query_key_value` are grouped by head, so that tensor parallelism can split them between heads; the
+    outputs of `into_stream` are then summed over processes.
     """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
@@ -213,8 +213,8 @@ class Attention(nn.Module):
         packed = self.query_key_value(stream)
         if packed.shape[2] % (3 * self.head_width):
             raise TaskError(
-                f"n_head is no multiple of the processes that share the heads: {packed.shape[2]} numbers for queries, "
-                f"keys and values, {3 * self.head_width} a head. Choose another n_head, or fewer processes."
+                f"n_head must be a multiple of the tensor-parallel processes: got {packed.shape[2]} features of "
+                f"queries, keys and values, {3 * self.head_width} per head. Choose another n_head, or fewer processes."
             )
         packed = packed.unflatten(2, (-1, 3, self.head_width))  # (n, time, heads, 3, width of a head)
         query, key, value = packed.permute(3, 0, 2, 1, 4)  # each (n, heads, time, width of a head)
@@ -225,7 +225,7 @@ class Attention(nn.Module):
 
 
 class Perceptron(nn.Module):
-    """Width to four times the width and back, with GELU between."""
+    """Linear layers to four times the width and back, with GELU in between."""
 
     def __init__(self, width: int, dropout: float) -> None:
         super().__init__()
@@ -242,8 +242,8 @@ class Perceptron(nn.Module):
 class PydocText(DataModule):
     """The English text that every CPython ships as `pydoc_data.topics` (about half a million characters).
 
-    The first nine tenths are for training: one sample begins at every character. The rest is for validation, in windows
-    that do not overlap. Pythons differ in the text, so compare losses within one Python version only.
+    The first nine tenths are for training, with one sample starting at every character. The rest is for validation, in
+    windows that do not overlap. The text differs between Python versions, so compare losses within one version only.
     """
 
     def __init__(self, block_size: int = 128, batch_size: int = 16, num_workers: int = 0) -> None:
@@ -252,7 +252,7 @@ class PydocText(DataModule):
         self.parts: dict[str, Windows] = {}
 
     def setup(self, stage: str) -> None:
-        """Encode the text and cut it into its two parts."""
+        """Encode the text and split it into training and validation parts."""
         if self.parts:
             return
         from pydoc_data.topics import topics
@@ -266,7 +266,7 @@ class PydocText(DataModule):
         return self._loader("train", shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """Load windows side by side."""
+        """Load windows that do not overlap."""
         return self._loader("val")
 
     def _loader(self, part: str, shuffle: bool = False) -> DataLoader[Any]:
@@ -275,7 +275,7 @@ class PydocText(DataModule):
 
 
 class Windows(Dataset[Batch]):
-    """Windows of `size` tokens and the `size` tokens one further on, beginning at every `stride`-th of tokens (n,)."""
+    """Windows of `size` tokens and their next tokens, starting at every `stride`-th of tokens (n,)."""
 
     def __init__(self, tokens: Tensor, size: int, stride: int) -> None:
         self.tokens = tokens

@@ -1,4 +1,4 @@
-"""DataHooks: where batches come from and how they reach their device; of tasks and data modules alike."""
+"""DataHooks: loader and batch transfer hooks, shared by tasks and data modules."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import torch
 
 
 class DataHooks:
-    """Loaders and transfers. A data module's come before the task's."""
+    """Loaders and batch transfer; a data module's take precedence over the task's."""
 
     def prepare_data(self) -> None:
-        """Download or convert, in one process, before any process calls `setup`. Assign nothing to self here."""
+        """Download or convert data, in one process, before any process calls `setup`. Do not assign to self here."""
 
     def train_dataloader(self) -> Any:
         """Return the training loader."""
@@ -28,15 +28,15 @@ class DataHooks:
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch before it goes to its device."""
+        """Modify a batch before it is moved to the device."""
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch of an own type to its device."""
+        """Move a batch to the device; override for custom batch types."""
         from ..trainer.data.transfer import to_device
 
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Change a batch on its device."""
+        """Modify a batch on its device."""
         return batch

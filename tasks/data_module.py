@@ -1,4 +1,4 @@
-"""DataModule: where the data of a run comes from."""
+"""DataModule: the loaders of a run, as a class that users override."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,10 +15,10 @@ DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 
 
 class DataModule(DataHooks, Hyperparameters):
-    """The loaders of each stage and what prepares them. Every method may be left out that is not needed."""
+    """The loaders of each stage and their preparation; override only what is needed."""
 
     prepare_data_per_node = True
-    """Call `prepare_data` once on each machine; False: once in all, for a shared file system."""
+    """Call `prepare_data` once on each machine; False: once overall, for a shared file system."""
 
     def __init__(self) -> None:
         self.trainer: Trainer | None = None
@@ -31,9 +31,9 @@ class DataModule(DataHooks, Hyperparameters):
         hparams_file: str | Path | None = None,
         **kwargs: Any,
     ) -> DataModuleType:
-        """Build the data module from the hyperparameters in a checkpoint; `kwargs` replace some.
+        """Build the data module from the hyperparameters in a checkpoint; `kwargs` override them.
 
-        Raises CheckpointError where some are missing.
+        Raises CheckpointError if some are missing.
         """
         from ..trainer.checkpoints.restore import rebuild_data_module
 
@@ -43,14 +43,14 @@ class DataModule(DataHooks, Hyperparameters):
         """Build datasets, in every process; `stage` is "fit", "validate", "test" or "predict"."""
 
     def teardown(self, stage: str) -> None:
-        """Release what `setup` built."""
+        """Clean up at the end of a stage."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resume needs: JSON values and tensors."""
+        """Return the state to save: JSON values and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the state when a run is resumed."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """The run is about to end by this exception."""
+        """Called when the run ends by an exception."""

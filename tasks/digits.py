@@ -1,4 +1,4 @@
-"""Digits: a small convolutional network on scikit-learn's 8 x 8 handwritten digits. A model of an image task."""
+"""Digits: a small convolutional network on scikit-learn's 8 x 8 handwritten digits; an example of an image task."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Digits(Task):
-    """Tells the ten digits apart; about 68,000 parameters with 32 channels."""
+    """Classifies the ten digits; about 68,000 parameters with 32 channels."""
 
     def __init__(self, channels: int = 32, dropout: float = 0.3, lr: float = 5e-3, weight_decay: float = 0.05) -> None:
         super().__init__()
@@ -62,12 +62,12 @@ class Digits(Task):
         images, labels = batch
         logits = self(images)
         correct = (logits.argmax(dim=1) == labels).float()
-        # Weighted by samples, the mean over batches is the exact share of right answers, short last batch included.
+        # Weighted by batch_size, the mean over batches is exact even if the last batch is short.
         values = {f"{stage}/loss": F.cross_entropy(logits, labels), f"{stage}/acc": correct.mean()}
         self.log_dict(values, prog_bar=True, batch_size=len(labels))
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """AdamW under one cycle of the learning rate: up to `lr` and down to zero, step by step."""
+        """Return AdamW with a one-cycle learning rate: up to `lr` and down to zero, per step."""
         lr, steps = self.hparams.lr, int(self.trainer.estimated_stepping_batches)
         optimizer = torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=self.hparams.weight_decay)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
@@ -75,14 +75,14 @@ class Digits(Task):
 
 
 def _convolution(inputs: int, outputs: int) -> list[nn.Module]:
-    # Group norm, because it treats each image alone: the result does not depend on how samples are batched.
+    # Group norm normalises each image by itself, so the result does not depend on how samples are batched.
     return [nn.Conv2d(inputs, outputs, 3, padding=1), nn.GroupNorm(max(1, outputs // 8), outputs), nn.ReLU()]
 
 
 class DigitsData(DataModule):
-    """The 1,797 digits that scikit-learn ships, in fixed parts: 1,257 to train, 270 to validate, 270 to test.
+    """The 1,797 digits that scikit-learn ships, in a fixed, stratified split: 1,257 train, 270 validation, 270 test.
 
-    Every part holds each digit in the same proportion. Training images are moved by up to one pixel each way.
+    Training images are shifted by up to one pixel in each direction.
     """
 
     def __init__(self, batch_size: int = 32, num_workers: int = 0, shift: int = 1, split_seed: int = 0) -> None:
@@ -91,7 +91,7 @@ class DigitsData(DataModule):
         self.parts: dict[str, DigitImages] = {}
 
     def setup(self, stage: str) -> None:
-        """Read and split the images; raises DataError where scikit-learn is not installed."""
+        """Load and split the images; raises DataError if scikit-learn is not installed."""
         if self.parts:
             return
         try:
@@ -99,7 +99,7 @@ class DigitsData(DataModule):
             from sklearn.model_selection import train_test_split
         except ImportError as error:
             raise DataError(
-                "The digits come with scikit-learn, which cannot be imported here. Do: pip install 'legato[tasks]'"
+                "DigitsData needs scikit-learn, which cannot be imported. Run: pip install 'legato[tasks]'"
             ) from error
         digits = load_digits()
         images = torch.as_tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 8 - 1  # 0 .. 16 -> -1 .. 1
@@ -140,10 +140,10 @@ class DigitsData(DataModule):
 
 
 class DigitImages(Dataset[tuple[Tensor, Tensor]]):
-    """Images (n, 1, 8, 8) with labels (n,), each image moved at random by up to `shift` pixels each way."""
+    """Images (n, 1, 8, 8) with labels (n,), each image shifted at random by up to `shift` pixels in each direction."""
 
     def __init__(self, images: Tensor, labels: Tensor, shift: int = 0) -> None:
-        # The background is the smallest value.
+        # pad with the background value
         self.images = F.pad(images, (shift, shift, shift, shift), value=-1.0)
         self.labels = labels
         self.shift = shift
@@ -152,6 +152,6 @@ class DigitImages(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        # The global generator is keyed for each batch, so the same image moves the same way in any process or worker.
+        # The global generator is keyed per batch, so the same image gets the same shift in any process or worker.
         row, column = torch.randint(2 * self.shift + 1, (2,)).tolist() if self.shift else (0, 0)
         return self.images[index, :, row : row + 8, column : column + 8], self.labels[index]

@@ -1,4 +1,4 @@
-"""Hyperparameters: the arguments of `__init__`, kept so that a checkpoint can rebuild the object."""
+"""Hyperparameters: the arguments of `__init__`, saved so that a checkpoint can rebuild the object."""
 
 import inspect
 from argparse import Namespace
@@ -17,18 +17,18 @@ class AttributeDict(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"There is no hyperparameter {name!r}; there are: {', '.join(self)}.") from None
+            raise AttributeError(f"No hyperparameter {name!r}; saved are: {', '.join(self)}.") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
 
 class Hyperparameters:
-    """Gives a class `save_hyperparameters()` and `hparams`."""
+    """Mixin with `save_hyperparameters()` and `hparams`."""
 
     @property
     def hparams(self) -> AttributeDict:
-        """The saved hyperparameters; empty where none were saved."""
+        """The saved hyperparameters; empty if none were saved."""
         kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
         return kept
 
@@ -39,17 +39,19 @@ class Hyperparameters:
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Keep the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
+        """Save the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
 
-        With names as `args` only those are kept; with one mapping, namespace or dataclass as `args`, its items are.
-        `logger=False` keeps all of them out of the loggers. Raises TaskError for an unknown name, and for a value that
-        is not made of JSON values (a module, a function), naming it: a checkpoint holds no pickle.
+        args: names of arguments to save, or one mapping, namespace or dataclass whose items are saved; default: all.
+        logger: False to leave them out of the loggers.
+
+        Raises TaskError for an unknown name, and for a value that is not made of JSON values (a module, a function),
+        since a checkpoint holds no pickle.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         current = inspect.currentframe()
         own, found = self._init_arguments(frame or (current.f_back if current else None))
         if len(args) == 1 and not isinstance(args[0], str):
-            # rebuilt from a checkpoint, they are one argument again
+            # remember the argument's name: load_from_checkpoint passes all items as that one argument
             names = [name for name, value in found.items() if value is args[0]]
             self.__dict__["_hparams_name"] = names[0] if names else None
             found = _mapping_items(args[0])
@@ -62,7 +64,7 @@ class Hyperparameters:
             found = {name: found[name] for name in args}
         self.__dict__["_log_hyperparams"] = logger
         unfit: dict[str, TaskError] = self.__dict__.setdefault("_hparams_unfit", {})
-        for name in ignored:  # what a base class has kept, which sees the arguments of its subclasses
+        for name in ignored:  # a base class's call sees and saves the arguments of its subclasses
             self.hparams.pop(name, None)
             unfit.pop(name, None)
         for name, value in found.items():
@@ -74,17 +76,17 @@ class Hyperparameters:
             except TaskError as error:
                 if args or name in own:
                     raise
-                unfit[name] = error  # of a subclass, which may yet leave it out
+                unfit[name] = error  # a subclass's argument, which its own call may still ignore
 
     def require_hyperparameters(self) -> None:
-        """Raise TaskError where an argument of a subclass cannot be kept, and the subclass did not leave it out."""
+        """Raise TaskError if an argument of a subclass cannot be saved and the subclass did not ignore it."""
         for error in self.__dict__.get("_hparams_unfit", {}).values():
             raise error
 
     def _init_arguments(self, frame: FrameType | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments of the innermost `__init__` of this object that is under way, and of all: the most derived wins.
+        """Return the arguments of this object's innermost running `__init__`, and of all of them (outermost wins).
 
-        Other methods of the object may stand between, such as a dataclass's `__post_init__`.
+        Other methods of the object may be in between, such as a dataclass's `__post_init__`.
         """
         own: dict[str, Any] | None = None
         found: dict[str, Any] = {}
@@ -115,7 +117,7 @@ def _require_json(value: Any, name: str) -> None:
         raise TaskError(
             f"save_hyperparameters: {name!r} is a {type(value).__name__}, and a checkpoint holds JSON values only "
             f"(numbers, strings, booleans, lists, dicts). Leave it out with save_hyperparameters(ignore=[{argument!r}])"
-            f", and hand it over again at load_from_checkpoint(..., {argument}=...)."
+            f", and pass it to load_from_checkpoint(..., {argument}=...)."
         )
 
 

@@ -1,4 +1,4 @@
-"""Task: what is trained. The model, its steps and its optimizers, under Lightning's names."""
+"""Task: the model with its steps and optimizers, under Lightning's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,25 +22,26 @@ Value = TypeVar("Value")
 
 
 class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
-    """A model with its steps and optimizers. Override what you need; `callbacks/callback.py` draws when hooks fire.
+    """A model with its steps and optimizers; override what you need (`callbacks/callback.py` lists all hooks in order).
 
-    `training_step` returns a scalar loss, a dict with "loss", or None to leave the batch out. With several optimizers
-    it returns one loss for each, as a list or as a dict's "loss"; each reaches its own optimizer's parameters only.
+    `training_step` returns a scalar loss, a dict with "loss", or None to skip the batch. With several optimizers it
+    returns one loss per optimizer, as a list or as a dict's "loss"; each loss reaches only its own optimizer's
+    parameters.
     """
 
     automatic_optimization = True
-    """False: `training_step` runs backward and the optimizers itself."""
+    """False: `training_step` calls backward and the optimizers itself."""
     strict_loading = True
-    """Whether a checkpoint must hold exactly this task's parameters."""
+    """Whether a checkpoint must have exactly this task's parameters."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.example_input_array: Any = None
 
-    # --- the run this task is part of -------------------------------------------------------------------------------
+    # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> "Trainer":
-        """The trainer of the run. Raises RuntimeError before the task was handed to one."""
+        """The trainer of the run. Raises RuntimeError before the task is passed to a trainer."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(f"{type(self).__name__} is not attached to a Trainer; call trainer.fit(task) first.")
@@ -52,22 +53,22 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def current_epoch(self) -> int:
-        """The epoch that is under way, from 0."""
+        """Number of the current epoch, from 0."""
         return self._of_trainer("current_epoch", 0)
 
     @property
     def global_step(self) -> int:
-        """Optimizer steps done."""
+        """Number of completed optimizer steps."""
         return self._of_trainer("global_step", 0)
 
     @property
     def global_rank(self) -> int:
-        """This process's rank in the run."""
+        """Rank of this process in the run."""
         return self._of_trainer("global_rank", 0)
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its machine."""
+        """Rank of this process on its machine."""
         return self._of_trainer("local_rank", 0)
 
     @property
@@ -83,13 +84,13 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return found
 
     def _of_trainer(self, name: str, alone: Value) -> Value:
-        """Return what the trainer calls `name`; `alone` where there is no trainer, as where a step is tried by hand."""
+        """Return an attribute of the trainer, or `alone` without a trainer, as when a step is called by hand."""
         trainer = self.__dict__.get("_trainer")
         return alone if trainer is None else getattr(trainer, name)
 
     @property
     def device(self) -> torch.device:
-        """The device that inputs of this task belong on."""
+        """Device for this task's inputs."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         if trainer is not None and trainer.running:
             return trainer.strategy.device
@@ -97,7 +98,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @property
     def devices(self) -> list[torch.device]:
-        """The devices that this task may put its parts on: several under ddp_model_parallel, elsewhere `device`."""
+        """Devices that this task may place its parts on: several under ddp_model_parallel, else `[device]`."""
         trainer: Trainer | None = self.__dict__.get("_trainer")
         own: list[torch.device] | None = self.__dict__.get("_devices")
         if own is not None:
@@ -106,11 +107,13 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     @devices.setter
     def devices(self, value: Any) -> None:
-        self.__dict__["_devices"] = value  # Lightning leaves this name to the task
+        self.__dict__["_devices"] = (
+            value  # settable, since Lightning's module has no such attribute and tasks use the name
+        )
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the first floating point parameter."""
+        """Dtype of the first floating point parameter."""
         floating = (tensor.dtype for tensor in self.parameters() if tensor.is_floating_point())
         return next(floating, torch.get_default_dtype())
 
@@ -120,23 +123,23 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             print(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return `data` (a tensor, a number, or a collection of them) of every rank, or of every rank of `group`.
+        """Return `data` (tensors, numbers, collections of them) of every rank, or of every rank of `group`. Collective.
 
-        Each tensor comes back stacked, (ranks, ...); where ranks have different first dimensions (shares of an
-        evaluation need not be even) as a list of tensors by rank. `torch.cat(list(...))` joins both. Under a mesh the
-        ranks are those that together have every batch once. Every rank must call it: in a step only where the batches
-        go evenly into the replicas, and in `training_step` each replica needs a process of its own.
+        Tensors are stacked, (ranks, ...); if their first dimensions differ between ranks, as for uneven evaluation
+        shares, they are returned as a list by rank. `torch.cat(list(...))` joins both. Under a mesh only ranks with
+        different batches count. In a step it requires that batches divide evenly into replicas, and in `training_step`
+        a process per replica.
 
-        sync_grads: gradients of all ranks' losses reach this rank's tensor, each weighted as its loss is. Every rank's
-        loss must depend on what it gathered.
+        sync_grads: propagate the gradients of all ranks' losses to this rank's tensor, each weighted as its loss is;
+        every rank's loss must depend on the gathered data.
 
-        Raises DisagreementError where ranks differ in anything else, TaskError in a step where not all can take part.
+        Raises DisagreementError if ranks differ in structure, TaskError in a step in which not all ranks take part.
         """
         from ..trainer.processes.gather import gather
 
         return gather(self.trainer, data, group, sync_grads)
 
-    # --- what the run trains ----------------------------------------------------------------------------------------
+    # --- model and steps --------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the model."""
         raise NotImplementedError(f"{type(self).__name__} has no forward.")
@@ -154,40 +157,39 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no test_step.")
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the prediction for one batch; without an own one, `self(batch)`."""
+        """Return the prediction for one batch; default: `self(batch)`."""
         return self(args[0])
 
     def configure_model(self) -> None:
-        """Build what is too large to build in every process before its device is known; called once a stage."""
+        """Build modules that are too large for the CPU memory of every process; called once per stage."""
 
     def configure_blocks(self) -> Sequence[nn.Module] | None:
-        """Return the model as a list of blocks in forward order, each one's output the next one's input.
+        """Return the model as a list of blocks, each one's output the next one's input; used to split it into stages.
 
-        Asked for by strategies that cut the model in pieces. None: the one nn.Sequential that has all parameters.
+        None: the one nn.Sequential that has all parameters.
         """
         return None
 
     def remote_modules(self) -> Mapping[str, Callable[[], nn.Module]]:
-        """Return modules too large for every process: attribute names, each with a function that makes the module.
+        """Return factories of modules too large for every process, by attribute name.
 
-        Under strategy ddp_rpc they live in processes of their own; under any other each process has them.
+        Strategy ddp_rpc places them in server processes; under any other strategy each process builds them.
         """
         return {}
 
     def tensor_plan(self) -> Mapping[str, str]:
-        """Return how layers are cut for tensor parallelism: name patterns, each with "column", "row" or "sequence".
+        """Return how to split layers for tensor parallelism: name patterns to "column", "row" or "sequence".
 
-        Asked for by strategy mesh with an axis `tensor`; what the words mean is said in
-        trainer/strategies/mesh/tensor_plan.py.
+        Used by strategy mesh with an axis `tensor`; see trainer/strategies/mesh/tensor_plan.py for the words.
         """
         return {}
 
     def configure_optimizers(self) -> Any:
-        """Return an optimizer, several, or a dict with "optimizer" and "lr_scheduler"; or None to train nothing."""
+        """Return an optimizer, several, or a dict with "optimizer" and "lr_scheduler"; None to train nothing."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
 
     def configure_callbacks(self) -> "list[Callback] | Callback":
-        """Return callbacks that this task brings along; one of the same type given to the trainer gives way."""
+        """Return additional callbacks; each replaces a callback of the same type given to the trainer."""
         return []
 
     # --- logged values ----------------------------------------------------------------------------------------------
@@ -210,13 +212,15 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     ) -> None:
         """Log a number, a tensor with one value or a torchmetrics.Metric.
 
-        The value stays on its device and is reduced over batches and ranks, weighted by samples, when a point is
-        written. In `training_step` the default is `on_step`, elsewhere `on_epoch`; with both, the two are logged as
+        The value stays on its device and is reduced over batches and ranks, weighted by samples, at the next logging
+        point. The default is `on_step` in `training_step` and `on_epoch` elsewhere; with both, it is logged as
         `name_step` and `name_epoch`. `sync_dist` is accepted and not needed. Raises TaskError outside of a run.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run
-        metrics = self.trainer.metrics if run is None else run.metrics  # the former says what is missing
+        metrics = (
+            self.trainer.metrics if run is None else run.metrics
+        )  # the trainer's property raises if there is no run
         metrics.log(
             name,
             value,
@@ -239,14 +243,14 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         batch_size: int | None = None,
         rank_zero_only: bool = False,
     ) -> None:
-        """Log each item of `dictionary`, in one go; the other arguments are those of `log`."""
+        """Log each item of `dictionary`; the other arguments are those of `log`."""
         options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only
-        if type(self).log is not Task.log or "log" in self.__dict__:  # one of the task's own
+        if type(self).log is not Task.log or "log" in self.__dict__:  # overridden by the task
             names = "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only"
             given: dict[str, Any] = dict(zip(names, options, strict=True))
             given |= {"enable_graph": enable_graph, "sync_dist": sync_dist}
             given |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
-            given |= {} if batch_size is None else {"batch_size": batch_size}  # else a stand-in has its own
+            given |= {} if batch_size is None else {"batch_size": batch_size}  # else the override's default applies
             for name, value in dictionary.items():
                 self.log(name, value, **given)
             return
@@ -257,21 +261,21 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """Return the optimizer, or the list of them where there are several, for manual optimization."""
+        """Return the optimizer, or a list of several, for manual optimization."""
         found = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return found[0] if len(found) == 1 else list(found)
 
     def lr_schedulers(self) -> Any:
-        """Return the learning rate scheduler, a list where there are several, None where there is none."""
+        """Return the learning rate scheduler, a list of several, or None."""
         found = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return found[0] if len(found) == 1 else found or None
 
     def manual_backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward under manual optimization, scaled and reduced as the strategy needs it."""
+        """Run backward under manual optimization, with loss scaling and gradient reduction."""
         self.trainer.current_run.optimization.manual_backward(loss, *args, **kwargs)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
-        """Let gradients reach the parameters of `optimizer` only, until `untoggle_optimizer`."""
+        """Require gradients only for the parameters of `optimizer`, until `untoggle_optimizer`."""
         optimizer = getattr(optimizer, "optimizer", optimizer)
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         before: dict[nn.Parameter, bool] = self.__dict__.setdefault("_toggled", {})
@@ -287,7 +291,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def clip_gradients(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip the gradients of `optimizer`'s parameters, by default as the trainer was told to."""
+        """Clip the gradients of `optimizer`'s parameters; defaults are the Trainer's arguments."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def configure_gradient_clipping(
@@ -296,11 +300,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip before a step; override to do it in another way."""
+        """Clip gradients before a step; override for custom clipping."""
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run backward; override to add to it. The loss is weighted and scaled already."""
+        """Run backward on the weighted and scaled loss."""
         loss.backward(*args, **kwargs)
 
     def optimizer_step(
@@ -310,15 +314,15 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         optimizer: torch.optim.Optimizer,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Update the weights; override to change when or how. `optimizer_closure` returns the loss and runs nothing."""
+        """Step the optimizer. `optimizer_closure` only returns the loss, since backward has run already."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: torch.optim.Optimizer) -> None:
-        """Drop the gradients before a step's first backward."""
+        """Clear the gradients before a step's first backward."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
-        """Advance a learning rate scheduler; `metric` is what a plateau scheduler monitors."""
+        """Step a learning rate scheduler; `metric` is the monitored value of ReduceLROnPlateau."""
         if metric is None:
             scheduler.step()
         else:
@@ -326,12 +330,12 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
     # --- rest -------------------------------------------------------------------------------------------------------
     def freeze(self) -> None:
-        """Stop every parameter from being trained, and switch to evaluation mode."""
+        """Disable gradients of all parameters, and switch to evaluation mode."""
         self.requires_grad_(False)
         self.eval()
 
     def unfreeze(self) -> None:
-        """Let every parameter be trained, and switch to training mode."""
+        """Enable gradients of all parameters, and switch to training mode."""
         self.requires_grad_(True)
         self.train()
 
@@ -344,18 +348,18 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> TaskType:
-        """Build the task from the hyperparameters in a checkpoint and load its weights; `kwargs` replace some.
+        """Build the task from the hyperparameters in a checkpoint and load its weights; `kwargs` override them.
 
-        A Lightning `.ckpt`, a `torch.save` file of weights or a `.safetensors` file will do, too.
+        Also accepts a Lightning `.ckpt`, a `torch.save` file of weights, or a `.safetensors` file.
 
-        Raises CheckpointError where the checkpoint is broken or of another model, naming the parameters that differ.
+        Raises CheckpointError for a broken checkpoint or one of another model, naming the parameters that differ.
         """
         from ..trainer.checkpoints.restore import rebuild_task
 
         return rebuild_task(cls, Path(checkpoint_path), map_location, hparams_file, strict, kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the trainer out where the task travels alone: a copy of a model is no copy of its run."""
+        """Leave the trainer out, so that a copy of a model is not a copy of its run."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_trainer", None)
         return state

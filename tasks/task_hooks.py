@@ -1,4 +1,4 @@
-"""TaskHooks: the moments of a run at which a task may act; `callbacks/callback.py` draws when each fires."""
+"""TaskHooks: the hooks of tasks; `callbacks/callback.py` lists them in the order of their calls."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,138 +9,95 @@ if TYPE_CHECKING:
 
 
 class TaskHooks:
-    """Hooks that do nothing until they are overridden; those that are not overridden cost nothing."""
+    """Hooks of tasks; those that are not overridden cost nothing."""
 
     trainer: "Trainer"
 
     def setup(self, stage: str) -> None:
-        """Begin a stage ("fit", "validate", "test", "predict")."""
+        """Called at the beginning of a stage ("fit", "validate", "test", "predict")."""
 
     def teardown(self, stage: str) -> None:
-        """End a stage, also after an exception."""
+        """Called at the end of a stage, also after an exception."""
 
     def on_fit_start(self) -> None:
-        """Everything is built and placed."""
+        """Called when everything is built and on its device."""
 
     def on_fit_end(self) -> None:
-        """Training is over."""
+        """Called when training is over."""
 
     def on_train_start(self) -> None:
-        """The first epoch is about to begin, or the one that is resumed."""
+        """Called before the first epoch, or the resumed one."""
 
     def on_processes_changed(self) -> None:
-        """Others have left or joined an elastic run; ranks may have changed, and the epoch is about to go on."""
+        """Called when processes left or joined an elastic run; ranks may have changed, and the epoch continues."""
 
     def on_train_end(self) -> None:
-        """The last epoch is over."""
+        """Called after the last epoch."""
 
     def on_train_epoch_start(self) -> None:
-        """An epoch begins, or goes on after a resume."""
+        """Called when an epoch begins, or continues after a resume."""
 
     def on_train_epoch_end(self) -> None:
-        """An epoch is over; values may still be logged."""
+        """Called after an epoch; values may still be logged."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """One batch of one local replica is on its device; return -1 to leave out the rest of the epoch."""
+        """Called for each batch once it is on the device; return -1 to skip the rest of the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch is done; where it was the step's last one, the weights are updated."""
+        """Called after each batch; after a step's last batch the weights are updated already."""
 
     def on_before_backward(self, loss: torch.Tensor) -> None:
-        """The loss is known, its gradient is not."""
+        """Called before each backward."""
 
     def on_after_backward(self) -> None:
-        """The gradient of one batch is there."""
+        """Called after each backward."""
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The gradient of the whole step is there, unscaled, not clipped yet."""
+        """Called with the gradients of the whole step, unscaled and not yet clipped."""
 
     def on_before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gradients are about to be dropped."""
+        """Called before gradients are cleared."""
 
     def on_validation_start(self) -> None:
-        """A validation begins."""
+        """Called when an evaluation begins; as all hooks below, also for test and predict."""
 
     def on_validation_end(self) -> None:
-        """A validation is over."""
+        """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
 
     def on_validation_model_eval(self) -> None:
         """Switch to evaluation mode."""
         self.trainer.current_run.evaluation_mode()
 
     def on_validation_model_train(self) -> None:
-        """Switch back: every module gets the mode that it had."""
+        """Restore the mode of every module."""
         self.trainer.current_run.restore_training_mode()
 
     def on_validation_epoch_start(self) -> None:
-        """The validation loaders are about to be read."""
+        """Called before the first evaluation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """The validation loaders are read; values may still be logged."""
+        """Called after the last evaluation batch; values may still be logged."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One validation batch is on its device."""
+        """Called before each evaluation batch, which is on the device."""
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One validation batch is done."""
+        """Called after each evaluation batch."""
 
-    def on_test_start(self) -> None:
-        """A test begins."""
-
-    def on_test_end(self) -> None:
-        """A test is over."""
-
-    def on_test_model_eval(self) -> None:
-        """Switch to evaluation mode."""
-        self.trainer.current_run.evaluation_mode()
-
-    def on_test_model_train(self) -> None:
-        """Switch back: every module gets the mode that it had."""
-        self.trainer.current_run.restore_training_mode()
-
-    def on_test_epoch_start(self) -> None:
-        """The test loaders are about to be read."""
-
-    def on_test_epoch_end(self) -> None:
-        """The test loaders are read; values may still be logged."""
-
-    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One test batch is on its device."""
-
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One test batch is done."""
-
-    def on_predict_start(self) -> None:
-        """A prediction begins."""
-
-    def on_predict_end(self) -> None:
-        """A prediction is over."""
-
-    def on_predict_model_eval(self) -> None:
-        """Switch to evaluation mode."""
-        self.trainer.current_run.evaluation_mode()
-
-    def on_predict_model_train(self) -> None:
-        """Switch back: every module gets the mode that it had."""
-        self.trainer.current_run.restore_training_mode()
-
-    def on_predict_epoch_start(self) -> None:
-        """The prediction loaders are about to be read."""
-
-    def on_predict_epoch_end(self) -> None:
-        """The prediction loaders are read."""
-
-    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One prediction batch is on its device."""
-
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """One prediction batch is done."""
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+    on_test_model_train = on_predict_model_train = on_validation_model_train
+    on_test_epoch_start = on_predict_epoch_start = on_validation_epoch_start
+    on_test_epoch_end = on_predict_epoch_end = on_validation_epoch_end
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint is about to be written; JSON values and tensors may be added to it."""
+        """Called before a checkpoint is written; may add JSON values and tensors to it."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint has been read; the task has not taken it over yet."""
+        """Called after a checkpoint was read and before it is restored."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """The run is about to end by this exception."""
+        """Called when the run ends by an exception."""

@@ -195,7 +195,7 @@ def test_gpt_begins_knowing_nothing():
 
 
 def test_gpt_refuses_wrong_sizes():
-    with pytest.raises(TaskError, match="reads 16 characters at a time, but the batch has 17"):
+    with pytest.raises(TaskError, match="takes at most 16 characters, but the batch has 17"):
         small_gpt()(torch.zeros(1, 17, dtype=torch.int64))
     with pytest.raises(TaskError, match="n_embd must be a multiple of n_head"):
         CharacterGPT(n_embd=30, n_head=4)
