@@ -1,6 +1,6 @@
-"""Every argument of the Trainer: its name, type, default and meaning.
+"""Arguments of the Trainer: name, type, default and documentation of each.
 
-This is the one text from which the reference page, `legato --help` and the hints in error messages are made. It imports
+The docstrings are the reference page, the text of `legato --help` and the hints in error messages. This module imports
 no torch, so that a misspelt key is refused before torch is loaded.
 """
 
@@ -26,7 +26,7 @@ PrecisionName = Literal[
 
 @dataclass(kw_only=True)
 class TrainerArguments:
-    """What a run is, besides its task and its data."""
+    """Arguments of the Trainer."""
 
     # --- how long ---------------------------------------------------------------------------------------------------
     max_epochs: int | None = None
@@ -40,55 +40,55 @@ class TrainerArguments:
     max_time: str | timedelta | Mapping[str, int] | None = None
     """Stop after this much time: "DD:HH:MM:SS", a timedelta, or its arguments as a mapping."""
     fast_dev_run: bool | int = False
-    """Run this many batches of each stage (True: 1), with no checkpoint and no log, to see that everything works."""
+    """Run this many batches of each stage (True: 1), without checkpoints and logs, as a quick test."""
 
     # --- where ------------------------------------------------------------------------------------------------------
     strategy: "str | Mapping[str, Any] | Strategy" = "auto"
     """How replicas map to devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and options."""
     accelerator: str = "auto"
-    """"cpu", "cuda" (or "gpu"), "mps", or "auto": the best that is there."""
+    """"cpu", "cuda" (or "gpu"), "mps", or "auto": the best available."""
     devices: int | str | list[int] = "auto"
-    """How many devices on this machine (or which), or "auto": all of an accelerator, one process on CPU."""
+    """Number of devices on this machine, their indices, or "auto": all of an accelerator, one process on CPU."""
     num_nodes: int = 1
-    """How many machines take part."""
+    """Number of machines."""
     replicas: int | None = None
-    """Logical data-parallel workers, fixed for the whole run. None: as many as data-parallel processes at the start."""
+    """Logical data-parallel workers, constant for the whole run. None: one per data-parallel process at the start."""
     precision: PrecisionName = 32
     """32, 64, "bf16-mixed", "16-mixed", "bf16-true", "16-true"."""
 
     # --- the same result --------------------------------------------------------------------------------------------
     seed: int = 0
-    """With config and data it makes the run: the order of samples and every random number follow from it."""
+    """Determines, with config and data, the order of samples and every random number."""
     reproducible: Literal["off", "order", "bitwise"] = "order"
     """What is the same on any number of processes: "order" (samples, random numbers), "bitwise" (every bit), "off"."""
     threads: int | None = None
     """Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their number changes last bits."""
     deterministic: bool | Literal["warn"] = False
-    """Use torch's deterministic kernels only; "warn" where there is none instead of an error."""
+    """Use torch's deterministic kernels only; "warn" instead of an error if there is none."""
 
     # --- the step ---------------------------------------------------------------------------------------------------
     accumulate_grad_batches: int = 1
-    """Batches that each replica adds up for one optimizer step."""
+    """Batches that each replica accumulates for one optimizer step."""
     gradient_clip_val: float | None = None
-    """Clip gradients to this norm or value before each step. None or 0: leave them as they are."""
+    """Clip gradients to this norm or value before each step. None or 0: no clipping."""
     gradient_clip_algorithm: Literal["norm", "value"] = "norm"
-    """Clip the total norm, or each value."""
+    """"norm": clip the total norm; "value": clip each value."""
     nan: Literal["raise", "skip", "ignore"] = "raise"
-    """What a number that is not finite does: a loss ends the run ("raise"), a gradient drops its step ("skip")."""
+    """Effect of a NaN or infinity: "raise" ends the run at a loss, "skip" skips a step with such a gradient."""
     nan_skips: int = 10
-    """How many steps in a row nan=skip may drop before the run ends with an error."""
+    """Steps in a row that nan=skip may skip before the run ends with an error."""
     detect_anomaly: bool = False
     """Let autograd name the operation whose gradient is NaN (slow)."""
     activation_checkpointing: list[str] | None = None
-    """Classes of blocks that keep only their input for backward and compute the rest again: memory for time."""
+    """Classes of blocks whose activations are recomputed in backward to save memory."""
     compile: bool | Mapping[str, Any] = False
     """Compile the task's modules in place with torch.compile; a mapping holds its options, and `blocks`: classes."""
     sync_batchnorm: bool = False
-    """Let batch norm take its statistics over the batches of all replicas; each replica needs a process of its own."""
+    """Compute batch norm statistics over the batches of all replicas; each replica needs a process of its own."""
 
     # --- data -------------------------------------------------------------------------------------------------------
     limit_train_batches: int | float = 1.0
-    """Batches of an epoch that each replica trains on: a count (int) or a fraction (float)."""
+    """Batches per epoch of each replica: a count (int) or a fraction (float)."""
     limit_val_batches: int | float = 1.0
     """Validation batches, counted over all replicas: a count (int) or a fraction (float)."""
     limit_test_batches: int | float = 1.0
@@ -98,25 +98,26 @@ class TrainerArguments:
     overfit_batches: int | float = 0.0
     """Train and validate on this many training batches only, in a fixed order."""
     use_distributed_sampler: bool = True
-    """Deal the samples out to replicas. False: each process's loader already yields that process's own share."""
+    """Distribute samples over replicas. False: each process's loader already yields only that process's share."""
     reload_dataloaders_every_n_epochs: int = 0
-    """Ask the task or data module for new loaders every n epochs. 0: never.
+    """Call the loader hooks of the task or data module again every n epochs. 0: never.
 
-    A resume asks once more for those of the epoch that it goes on with, while `current_epoch` is what it was then.
+    A resume calls them once more for the resumed epoch, with `current_epoch` as it was then.
     """
 
     resume_at: Literal["step", "epoch"] = "step"
-    """Where a resume goes on whose samples of a step have changed (batch size, data, limits): within an epoch that is
-    refused ("step"), or the epoch ends there and the next one begins ("epoch").
+    """Where to resume if the samples of a step have changed (batch size, data, limits).
+
+    "step": refuse this within an epoch; "epoch": end that epoch and begin the next one.
     """
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     val_check_interval: int | float = 1.0
-    """Validate after this part of an epoch (float), or after this many training batches of a replica (int)."""
+    """Validate after this fraction of an epoch (float), or after this many training batches of a replica (int)."""
     check_val_every_n_epoch: int | None = 1
     """Validate every n epochs. None: count val_check_interval's batches over epochs."""
     num_sanity_val_steps: int = 2
-    """Validation batches to try before training. -1: all of them; 0: none."""
+    """Validation batches to run before training. -1: all of them; 0: none."""
     inference_mode: bool = True
     """Evaluate under torch.inference_mode; False: under torch.no_grad."""
 
@@ -126,39 +127,39 @@ class TrainerArguments:
     run_name: str = "default"
     """The run directory is default_root_dir/run_name/version_N."""
     logger: "bool | Logger | list[Logger] | None" = True
-    """True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or one's own."""
+    """True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own."""
     log_every_n_steps: int = 50
-    """Optimizer steps between two logged points; values are read from the device only then."""
+    """Optimizer steps between two logging points; values are read from the device only then."""
     callbacks: "list[Callback] | Callback | None" = None
-    """What watches the run."""
+    """Callbacks of the run."""
     enable_checkpointing: bool = True
-    """Add a Checkpoint callback where none is given."""
+    """Add a Checkpoint callback if none is given."""
     enable_progress_bar: bool = True
-    """Add a ProgressBar callback where none is given."""
+    """Add a ProgressBar callback if none is given."""
     enable_model_summary: bool = True
-    """Add a ModelSummary callback where none is given."""
+    """Add a ModelSummary callback if none is given."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     cluster: Literal["auto", "off"] = "auto"
-    """Join the processes that torchrun, SLURM or MPI started ("auto"), or look at none of their variables ("off")."""
+    """Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off")."""
     max_restarts: int = 0
-    """How often Legato's launcher starts failed workers again, each time from the newest whole checkpoint."""
+    """How often Legato's launcher restarts failed workers, each time from the newest complete checkpoint."""
     hang_timeout: float | None = None
-    """End the run where nothing moves for so many seconds; more than the longest step, save or hook. None: never."""
+    """Seconds without progress after which to end the run; more than the longest step, save or hook. None: never."""
     hang_report_seconds: float | None = 120.0
-    """Say which rank is where when nothing moves for so long, and for 20 times the longest step; None: never."""
+    """Report where each rank is after this many seconds, and 20 longest steps, without progress. None: never."""
     signal_grace_seconds: float = 30.0
-    """Seconds in which a run must answer SIGTERM or SIGHUP; then its process ends, once a save that moves is done."""
+    """Seconds in which a run must react to SIGTERM or SIGHUP, or its process ends; a save in progress is finished."""
     requeue: bool = False
     """Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved."""
 
     def __post_init__(self) -> None:
-        """Leave it to the Trainer to make of the arguments what they stand for."""
+        """Overridden by the Trainer, which builds its parts from the arguments."""
 
 
 ARGUMENT_NAMES: tuple[str, ...] = tuple(TrainerArguments.__dataclass_fields__)
 
-LEAST = {
+MINIMUM = {
     "accumulate_grad_batches": 1,
     "num_nodes": 1,
     "log_every_n_steps": 1,
@@ -175,7 +176,7 @@ LEAST = {
     "max_restarts": 0,
     "nan_skips": 0,
 }
-"""Counts, and the least that each may be."""
+"""Minimum of each argument that is a count."""
 MAY_BE_NONE = (
     *("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads"),
     *("gradient_clip_val", "hang_timeout", "hang_report_seconds"),
@@ -192,13 +193,13 @@ ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
 
 
 def wanted(name: str, value: Any) -> str | None:
-    """Say what an argument of the Trainer must be, where `value` is none of it; None where the value will do."""
+    """Return what an argument of the Trainer must be if `value` is invalid, else None."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if value is None and name in MAY_BE_NONE:
         return None
-    if name in LEAST:
+    if name in MINIMUM:
         whole = isinstance(value, int) and (number or name == "fast_dev_run")
-        return None if whole and value >= LEAST[name] else f"an integer of at least {LEAST[name]}"
+        return None if whole and value >= MINIMUM[name] else f"an integer of at least {MINIMUM[name]}"
     if name in LIMITS:
         fits = number and value >= 0 and (isinstance(value, int) or value <= 1)
         return None if fits else "a count (int) or a fraction from 0.0 to 1.0 (float)"
@@ -234,11 +235,11 @@ INSTEAD = {
     "profiler": "Run torch.profiler in a callback.",
     "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
 }
-"""What to do for arguments that Lightning's Trainer has, or had."""
+"""Replacements for arguments of Lightning's Trainer."""
 
 
 def _with_named_arguments(init: Callable[..., None]) -> Callable[..., None]:
-    """Let `init` name an argument that is unknown, and what may have been meant."""
+    """Wrap `init` to name an unknown argument, with a suggestion."""
 
     @wraps(init)
     def checked(self: TrainerArguments, **arguments: Any) -> None:
@@ -251,5 +252,5 @@ def _with_named_arguments(init: Callable[..., None]) -> Callable[..., None]:
     return checked
 
 
-# On the finished class, since its source is also read as that of a plain dataclass.
+# Wrapped here and not in the class, whose source config/check.py reads as that of a plain dataclass.
 TrainerArguments.__init__ = _with_named_arguments(TrainerArguments.__init__)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Hooks: for each hook the methods that were overridden, found once when a run starts."""
+"""Hooks: the overridden methods of callbacks and the task, collected once when a run starts."""
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -29,9 +29,9 @@ RENAMED = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
 }
-"""Hooks of Lightning 1 that Lightning 2 has under another name, and with other arguments."""
+"""Hooks of Lightning 1 that were renamed in Lightning 2, with other arguments."""
 
-BESIDE = {
+MISNOMERS = {
     "val_step": "validation_step",
     "valid_step": "validation_step",
     "validate_step": "validation_step",
@@ -39,16 +39,16 @@ BESIDE = {
     "prediction_step": "predict_step",
     "validation_dataloader": "val_dataloader",
 }
-"""Other words for steps and loaders: taken for a mistake where the task does not have the right one as well."""
+"""Common misnomers of steps and loaders; an error if the task does not define the right name as well."""
 
-LOOK_ALIKE = 0.9
-"""How alike a method's name must be to a step's to count as a misspelling of it; `train_step` is 0.87."""
+STEP_SIMILARITY = 0.9
+"""Least similarity of a method's name to a step's to count as a misspelling of it; `train_step` has 0.87."""
 
 
 class Hooks(dict[str, Calls]):
-    """Maps a hook's name to what it calls: callbacks in their order, the task, then late callbacks.
+    """Maps a hook's name to its calls: callbacks in order, the task, then late callbacks; () if nothing overrides it.
 
-    A callback's method already knows the trainer and the task. Hooks that nobody overrides map to ().
+    Callbacks' methods are bound to the trainer and the task.
     """
 
     def __init__(self, trainer: "Trainer", task: Task, callbacks: Sequence[Callback]) -> None:
@@ -57,8 +57,8 @@ class Hooks(dict[str, Calls]):
         self.of_callbacks: dict[str, Calls] = {}
         self.late: dict[str, Calls] = {}
         for name in {*CALLBACK_HOOKS, *TASK_HOOKS}:
-            listening = [c for c in callbacks if name in CALLBACK_HOOKS and overrides(c, Callback, name)]
-            in_order = sorted(listening, key=lambda callback: callback.late)
+            overriding = [c for c in callbacks if name in CALLBACK_HOOKS and overrides(c, Callback, name)]
+            in_order = sorted(overriding, key=lambda callback: callback.late)
             own = name in TASK_HOOKS and (name.endswith(("_model_eval", "_model_train")) or overrides(task, Task, name))
             self.of_task[name] = (getattr(task, name),) if own else ()
             early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if not c.late)
@@ -68,7 +68,7 @@ class Hooks(dict[str, Calls]):
         together = sorted((c for c in callbacks if c.late or c.after_every_step), key=lambda callback: callback.late)
         asked = [c for c in together if overrides(c, Callback, "on_train_batch_end")]
         self.after_every_step: Calls = tuple(partial(c.on_train_batch_end, trainer, task) for c in asked)
-        """What is called after a step for which this process had no batch."""
+        """`on_train_batch_end` calls after a step for which this process had no batch."""
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call the hook `name` of everything that overrides it."""
@@ -76,21 +76,21 @@ class Hooks(dict[str, Calls]):
             hook(*arguments)
 
     def call_early(self, name: str, *arguments: Any) -> None:
-        """Call the hook `name` of all but late callbacks."""
+        """Call the hook `name` of everything but late callbacks."""
         for hook in self[name][: len(self[name]) - len(self.late[name])]:
             hook(*arguments)
 
 
 def overrides(instance: object, base: type, name: str) -> bool:
-    """Return whether `instance` has its own version of the method `name` of `base`; None is none, as in Lightning."""
+    """Return whether `instance` overrides the method `name` of `base`; None does not count, as in Lightning."""
     own = vars(instance)[name] if name in vars(instance) else getattr(type(instance), name, None)
     return own is not None and (name in vars(instance) or own is not getattr(base, name))
 
 
 def check_names(instance: object, base: type, hooks: Iterable[str], steps: Iterable[str] = ()) -> None:
-    """Refuse methods that are named like a hook or a step, but not quite, and hooks that cannot be called as one.
+    """Raise TaskError for methods that look like misspelt hooks or steps, and for hooks with wrong arguments.
 
-    Raises TaskError with the name that was probably meant, or the arguments that a hook is given.
+    The message names the probable hook, or the arguments that a hook receives.
     """
     known_hooks, known_steps = set(hooks), set(steps)
     for name in hooks:
@@ -104,16 +104,16 @@ def check_names(instance: object, base: type, hooks: Iterable[str], steps: Itera
         if not issubclass(base, kind) and callable(value) and not name.startswith("_") and name not in inherited
     }
     for name, kind in own.items():
-        cutoff = 0.8 if name.startswith("on_") else LOOK_ALIKE
+        cutoff = 0.8 if name.startswith("on_") else STEP_SIMILARITY
         known = {RENAMED[name]} & known_hooks if name in RENAMED else known_hooks | known_steps
         meant = did_you_mean(name, known, 0.0 if name in RENAMED else cutoff)
-        right = BESIDE.get(name, "")
+        right = MISNOMERS.get(name, "")
         if right in known_steps and getattr(type(instance), right, None) is getattr(base, right, None):
             meant = f" Did you mean {right!r}?"
         if meant:
             raise TaskError(
                 f"{kind.__qualname__}.{name} is named like a hook but is none, so it would never be called.{meant} "
-                f"Rename it (an underscore in front will do) if it is meant to be something else."
+                f"If it is meant to be something else, rename it (for example with a leading underscore)."
             )
 
 
@@ -123,7 +123,7 @@ def _check_arguments(instance: object, base: type, name: str) -> None:
     try:
         own = signature(getattr(instance, name))
     except (TypeError, ValueError):
-        return  # a function that is not written in Python
+        return  # a builtin without signature
     for arguments in (given, needed):
         try:
             own.bind(*arguments)
@@ -131,16 +131,15 @@ def _check_arguments(instance: object, base: type, name: str) -> None:
             continue
         return
     raise TaskError(
-        f"{type(instance).__qualname__}.{name}{own} cannot be called with what it is given: "
-        f"({', '.join(one.name for one in given)})."
+        f"{type(instance).__qualname__}.{name}{own} must accept the arguments ({', '.join(one.name for one in given)})."
     )
 
 
 def check_nones(instance: object, base: type, switched_off: Iterable[str]) -> None:
-    """Refuse None in the place of a method that is called, but for steps, loaders and hooks that it switches off."""
+    """Raise TaskError for a method set to None, except steps, loaders and hooks, which None disables."""
     for name in {name for kind in base.__mro__[:-1] for name in vars(kind) if not name.startswith("_")}:
         if callable(getattr(base, name)) and getattr(instance, name) is None and name not in switched_off:
-            raise TaskError(f"{type(instance).__qualname__}.{name} is None, but it is called: leave it as it was.")
+            raise TaskError(f"{type(instance).__qualname__}.{name} is None, but it is called: do not override it.")
 
 
 STEP_NAMES = ("training_step", "validation_step", "test_step", "predict_step")
@@ -156,40 +155,40 @@ TASK_METHODS = (
     *(name for name in vars(DataHooks) if not name.startswith("_")),
 )
 
-MOST = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
+MOST_ARGUMENTS = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
 HOOK_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 
 
 def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     """Return how many of (batch, batch_idx, dataloader_idx) the step takes.
 
-    One with `*args` is given the last with `several_loaders` only, as in Lightning.
+    A step with `*args` is given dataloader_idx only with `several_loaders`, as in Lightning.
 
-    Raises TaskError where it takes none of them, or needs others.
+    Raises TaskError if it takes no batch, or requires other arguments.
     """
     parameters = list(inspect.signature(getattr(task, step)).parameters.values())
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-        return MOST[step] if several_loaders else min(2, MOST[step])
+        return MOST_ARGUMENTS[step] if several_loaders else min(2, MOST_ARGUMENTS[step])
     if "dataloader_iter" in (parameter.name for parameter in parameters):
         raise TaskError(
-            f"{type(task).__name__}.{step}(dataloader_iter, ...) is given a batch here, not the loader's iterator: "
-            f"take `batch`, and leave the reading to the trainer."
+            f"{type(task).__name__}.{step}(dataloader_iter, ...) is not supported: take `batch`, and leave "
+            f"the iteration to the trainer."
         )
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     wrong = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-    wrong += [p.name for p in positional[MOST[step] :] if p.default is p.empty]
+    wrong += [p.name for p in positional[MOST_ARGUMENTS[step] :] if p.default is p.empty]
     if wrong or not positional:
-        accepted = ", ".join(HOOK_ARGUMENTS[: MOST[step]])
+        accepted = ", ".join(HOOK_ARGUMENTS[: MOST_ARGUMENTS[step]])
         named = ", ".join(parameter.name for parameter in parameters)
         raise TaskError(
-            f"{type(task).__name__}.{step}({named}) cannot be called: it is given ({accepted}), or the first of them; "
+            f"{type(task).__name__}.{step}({named}) cannot be called with ({accepted}) or the first of these; "
             f"{'unknown: ' + ', '.join(wrong) if wrong else 'it takes no batch'}."
         )
-    return min(len(positional), MOST[step])
+    return min(len(positional), MOST_ARGUMENTS[step])
 
 
 def fitted(hook: Callable[..., Any], given: int) -> Callable[..., Any]:
-    """Return `hook` as a function of `given` arguments; the last of them is left out where it takes one less."""
+    """Return `hook` as a function of `given` arguments, dropping the last one if it takes one less."""
     try:
         inspect.signature(hook).bind(*range(given))
     except TypeError:

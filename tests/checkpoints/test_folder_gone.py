@@ -102,7 +102,7 @@ def test_a_log_that_is_deleted_or_moved_is_written_anew(
     trainer = train(tmp_path / "runs", lose)
     lines = (trainer.run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [7, 8, 9, 10]
-    assert caplog.text.count("metrics.jsonl is gone") == 1
+    assert caplog.text.count("metrics.jsonl was deleted or moved") == 1
     if moved:
         lines = (tmp_path / "moved.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]

@@ -97,10 +97,10 @@ def launch(*words):
         ("launcher=ray launcher.cpus_per_process=two", "launcher.cpus_per_process must be int"),
         ("launcher=slurm launcher.time=soon", "launcher.time='soon': expected minutes, 'HH:MM:SS'"),
         ("launcher=slurm launcher.time=2", "signal_seconds=120 is not before the time limit launcher.time=2"),
-        ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal is set by the script itself"),
+        ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal is set by the launcher"),
         ("launcher=slurm launcher.options={-p: gpu}", "expected a long option of sbatch without its dashes"),
-        ("launcher=slurm trainer.devices=auto", "must know what to ask for, but trainer.devices='auto'"),
-        ("launcher=slurm trainer.accelerator=auto", "must know what to ask for, but trainer.accelerator='auto'"),
+        ("launcher=slurm trainer.devices=auto", "needs a fixed number of devices, but trainer.devices='auto'"),
+        ("launcher=slurm trainer.accelerator=auto", "needs a fixed kind of device, but trainer.accelerator='auto'"),
         (
             "launcher=slurm trainer.strategy.elastic=true",
             "an elastic run .* is started on each machine by `legato fit`",

@@ -189,7 +189,7 @@ def test_lines_that_are_no_records_are_dropped_with_a_warning(tmp_path, caplog):
     logger.open(tmp_path, None)
     logger.finalize("success")
     assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
-    assert "dropped 4 line(s)" in caplog.text
+    assert "dropped 4 invalid line(s)" in caplog.text
 
 
 def test_a_path_of_ones_own(tmp_path):

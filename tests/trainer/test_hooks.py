@@ -299,9 +299,9 @@ class Lenient(lg.Callback):
 
 def test_hooks_that_cannot_be_called_are_refused_before_the_run(refused):
     message = refused(TaskError, OldEpochEnd())
-    assert message == "OldEpochEnd.on_train_epoch_end(outputs) cannot be called with what it is given: ()."
+    assert message == "OldEpochEnd.on_train_epoch_end(outputs) must accept the arguments ()."
     message = refused(TaskError, Tiny(), callbacks=[OldBefore()])
-    assert message.endswith("cannot be called with what it is given: (trainer, task, optimizer).")
+    assert message.endswith("must accept the arguments (trainer, task, optimizer).")
 
 
 def test_hooks_with_looser_arguments_are_not(trainer):

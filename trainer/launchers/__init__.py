@@ -1,4 +1,4 @@
-"""Launchers: how a run that is asked for here is started elsewhere, on a cluster."""
+"""Launchers: start a run on a cluster from the command line."""
 
 from importlib import import_module
 from typing import Any
@@ -7,7 +7,7 @@ LAUNCHERS = {
     "slurm": ".slurm:SlurmLauncher",
     "ray": ".ray:RayLauncher",
 }
-"""The names that a config may use, and the class behind each."""
+"""The class of each launcher, by its name in a config."""
 
 __all__ = ["LAUNCHERS", "Launcher", "RayLauncher", "SlurmLauncher"]
 

@@ -1,4 +1,4 @@
-"""Launcher: the contract between the command line and whatever starts a run on other machines."""
+"""Launcher: the interface between the command line and a cluster's way to start a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,31 +11,31 @@ if TYPE_CHECKING:
 
 
 class Launcher:
-    """Starts a command of Legato elsewhere. Its fields are the keys under `launcher:` of a config."""
+    """Starts a Legato command on other machines. Its fields are the keys under `launcher:` of a config."""
 
     name = ""
-    """The word for it in a config."""
+    """Its name in a config."""
 
     def launch(self, command: str, config: "Config") -> int:
-        """Start `legato COMMAND` with a config, and return the exit code; raises ConfigError where that cannot be."""
+        """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if that is impossible."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What a run needs of each machine, as far as a config tells without a look at the machines."""
+    """The machines that a run needs, as known from its config alone."""
 
     nodes: int
     devices: int
-    """Devices of each node."""
+    """Devices per node."""
     processes: int
-    """Processes on each node."""
+    """Processes per node."""
     gpus: int
-    """How many of the devices are GPUs: all or none."""
+    """GPUs per node: all devices or none."""
 
 
 def make_launcher(config: "Config") -> Launcher | None:
-    """Return the launcher that a config names, None where it names none."""
+    """Return the launcher named in a config, or None."""
     from . import LAUNCHERS
     from . import __getattr__ as launcher_class
 
@@ -48,7 +48,7 @@ def make_launcher(config: "Config") -> Launcher | None:
 
 
 def without_launcher(config: "Config", **changes: Any) -> str:
-    """Return the config as YAML for the machines that run it, with other values for some arguments of the trainer."""
+    """Return the config as YAML without `launcher`, and with changed arguments of the trainer."""
     from ..config.check import Config
 
     values = {name: value for name, value in config.values.items() if name != "launcher"}
@@ -57,7 +57,7 @@ def without_launcher(config: "Config", **changes: Any) -> str:
 
 
 def machines_of(values: Mapping[str, Any], name: str) -> Machines:
-    """Return what the config `values` ask for. Raises ConfigError where the machine at hand would have to tell."""
+    """Return the machines that the config `values` need. Raises ConfigError if they depend on the current machine."""
     import torch
 
     trainer = values["trainer"]
@@ -68,19 +68,19 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
         count = int(devices)
     else:
         raise ConfigError(
-            f"launcher={name} must know what to ask for, but trainer.devices={devices!r} depends on the machine: set "
-            f"it to the number of devices of each node."
+            f"launcher={name} needs a fixed number of devices, but trainer.devices={devices!r} depends on the machine: "
+            f"set it to the number of devices of each node."
         )
     if accelerator not in ("cpu", "cuda", "gpu"):
         raise ConfigError(
-            f"launcher={name} must know what to ask for, but trainer.accelerator={accelerator!r} depends on the "
+            f"launcher={name} needs a fixed kind of device, but trainer.accelerator={accelerator!r} depends on the "
             f"machine: set it to cpu or cuda."
         )
     kind = "cpu" if accelerator == "cpu" else "cuda"
     strategy = _strategy_of(trainer, count)
     strategy.elastic.refuse(
         f"launcher={name} starts a fixed number of processes; an elastic run (strategy.elastic=true) is started on "
-        f"each machine by `legato fit` itself. Leave one of the two out."
+        f"each machine by `legato fit` itself. Remove one of the two."
     )
     processes = strategy.local_processes([torch.device(kind, index) for index in range(count)])
     return Machines(trainer["num_nodes"], count, processes, count if kind == "cuda" else 0)

@@ -1,4 +1,4 @@
-"""Ray: a run on the machines of a Ray cluster, one actor on each, which starts that machine's processes."""
+"""RayLauncher: runs a command on a Ray cluster, with one actor per node that starts the node's processes."""
 
 import signal
 import socket
@@ -20,31 +20,33 @@ if TYPE_CHECKING:
     from ..config.check import Config
 
 _SETTLE, _GRACE = 10.0, 20.0
-"""Seconds after a node's failure until the others, which mostly end of it by themselves, are told to; are killed."""
+"""Seconds after a node's failure until the others, most of which end by themselves, get SIGTERM, and SIGKILL."""
 _RAY_POLL = 0.5  # seconds between two looks at the nodes
 _LAST_LINES = 40  # of a node that failed, shown again at the end
 
 
 @dataclass(kw_only=True)
 class RayLauncher(Launcher):
-    """Takes `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`."""
+    """Uses `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`."""
 
     name = "ray"
 
     address: str | None = None
-    """The cluster: "host:port", "ray://host:port", or "auto" for the one this machine is part of. None: a new one,
-    of this machine alone, for as long as the run lasts."""
+    """The cluster: "host:port", "ray://host:port", or "auto" for the one that this machine is part of.
+
+    None: a temporary one on this machine.
+    """
     cpus_per_process: int = 1
-    """CPUs that are reserved for each process."""
+    """CPUs to reserve for each process."""
     resources: Mapping[str, float] = field(default_factory=dict)
-    """Other resources of the cluster to reserve on each node, such as {"accelerator_type:A100": 0.001}."""
+    """Other resources to reserve on each node, such as {"accelerator_type:A100": 0.001}."""
     placement_timeout: float = 600.0
-    """Seconds to wait until the cluster has the nodes free."""
+    """Seconds to wait for free nodes."""
     python: str | None = None
-    """The interpreter on the nodes. None: the one here."""
+    """Python interpreter on the nodes. None: the current one."""
 
     def __post_init__(self) -> None:
-        """Refuse numbers that cannot be."""
+        """Raise ConfigError for numbers out of range."""
         if self.cpus_per_process < 1 or self.placement_timeout <= 0:
             raise ConfigError(
                 f"launcher.cpus_per_process={self.cpus_per_process}, launcher.placement_timeout="
@@ -52,26 +54,26 @@ class RayLauncher(Launcher):
             )
 
     def launch(self, command: str, config: "Config") -> int:
-        """Run the command on the cluster and wait for it; return its exit code.
+        """Run the command on the cluster, wait for it, and return its exit code.
 
-        Raises ConfigError where Ray is missing or the cluster is too small, WorkerError where a node fails.
+        Raises ConfigError if Ray is missing or the cluster is too small, WorkerError if a node fails.
         """
         try:
             import ray
         except ImportError as error:
             raise ConfigError(f"launcher=ray needs Ray ({error}): pip install 'legato[ray]'.") from error
         machines = machines_of(config.values, self.name)
-        told: list[int] = []
-        with handling_end_signals(told.append):
+        signals: list[int] = []
+        with handling_end_signals(signals.append):
             ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
             try:
                 group = self._reserve(machines)
-                return self._run(group, machines, command, without_launcher(config), told)
+                return self._run(group, machines, command, without_launcher(config), signals)
             finally:
                 ray.shutdown()
 
     def _reserve(self, machines: Machines) -> Any:
-        """Return a placement group with a bundle for each node, once the cluster has room for it."""
+        """Return a placement group with one bundle per node, once it is scheduled."""
         from ray.exceptions import GetTimeoutError
         from ray.util.placement_group import placement_group
 
@@ -85,7 +87,7 @@ class RayLauncher(Launcher):
             for node in ray.nodes()
             if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
         ]
-        if len(fitting) < machines.nodes and self.address is None:  # others may be made to grow by an autoscaler
+        if len(fitting) < machines.nodes and self.address is None:  # an existing cluster may have an autoscaler
             raise ConfigError(
                 f"The run needs {machines.nodes} nodes with {bundle} each (trainer.num_nodes, trainer.devices, "
                 f"launcher.cpus_per_process); {len(fitting)} of the Ray cluster's {len(ray.nodes())} have that."
@@ -100,12 +102,12 @@ class RayLauncher(Launcher):
             ) from error
         return group
 
-    def _run(self, group: Any, machines: Machines, command: str, config: str, told: list[int]) -> int:
-        """Start a node of the run in each bundle, and wait until all have ended."""
+    def _run(self, group: Any, machines: Machines, command: str, config: str, signals: list[int]) -> int:
+        """Start an actor in each bundle, and wait until all have ended."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        # two calls at a time: one that waits for the processes, and one that passes a signal on to them
+        # two concurrent calls: one waits for the command, the other forwards signals
         actor = ray.remote(max_concurrency=2, max_restarts=0)(RayNode)
         nodes = []
         for index, bundle in enumerate(group.bundle_specs):
@@ -118,11 +120,11 @@ class RayLauncher(Launcher):
             node.run.remote(command, config, machines.nodes, index, host, port): index
             for index, node in enumerate(nodes)
         }
-        return _wait(nodes, running, told)
+        return _wait(nodes, running, signals)
 
 
-def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
-    """Wait for every node, and end the others soon after one has failed. Return the exit code of the run."""
+def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
+    """Wait for all nodes, ending the others soon after one has failed; return the exit code of the run."""
     import ray
     from ray.exceptions import RayActorError
 
@@ -130,16 +132,16 @@ def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
     failures: list[tuple[int, str]] = []
     passed, failed_at = 0, None
     while running:
-        for number in told[passed:]:
+        for number in signals[passed:]:
             _send_to_nodes(nodes, number)
-        passed = len(told)
+        passed = len(signals)
         done, _ = ray.wait(list(running), timeout=_RAY_POLL)
         for reference in done:
             index = running.pop(reference)
             try:
                 codes[index], last = ray.get(reference)
             except RayActorError as error:
-                codes[index], last = 1, f"Ray has lost it: {' '.join(str(error).split())[:300]}"
+                codes[index], last = 1, f"Ray lost the node: {' '.join(str(error).split())[:300]}"
             if codes[index] not in (0, RESUME_ME, INTERRUPTED):
                 failures.append((index, last))
                 failed_at = failed_at or time.monotonic()
@@ -147,9 +149,9 @@ def _wait(nodes: list[Any], running: dict[Any, int], told: list[int]) -> int:
         if waited > _SETTLE:
             _send_to_nodes(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
     if failures:
-        # who only lost a connection may have noticed sooner than the one that had a reason could say it
+        # prefer the root cause to lost connections, which other nodes may have reported sooner
         index, last = min(failures, key=lambda failure: is_communication(RuntimeError(failure[1])))
-        raise WorkerError(f"Node {index} of the run ended with exit code {codes[index]}:\n{last}")
+        raise WorkerError(f"RayNode {index} of the run ended with exit code {codes[index]}:\n{last}")
     return max(codes.values())
 
 
@@ -159,14 +161,14 @@ def _send_to_nodes(nodes: list[Any], number: int) -> None:
 
 
 class RayNode:
-    """The actor on one machine. A process of Legato under it starts the machine's processes, as it does everywhere."""
+    """Actor on one node; its subprocess is a Legato command that starts the node's processes."""
 
     def __init__(self, python: str, folder: str) -> None:
         self.python, self.folder = python, folder
         self.process: subprocess.Popen[str] | None = None
 
     def meeting_place(self) -> tuple[str, int]:
-        """Return this machine's address and a port that is free now."""
+        """Return this machine's address and a free port."""
         import ray
 
         host = ray.util.get_node_ip_address()
@@ -174,13 +176,16 @@ class RayNode:
             return host, server.getsockname()[1]
 
     def run(self, command: str, config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
-        """Run the command as node `rank` of `nodes`; return its exit code and the last lines that it wrote."""
+        """Run the command as node `rank` of `nodes`; return its exit code and the last lines of its output."""
         if not Path(self.folder).is_dir():
-            return 1, f"The folder {self.folder} is not there. All nodes must share the folder that the run starts in."
+            return (
+                1,
+                f"The folder {self.folder} is missing. All nodes must share the folder in which the run starts.",
+            )
         with tempfile.TemporaryDirectory(prefix="legato-") as folder:
             path = Path(folder) / "run.yaml"
             path.write_text(config, encoding="utf-8")
-            # by env, since the variables are those of a process of its own
+            # by `env`, because environment variables are set in processes/environment.py only
             place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
             module = f"{__name__.partition('.')[0]}.trainer"
             words = ["env", *place, self.python, "-m", module, command, str(path)]

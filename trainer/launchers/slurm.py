@@ -1,4 +1,4 @@
-"""SLURM: a run as an sbatch script, which saves itself before its time is over and goes on when it is queued again."""
+"""SlurmLauncher: submits a run as an sbatch script that saves and requeues itself before its time limit."""
 
 import re
 import shlex
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
 _WAIT = 60
-"""Seconds that the other ranks have to end, once one has; those that a failed one has left end of it in seconds."""
+"""Seconds that srun gives the other ranks to end after one has; ranks left by a failed one end in seconds."""
 _OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
 """Options of sbatch that the script sets itself."""
 
@@ -31,36 +31,36 @@ class SlurmLauncher(Launcher):
     name = "slurm"
 
     time: str | int | None = None
-    """The time limit, in SLURM's words: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's."""
+    """Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's."""
     partition: str | None = None
-    """The partition, where it is not the default one."""
+    """Partition. None: the default one."""
     account: str | None = None
-    """Whose account the time is charged to."""
+    """Account to charge."""
     qos: str | None = None
-    """The quality of service."""
+    """Quality of service."""
     cpus_per_process: int | None = None
-    """Cores of each process: those of its main thread and its loader's workers."""
+    """CPU cores of each process, including its loader's workers."""
     memory: str | None = None
-    """The memory of each node, such as "64G"."""
+    """Memory of each node, such as "64G"."""
     job_name: str | None = None
-    """The job's name. None: run.name."""
+    """Name of the job. None: run.name."""
     options: Mapping[str, str | int | bool] = field(default_factory=dict)
     """More options of sbatch: {constraint: a100, exclusive: true} become --constraint=a100 and --exclusive."""
     setup: list[str] = field(default_factory=list)
-    """Lines of shell that come before the run, such as `module load cuda`."""
+    """Shell commands to run first, such as `module load cuda`."""
     python: str | None = None
-    """The interpreter on the nodes. None: the one that submits."""
+    """Python interpreter on the nodes. None: the current one."""
     requeue: bool = True
-    """Queue the job again when it was told to end before its time, from where it goes on with its newest checkpoint."""
+    """Requeue a job that was told to end before it was done; it resumes from its newest checkpoint."""
     signal_seconds: int = 120
-    """How long before the time limit the run is told to save itself."""
+    """Seconds before the time limit at which the run is told to save and end."""
     folder: str | None = None
-    """Where script, config and output go. None: the folder `slurm` beside the run's directories."""
+    """Folder for script, config and output. None: `slurm` beside the run directories."""
     dry_run: bool = False
-    """Show the script, and write and submit nothing."""
+    """Print the script instead of submitting it."""
 
     def __post_init__(self) -> None:
-        """Refuse what sbatch would refuse later, or what would break the script."""
+        """Raise ConfigError for values that sbatch would reject or that would break the script."""
         if self.signal_seconds < 1:
             raise ConfigError(f"launcher.signal_seconds={self.signal_seconds}: expected at least 1.")
         if self.cpus_per_process is not None and self.cpus_per_process < 1:
@@ -72,7 +72,7 @@ class SlurmLauncher(Launcher):
         for option, value in self.options.items():
             if option in _OWN:
                 raise ConfigError(
-                    f"launcher.options.{option} is set by the script itself: see trainer.num_nodes, trainer.devices, "
+                    f"launcher.options.{option} is set by the launcher: see trainer.num_nodes, trainer.devices, "
                     f"trainer.accelerator, launcher.folder, launcher.requeue and launcher.signal_seconds."
                 )
             if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
@@ -82,7 +82,7 @@ class SlurmLauncher(Launcher):
                 )
 
     def launch(self, command: str, config: "Config") -> int:
-        """Submit the job, or show what would be; returns 0. Raises WorkerError where sbatch refuses it."""
+        """Submit the job, or print the script; return 0. Raises WorkerError if sbatch fails."""
         values = config.values
         machines = machines_of(values, self.name)
         runs = Path(values["run"]["root"]) / values["run"]["name"]
@@ -97,7 +97,7 @@ class SlurmLauncher(Launcher):
             print(script, end="")
             return 0
         folder.mkdir(parents=True, exist_ok=True)
-        # the script asks for a new start by itself: a second request, from the run, would meet a job that has left
+        # requeue=False: the script requeues the job; a second request from the run would fail
         stem.with_suffix(".yaml").write_text(without_launcher(config, requeue=False), encoding="utf-8")
         path = stem.with_suffix(".sh")
         path.write_text(script, encoding="utf-8")
@@ -110,7 +110,7 @@ class SlurmLauncher(Launcher):
         """Return the sbatch script that runs the config `stem`.yaml; `resume` are the lines that set `resume`."""
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
-        # not --kill-on-bad-exit: the first rank that ends with 75 would have the others killed, and srun end with 143
+        # not --kill-on-bad-exit: the first rank to exit with 75 would get the others killed, and srun return 143
         run = f'srun --wait={_WAIT} {python} -m {_trainer_module()} {command} {config} "${{resume[@]}}"'
         again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
         lines = [
@@ -156,7 +156,7 @@ class SlurmLauncher(Launcher):
                 yield f"--{option}={shlex.quote(str(value))}"
 
     def _resume(self, runs: Path, first: int) -> list[str]:
-        """Return the lines that let a job that was queued again go on with its own run, and with no earlier one's."""
+        """Return the lines with which a requeued job resumes its own run, and no earlier one."""
         return [
             'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
             f"  for version in {shlex.quote(str(runs))}/version_*; do",

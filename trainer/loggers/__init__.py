@@ -1,4 +1,4 @@
-"""Loggers: where a run's numbers go. `logger.py` is the contract; each other module is one place to write to."""
+"""Loggers: where metrics are written. `logger.py` is the interface, each other module one implementation."""
 
 from importlib import import_module
 from typing import Any

@@ -1,4 +1,4 @@
-"""JSONLinesLogger: `metrics.jsonl`, one line a logging step, for programs."""
+"""JSONLinesLogger: writes `metrics.jsonl`, one machine-readable line per logging step."""
 
 import json
 import logging
@@ -21,19 +21,19 @@ FILE_NAME = "metrics.jsonl"
 class JSONLinesLogger(Logger):
     """Writes `{"step": 100, "time": 1767225600.123, "train/loss": 0.5}` lines, each step once.
 
-    * Each call reaches the operating system before it returns: a killed process loses nothing.
-    * What is logged for one step in several calls stands in one line, so the last line may still grow; it gets its
-      newline when the next step begins. Every line that ends in a newline is final.
-    * Strict JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which `float()` reads back
-      (a null would make a diverged run look like one that did not log).
+    * Each call reaches the operating system before it returns, so a killed process loses nothing.
+    * Several calls for one step share a line, so the last line may still grow; it gets its newline when the next step
+    begins. Every line that ends in a newline is final.
+    * Strict JSON has no NaN: such values are the strings "NaN", "Infinity" and "-Infinity", which `float()` parses (a
+    null would look as if nothing was logged).
     * A metric called "step" or "time" is written as "step_" or "time_".
-    * On resume the lines of later steps are cut off, and a line that is no JSON (torn by a power cut) is dropped.
+    * A resume removes the lines of later steps and invalid lines (torn by a power cut).
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
         self.path = None if path is None else Path(os.path.abspath(path))
-        """The file; in the run directory unless one was given."""
+        """Path of the file; by default in the run directory."""
         self._own_path = path is not None
         self.file: BinaryIO | None = None
         self._line: dict[str, Any] = {}
@@ -42,7 +42,7 @@ class JSONLinesLogger(Logger):
         self._resume_step: int | None = None
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Open the file, without what a resume makes void."""
+        """Open the file, without lines that a resume voids."""
         super().open(run_dir, resume_step)
         if not self._own_path:
             self.path = Path(run_dir) / FILE_NAME
@@ -56,7 +56,7 @@ class JSONLinesLogger(Logger):
         self.file.seek(size)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the line of this step, or what it lacks of `metrics`. Does nothing before `open`."""
+        """Write the line of this step, or add `metrics` to it. Does nothing before `open`."""
         if self.file is None:
             return
         self._follow_path()
@@ -75,12 +75,12 @@ class JSONLinesLogger(Logger):
             self._line = {"step": int(step), "time": round(time.time(), 3)}
         self._line |= values
         self.file.seek(self._line_start - len(opening))
-        # one system call, so that a kill leaves either the old line or the new one
+        # a single write, so that a kill leaves either the old or the new line
         self.file.write(opening + json.dumps(self._line, allow_nan=False).encode())
         self.file.truncate()
 
     def _follow_path(self) -> None:
-        """Begin the file anew, with a warning, where somebody has deleted or moved it; its folder must be there."""
+        """Start a new file, with a warning, if it was deleted or moved; raise if its folder is run_directory_gone."""
         assert self.path is not None
         assert self.file is not None
         with suppress(FileNotFoundError):
@@ -91,10 +91,10 @@ class JSONLinesLogger(Logger):
             raise run_directory_gone(self.path.parent)
         self.file = self.path.open("w+b", buffering=0)
         self._resume_step = None
-        log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self.path)
+        log.warning("%s was deleted or moved while the run was writing it. A new file begins here.", self.path)
 
     def save(self) -> None:
-        """Sync the file to the disk."""
+        """Sync the file to disk."""
         if self.file is not None:
             os.fsync(self.file.fileno())
 
@@ -112,14 +112,14 @@ class JSONLinesLogger(Logger):
         self.file, self._line, self._line_start = None, {}, 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the open file here when the logger travels to another process."""
+        """Leave out the open file when the logger is pickled to another process."""
         return {**self.__dict__, "file": None, "_line": {}, "_line_start": 0}
 
 
 def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int, int]:
-    """Cut off what a resume at `resume_step` makes void, and lines that are no JSON; end the last line without newline.
+    """Remove the lines after `resume_step` and invalid lines, and the newline of the last line.
 
-    Returns the last line, where it starts, and the file's size. The file is replaced as a whole or left as it is.
+    Returns the last line, its offset, and the file's size. The file is replaced atomically.
     """
     if not path.exists():
         return {}, 0, 0
@@ -140,7 +140,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
         os.fsync(new.fileno())
     os.replace(partial, path)
     if dropped:
-        log.warning("%s: dropped %d line(s) that are no JSON record.", path, dropped)
+        log.warning("%s: dropped %d invalid line(s).", path, dropped)
     return last, start, size
 
 

@@ -1,4 +1,4 @@
-"""Logger: what the trainer asks of everything that keeps a run's numbers."""
+"""Logger: the interface of loggers."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class NoExperiment:
-    """Stands in for a writer where nothing is written: every method may be called, and does nothing."""
+    """No-op writer: any method may be called and does nothing."""
 
     def __getattr__(self, name: str) -> "NoExperiment":
         if name.startswith("__"):
@@ -26,26 +26,26 @@ class NoExperiment:
 
 
 class Logger:
-    """A place where a run's numbers go. This base writes nothing; override what the place can hold.
+    """Base class of loggers; writes nothing itself.
 
-    Rank 0 alone calls `open`, then `log_*` and `save`, and at the end `finalize`. A logger that was not opened is
-    silent, so that a task may use `self.logger` in every process.
+    Only rank 0 calls `open`, then `log_*` and `save`, and finally `finalize`. A logger that was not opened ignores
+    calls, so that a task may use `self.logger` in every process.
     """
 
     def __init__(self) -> None:
         self._directory: Path | None = None
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Begin to write, in `run_dir` unless the logger was given a place of its own.
+        """Start writing, to `run_dir` or to the logger's own location.
 
-        With `resume_step` the run goes on after that step: what was logged for later steps is void, what was logged
-        for it and earlier ones stays, and is not written again.
+        resume_step: the run resumes after this step: values logged for later steps are void, values of this and earlier
+        steps are kept and must not be written again.
         """
         self._directory = Path(run_dir)
 
     @property
     def save_dir(self) -> str | None:
-        """The folder that holds the runs; None before the logger is opened."""
+        """The parent folder of the runs; None before the logger is opened."""
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
@@ -55,7 +55,7 @@ class Logger:
 
     @property
     def version(self) -> int | str | None:
-        """The N of `version_N`, or the folder's name where it is no number; None before the logger is opened."""
+        """N of `version_N`, or the folder's name; None before the logger is opened."""
         if self._directory is None:
             return None
         found = re.fullmatch(r"version_(\d+)", self._directory.name)
@@ -68,20 +68,20 @@ class Logger:
 
     @property
     def experiment(self) -> Any:
-        """The writer behind this logger, for what has no method here."""
+        """The underlying writer, for features without a method here."""
         return NoExperiment()
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the numbers of one point; several calls for one step add to it."""
+        """Write values of one logging point; several calls for one step are merged."""
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Keep what the run was made with and, at its end, what it reached."""
+        """Record hyperparameters and, at the end of a run, its final metrics."""
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text."""
 
     def save(self) -> None:
-        """Hand over everything logged so far, so that it outlives this process."""
+        """Flush everything logged so far."""
 
     def finalize(self, status: str) -> None:
-        """End the log; `status` is "success" or says in one word how the run ended."""
+        """Close the log; `status` is "success" or one word for how the run ended."""

@@ -1,4 +1,4 @@
-"""TensorBoardLogger: event files for TensorBoard, each point in them once, however often the run was resumed."""
+"""TensorBoardLogger: event files for TensorBoard, without repeated points after a resume."""
 
 import logging
 import os
@@ -22,9 +22,9 @@ log = logging.getLogger("legato")
 class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
 
-    Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version` instead, where
-    `version` defaults to the next free `version_N`, or on a resume to the newest one. `experiment` is torch's
-    SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger is opened.
+    Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version`, where `version`
+    defaults to the next free `version_N`, or on a resume to the newest. `experiment` is torch's SummaryWriter, for
+    images, histograms and the rest. TensorBoard is imported when the logger is opened.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class TensorBoardLogger(Logger):
 
     @property
     def save_dir(self) -> str | None:
-        """The folder that holds the runs; None before the logger is opened, unless it was given."""
+        """The parent folder of the runs; None before the logger is opened, unless given."""
         return str(self._own[0]) if self._own else super().save_dir
 
     @property
     def name(self) -> str | None:
-        """The run's name, or the one that was given."""
+        """The run's name, or the given one."""
         return self._own[1] if self._own else super().name
 
     @property
@@ -59,11 +59,11 @@ class TensorBoardLogger(Logger):
 
     @property
     def experiment(self) -> "SummaryWriter | NoExperiment":
-        """Torch's SummaryWriter; before `open`, and so on other ranks, an object on which every call does nothing."""
+        """Torch's SummaryWriter; a no-op object before `open`, and so on ranks other than 0."""
         return NoExperiment() if self._writer is None else self._writer
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
-        """Begin a new event file, which voids the points after `resume_step` in earlier ones."""
+        """Start a new event file, which voids the points after `resume_step` in earlier ones."""
         from torch.utils.tensorboard import SummaryWriter
 
         if self._writer is not None:
@@ -74,9 +74,12 @@ class TensorBoardLogger(Logger):
             self._events = self._directory / "tensorboard"
         else:
             self._directory = self._events = _own_directory(*self._own, resume=resume_step is not None)
-        if before not in (None, self._events):  # another run; what was given before the first one is its own
+        if before not in (
+            None,
+            self._events,
+        ):  # another run; hyperparameters given before the first `open` belong to the first run
             self._params, self._final, self._points = {}, {}, {}
-        if resume_step is not None:  # a point that the new file voids is no repeat when it comes again
+        if resume_step is not None:  # points voided by the new file must be written again
             self._points = {name: point for name, point in self._points.items() if point[0] <= resume_step}
         self._events.mkdir(parents=True, exist_ok=True)
         if resume_step is not None:
@@ -88,7 +91,7 @@ class TensorBoardLogger(Logger):
         self._writer = SummaryWriter(str(self._events), purge_step=None if resume_step is None else resume_step + 1)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the scalars of one point as one event, a quarter of the cost of five `add_scalar`; no repeats."""
+        """Write the scalars of one step as one event, at a quarter of the cost of five `add_scalar`; skip repeats."""
         if self._writer is None:
             return
         self._follow_folder()
@@ -105,23 +108,23 @@ class TensorBoardLogger(Logger):
             self._add(values, step)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        """Keep `params` for the first point and `metrics` for the end; without metrics all that was logged is shown."""
+        """Record `params` for the first event and `metrics` for the end; without metrics all logged ones are shown."""
         self._params.update(_flatten(params))
         self._final.update({name: float(value) for name, value in (metrics or {}).items()})
 
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text, which TensorBoard reads as Markdown."""
+        """Write a text, which TensorBoard renders as Markdown."""
         if self._writer is not None and not (step == self._resume_step and f"{tag}/text_summary" in self._recorded):
             self._writer.add_text(tag, text, step)
 
     def save(self) -> None:
-        """Wait until every event is written."""
+        """Flush all events."""
         if self._writer is not None:
             self._follow_folder()
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Write hyperparameters with final metrics and close the file. `experiment` opens a new one if it is used."""
+        """Write hyperparameters with final metrics and close the file; later use of `experiment` opens a new one."""
         if self._writer is None or self._writer.file_writer is None:
             return
         if self._events is not None and not os.access(self._events, os.W_OK):
@@ -142,10 +145,10 @@ class TensorBoardLogger(Logger):
         self._writer.close()
 
     def _follow_folder(self) -> None:
-        """Begin anew, with a warning, where somebody has deleted or moved the folder of the events.
+        """Start a new event file, with a warning, if the folder was deleted or moved.
 
-        Raises ConfigError where the whole run directory is gone, or not to be written to. Tensorboard would write a
-        traceback, on a thread.
+        Raises ConfigError if the run directory is gone or not writable. TensorBoard itself would print a traceback on
+        a thread.
         """
         if self._events is None or os.access(self._events, os.W_OK):
             return
@@ -154,14 +157,16 @@ class TensorBoardLogger(Logger):
             raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
         if self._own is None and self._directory is not None and not self._directory.is_dir():
             raise run_directory_gone(self._directory)
-        log.warning("%s is gone: somebody has deleted or moved it. It is written anew from here on.", self._events)
+        log.warning(
+            "%s was deleted or moved while the run was writing to it. A new event file begins here.", self._events
+        )
         from torch.utils.tensorboard import SummaryWriter
 
         self._events.mkdir(parents=True)
         self._writer, self._resume_step, self._session_started = SummaryWriter(str(self._events)), None, False
 
     def _let_go(self) -> None:
-        """Leave the file whose folder is gone: tensorboard opens it by name for each write, on a thread."""
+        """Drop pending events of a deleted file, since TensorBoard's thread reopens it by name for each write."""
         from ..torch_private import drop_events
 
         if drop_events(self._writer, NoExperiment()):
@@ -169,8 +174,8 @@ class TensorBoardLogger(Logger):
                 self._writer.close()
 
     def _start_session(self) -> None:
-        # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads the
-        # first such record of a folder only, so it waits until everybody has given his hyperparameters.
+        # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads only the
+        # first such record of a folder, so it is not written in log_hyperparams, which may be called several times.
         if self._params and not self._session_started:
             self._add(_hyperparameter_summaries(self._params, {})[1].value)
         self._session_started = True
@@ -182,7 +187,7 @@ class TensorBoardLogger(Logger):
         self._writer.file_writer.add_event(Event(step=int(step), summary=Summary(value=values)))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the writer here when the logger travels to another process."""
+        """Leave out the writer when the logger is pickled to another process."""
         return {**self.__dict__, "_writer": None}
 
 
@@ -198,16 +203,16 @@ def _own_directory(save_dir: Path, name: str | None, version: int | str | None, 
 
 
 def _event_files(folder: Path) -> list[Path]:
-    """Event files in the order in which TensorBoard reads them."""
+    """Return the event files in the order in which TensorBoard reads them."""
     return sorted(folder.glob("events.out.tfevents.*"))
 
 
 def sort_before_now(folder: Path) -> None:
-    """Rename event files that would not sort before one made now.
+    """Rename event files that would not sort before one created now.
 
-    TensorBoard reads files in the order of their names, which begin with the second of their making; a file that voids
-    points must come after the one that holds them. A resume within the same second, or on a machine whose clock is
-    behind, would break that.
+    TensorBoard reads files in the order of their names, which begin with the second of their creation; a file that
+    voids points must come after the file with those points. A resume within the same second, or on a machine with a
+    slow clock, would break that.
     """
     files = _event_files(folder)
     stamps = [re.match(r"events\.out\.tfevents\.(\d+)(.*)", path.name) for path in files]
@@ -228,7 +233,7 @@ def tags_at(folder: Path, step: int) -> set[str]:
             try:
                 event = Event.FromString(record)
             except DecodeError:
-                break  # TensorBoard reads no further either
+                break  # TensorBoard stops here, too
             if event.session_log.status == SessionLog.START and event.step <= step:
                 tags.clear()
             elif event.step == step:
@@ -237,7 +242,7 @@ def tags_at(folder: Path, step: int) -> set[str]:
 
 
 def _records(path: Path) -> Iterator[bytes]:
-    """Yield the records of an event file up to a torn one: length (8 bytes), its sum (4), data, its sum (4)."""
+    """Yield the complete records of an event file: length (8 bytes), its checksum (4), data, its checksum (4)."""
     size = os.path.getsize(path)
     with path.open("rb") as file:
         while len(header := file.read(12)) == 12:
@@ -266,7 +271,7 @@ def _mark_failed(end: Any) -> None:
 
 
 def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str]:
-    """Return nested hyperparameters under "outer/inner" names; what is no number is written as text."""
+    """Return nested hyperparameters under "outer/inner" names; values that are not numbers become text."""
     flat: dict[str, int | float | str] = {}
     for key, value in params.items():
         if isinstance(value, Mapping):
