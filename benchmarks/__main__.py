@@ -1,7 +1,7 @@
-"""Every benchmark, one after the other, each in a process of its own.
+"""Runs all benchmarks, one after the other, each in its own process.
 
 Run: python -m benchmarks [--full] [NAME ...]
-The quick form takes less than five minutes; --full takes what the quotable figures of docs/benchmarks.md took.
+The quick form takes less than five minutes; --full is how the figures of docs/benchmarks.md were measured.
 """
 
 import argparse
@@ -19,9 +19,9 @@ QUICK = {
     "memory": ["--steps", "4"],
     "step_overhead": ["--modes", "bare,usual", "--steps", "1000", "--rounds", "2"],
 }
-"""What makes a benchmark shorter."""
+"""Arguments of the quick form."""
 LONG = {"one_run_picture", "same_results", "soak"}
-"""Benchmarks that have no quick form."""
+"""Benchmarks without a quick form."""
 
 
 def main() -> int:

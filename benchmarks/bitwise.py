@@ -1,14 +1,14 @@
-"""What `reproducible: bitwise` costs on two processes, and how many bytes its tree moves.
+"""Cost of `reproducible: bitwise` on two processes: step time, and bytes sent by its tree reduction.
 
 Run: python -m benchmarks.bitwise [--rounds 6] [--steps 6] [--workloads gpt mlp "gpt x 4"]
 
-Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so that a busy neighbour
-troubles all alike: a hand-written loop around DistributedDataParallel, Legato with `reproducible: order` (also DDP),
-and Legato with `bitwise` (its own reduction). `wall` is the least of all steps; `CPU` is the median of a process's time
-in all its threads, which a neighbour changes less.
+Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so that other load affects all
+alike: a hand-written loop with DistributedDataParallel, Legato with `reproducible: order` (also DDP), and Legato with
+`bitwise` (its own reduction). `wall` is the minimum over steps; `CPU` is the median of the CPU time of all threads of a
+process, which other load affects less.
 
-gpt: 25 million parameters, 512 tokens for each replica, the step is mostly arithmetic. mlp: as many parameters, 4
-samples for each replica, the step is nearly all communication. gpt x 4: four replicas on the two processes.
+gpt: 25 million parameters, 512 tokens per replica; mostly arithmetic. mlp: as many parameters, 4 samples per replica;
+nearly all communication. gpt x 4: four replicas on the two processes.
 """
 
 import argparse
@@ -36,14 +36,14 @@ PROCESSES = 2
 CONTESTANTS = ("hand", "order", "bitwise")
 WORKLOADS = {"gpt": ("gpt", 2), "mlp": ("mlp", 2), "gpt x 4": ("gpt", 4)}
 LAYOUTS = [(2, 2), (4, 2), (8, 2), (3, 3), (8, 3), (4, 4), (8, 4)]
-"""(replicas, processes) whose bytes are counted."""
+"""(replicas, processes) for which bytes are counted."""
 
 Times = list[tuple[float, float]]
 """Wall and CPU seconds of each step."""
 
 
 class Tokens(Dataset[Any]):
-    """Random characters, drawn when they are read."""
+    """Random characters, drawn on access."""
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
@@ -79,7 +79,7 @@ class GPT(CharacterGPT):
 
 
 class MLP(lg.Task):
-    """25 million parameters, and little to compute with them."""
+    """25 million parameters with little arithmetic."""
 
     data, batch_size = Vectors, 4
 
@@ -98,7 +98,7 @@ class MLP(lg.Task):
 
 
 class Loss(nn.Module):
-    """Lets DDP see a call of the loss."""
+    """Module around the loss, so that DDP sees its call."""
 
     def __init__(self, task: Any) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Loss(nn.Module):
 
 
 class Clock(lg.Callback):
-    """Reads the clocks where a step begins."""
+    """Reads the clocks at the beginning of each step."""
 
     def __init__(self) -> None:
         self.marks: Times = []
@@ -124,7 +124,7 @@ class Clock(lg.Callback):
         self.marks.append((time.perf_counter(), time.process_time()))
 
     def steps(self) -> Times:
-        """Return what each step took, without the first one, which makes room."""
+        """Return the times of all steps but the first, which allocates memory."""
         pairs = zip(self.marks[1:], self.marks[2:], strict=False)
         return [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairs]
 
@@ -155,7 +155,7 @@ def train(contestant: str, kind: str, replicas: int, steps: int) -> Times:
 
 
 def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> None:
-    """The loop that one writes by hand, with `turns` micro batches a step."""
+    """Train in a hand-written loop, with `turns` micro batches per step."""
     model, optimizer = nn.parallel.DistributedDataParallel(Loss(task)), task.configure_optimizers()
     batches = iter(DataLoader(data, task.batch_size, sampler=DistributedSampler(data)))
     for first in batches:
@@ -170,7 +170,7 @@ def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> No
 
 
 def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict[str, Times]]:
-    """Let the contestants take turns, in every process."""
+    """Run the contestants in turn, in every process."""
     place = environment.find_place()
     assert place is not None
     environment.join_process_group(place, "gloo", timedelta(minutes=5))
@@ -187,7 +187,7 @@ def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict
 
 
 def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
-    """Return the bytes that the processes send one another for one step, on average, for each layout."""
+    """Return the bytes sent between processes per step, on average, for each layout."""
     place = environment.find_place()
     assert place is not None
     environment.join_process_group(place, "gloo", timedelta(minutes=1))
@@ -210,7 +210,7 @@ def count_bytes(numbers: int, processes: int) -> dict[tuple[int, int], float]:
 
 
 class counted:
-    """While entered, the bytes that the tree's collectives send from this process to others."""
+    """Count the bytes that this process sends in the tree's collectives within this context."""
 
     def __enter__(self) -> list[int]:
         sent: list[int] = []
@@ -233,7 +233,7 @@ class counted:
 
 
 def lines_of(found: dict[str, dict[str, Times]]) -> Iterator[str]:
-    """Write the table of step times."""
+    """Return the table of step times."""
     titles = (("wall ms", 9), ("CPU ms", 9), ("wall/order", 12), ("CPU/order", 11), ("wall/hand", 11), ("CPU/hand", 10))
     yield " " * 20 + "".join(title.rjust(width) for title, width in titles)
     for name, contestants in found.items():

@@ -1,8 +1,8 @@
-"""What a checkpoint costs: saving at once, the stall of a save in the background, loading with verification.
+"""Cost of a checkpoint: a synchronous save, the stall of a background save, and loading with verification.
 
 Run: python benchmarks/checkpoint.py [--quick] [--folder FOLDER]
-The state is that of a model with AdamW: 500 MB (200 MB with --quick), a third weights. `torch.save` of the same state
-with an fsync, and `torch.load`, run in turn with it: only ratios mean something on a machine that others use too.
+The state is that of a model with AdamW: 500 MB (200 MB with --quick), a third of it weights. `torch.save` of the same
+state with an fsync, and `torch.load`, run in turn with it: compare ratios, since the machine may be shared.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def torch_save(state: dict[str, Any], path: Path) -> None:
 
 
 def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str, list[float]], float]:
-    """Return the seconds of each kind of work in each round, and of the first stall, which takes fresh memory."""
+    """Return the seconds of each operation in each round, and of the first stall, which allocates memory."""
     writer = background.Writer()
     behind, at_once, pickled = folder / "step-00000001", folder / "step-00000002", folder / "state.pt"
     first_stall = seconds(lambda: writer.save(behind, state))
@@ -59,7 +59,7 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
         times.setdefault(name, []).append(seconds(work))
 
     for _ in range(rounds):
-        # each writes to fresh files, and the disk has nothing left to do when the next begins
+        # each writes to fresh files, with the disk idle
         commit.remove(behind)
         os.sync()
         timed("torch.save + fsync", lambda: torch_save(state, pickled))
@@ -87,7 +87,7 @@ def main() -> None:
     size = flatten(state).nbytes
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
     try:
-        # the pages of files and of the snapshot come from memory that a virtual machine may not have been given yet
+        # warm up: a virtual machine may have to be given the memory for page cache and snapshot first
         (folder / "warm").mkdir()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         writer = background.Writer()

@@ -1,12 +1,12 @@
-"""An elastic run whose processes are killed: seconds until the next step is finished, and what is lost.
+"""Recovery of an elastic run whose processes are killed: seconds to the next finished step, and steps lost.
 
 Run: python -m benchmarks.elastic [--kills 8] [--processes 2 3 4] [--width 256]
 
-Processes are killed (SIGKILL) at random moments, each after the one before it was replaced. For each death: the seconds
-to the end of the first step of the survivors' new group, which is the interrupted step done again or the one after it.
-For each replacement: the seconds between the last step without it and the first one with it, in which it gets weights
+Processes are killed (SIGKILL) at random moments, each after the previous one was replaced. For each death: the seconds
+to the end of the first step of the survivors' new group, which repeats the interrupted step or is the next one. For
+each replacement: the seconds between the last step without it and the first one with it, in which it receives weights
 and optimizer state from another process. `lost` counts steps that some process had finished before a death and that
-were done again after it. In the end the weights are compared, bit for bit, with those of the same run in one process.
+were repeated. Finally the weights are compared, bit for bit, with those of the same run in one process.
 """
 
 import argparse
@@ -32,12 +32,12 @@ import legato as lg
 from legato.trainer.processes import environment
 
 Event = tuple[float, str, int, int]
-"""When (seconds of the machine's clock), "step" or "group", the steps done, the processes of the group."""
+"""Time (seconds of the machine's clock), "step" or "group", steps done, processes of the group."""
 REPLICAS = 4
 
 
 class Vectors(Dataset[Any]):
-    """Random vectors, drawn when they are read."""
+    """Random vectors, drawn on access."""
 
     def __init__(self, samples: int, width: int) -> None:
         self.samples, self.width = samples, width
@@ -50,7 +50,7 @@ class Vectors(Dataset[Any]):
 
 
 class Net(lg.Task):
-    """Linear layers and AdamW; writes down when each step ends and each group begins, in a file for its process."""
+    """Linear layers with AdamW; writes the time of each step and each new group to a file per process."""
 
     def __init__(self, width: int, folder: Path | None) -> None:
         super().__init__()
@@ -88,15 +88,15 @@ class Killer(threading.Thread):
         self.folder, self.processes, self.kills = folder, processes, kills
         self.random = random.Random(processes)
         self.deaths: list[tuple[float, int]] = []
-        """When, and which process."""
+        """Time and process id."""
 
     def living(self) -> list[int]:
-        """Return the processes that have taken part and were not killed."""
+        """Return the processes that have joined and were not killed."""
         dead = {process for _, process in self.deaths}
         return sorted({int(path.name) for path in self.folder.glob("[0-9]*")} - dead)
 
     def run(self) -> None:
-        """Do all the killing, then let the run end."""
+        """Kill all processes in turn, then let the run end."""
         for _ in range(self.kills):
             while len(self.living()) < self.processes:
                 time.sleep(0.01)
@@ -133,7 +133,7 @@ def train(processes: int, width: int, folder: Path | None, kills: int, steps: in
 
 
 def read_events(folder: Path) -> dict[int, list[Event]]:
-    """Return what each process wrote down."""
+    """Return the events that each process wrote."""
     found = {}
     for path in folder.glob("[0-9]*"):
         lines = [line.split() for line in path.read_text().splitlines()]
@@ -142,7 +142,7 @@ def read_events(folder: Path) -> dict[int, list[Event]]:
 
 
 def measure(events: dict[int, list[Event]], deaths: list[tuple[float, int]]) -> tuple[list[float], list[float], int]:
-    """Return seconds from each death to the next step, the pause for each replacement, and the steps lost."""
+    """Return seconds from each death to the next step, the pause for each replacement, and the number of lost steps."""
     every = sorted(event for own in events.values() for event in own)
     healed, joined, lost = [], [], 0
     for when, _ in deaths:
@@ -159,7 +159,7 @@ def measure(events: dict[int, list[Event]], deaths: list[tuple[float, int]]) -> 
 
 
 def main() -> None:
-    """Print a line for each number of processes."""
+    """Print a line per number of processes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=8)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])

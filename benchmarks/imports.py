@@ -1,7 +1,7 @@
-"""What importing Legato costs, against torch's own import.
+"""Time to import Legato, against torch's own import.
 
 Run: python -m benchmarks.imports [--rounds 5]
-Each import happens in a fresh process, in turn; of the rounds the least counts, in CPU time and in seconds.
+Each import runs in a fresh process, in turn; reported is the minimum over rounds, in CPU time and in seconds.
 """
 
 import argparse

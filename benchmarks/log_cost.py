@@ -1,10 +1,10 @@
-"""What a logged value costs: CPU time of steps that log many, less that of steps that log none.
+"""CPU time of a logged value: steps that log many values, less steps that log none.
 
 Run: python -m benchmarks.log_cost [--values 100] [--blocks 600]
 
-By hand: `store[name].append(value)` for each, a tensor detached. Values are numbers, tensors, or tensors with a graph,
-for the points of steps, for the epoch's mean, or both. All take turns in one run, a block of 50 steps each with the
-point that ends it, so that a busy neighbour troubles all alike; the tenth percentile of the blocks counts.
+The hand-written baseline is `store[name].append(value)`, with tensors detached. Values are numbers, tensors, or tensors
+with a graph, logged per step, per epoch, or both. All ways alternate in one run, in blocks of 50 steps with the logging
+point that ends it, so that other load affects all alike; reported is the tenth percentile over blocks.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Logs(lg.Task):
         return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note what a block took, and let the next one log in another way."""
+        """Record the time of a block, and switch to the next way of logging."""
         if self.global_step % BLOCK == 0:
             now = time.process_time()
             if self.global_step:

@@ -1,9 +1,9 @@
-"""What a process holds between two steps, by strategy: weights, gradients and the optimizer's state, in bytes.
+"""Bytes of weights, gradients and optimizer state that a process holds between steps, by strategy.
 
 Run: python -m benchmarks.memory [--processes 4] [--steps 6]
-The model is the character GPT of tasks/characters.py with AdamW. Bytes of this process's own parts are counted, as
-tensors say them, the largest of all processes; not the memory of the process, in which a few MiB of weights drown. The
-time of a step is the median on this machine's CPU, with all processes sharing its cores.
+The model is the character GPT of tasks/characters.py with AdamW. Counted are the bytes of this process's own shards,
+from tensor sizes, as the maximum over processes; not the memory of the process, in which a few MiB of weights would not
+show. The step time is the median on this machine's CPU, with all processes sharing its cores.
 """
 
 import argparse
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 
 class Counts(lg.Callback):
-    """Counts what this process holds after each step."""
+    """Counts the bytes of this process after each step."""
 
     def __init__(self) -> None:
         self.bytes = (0, 0, 0)
@@ -43,14 +43,14 @@ class Counts(lg.Callback):
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
         parameters = list(task.parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        optimizer = getattr(trainer.optimizers[0], "optim", trainer.optimizers[0])  # what zero1 keeps for this process
+        optimizer = getattr(trainer.optimizers[0], "optim", trainer.optimizers[0])  # zero1's optimizer shard
         states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
         self.bytes = local_bytes(parameters), local_bytes(gradients), local_bytes(states)
         self.moments.append(time.perf_counter())
 
 
 def measure(strategy, processes: int, steps: int) -> tuple[list[int], float]:
-    """Return the most bytes that a process holds of each kind, and the seconds of a step."""
+    """Return the largest number of bytes of each kind in any process, and the seconds of a step."""
     counts = Counts()
     windows = torch.randint(0, len(ALPHABET), (16 * steps, 65), generator=torch.Generator().manual_seed(1))
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)

@@ -2,9 +2,9 @@
 
 Run: python -m benchmarks.one_run_picture [--out docs/one-run.svg]
 
-The digits, `reproducible: bitwise`, eight replicas; every point of every run, and its final weights, must be the same
-to the last bit, or this ends with an error. Below: how far the same training drifts from one process's with
-`reproducible: order`, where only the order of additions differs.
+The task is the digits with `reproducible: bitwise` and eight replicas. Every logged value and the final weights of all
+runs must be equal to the last bit, or the program fails. The lower panel shows how far the same training drifts from
+one process's with `reproducible: order`, where only the order of additions differs.
 """
 
 import argparse
@@ -26,11 +26,11 @@ from legato.trainer.loggers import JSONLinesLogger
 
 REPLICAS, EPOCHS, SAVE_EVERY = 8, 10, 7
 BREAKS = [(4, 20), (2, 38), (3, 54), (1, None)]
-"""The broken run's processes, and the step in which one of them is killed."""
+"""Processes of each part of the interrupted run, and the step at which one of them is killed."""
 
 
 class Killer(lg.Callback):
-    """Kills the process that executes the last replica, in the middle of a step."""
+    """Kills the process of the last replica in the middle of a step."""
 
     def __init__(self, step: int | None) -> None:
         self.step = step
@@ -42,13 +42,13 @@ class Killer(lg.Callback):
 
 class Outcome(NamedTuple):
     losses: list[float]
-    """Of each step."""
+    """Loss of each step."""
     weights: str
-    """Their hash."""
+    """Hash of the final weights."""
 
 
 def run(root: Path, processes: int, reproducible: str, kill_at: int | None = None) -> Outcome:
-    """Train, or go on with the newest checkpoint below `root`."""
+    """Train, or resume from the newest checkpoint below `root`."""
     lg.seed_everything(0, verbose=False)
     task = Digits(channels=16)
     trainer = lg.Trainer(
@@ -73,7 +73,7 @@ def run(root: Path, processes: int, reproducible: str, kill_at: int | None = Non
 
 
 def run_broken(root: Path) -> Outcome:
-    """Train on 4, 2, 3 processes and at last 1, killed in between."""
+    """Train on 4, 2, 3 processes and finally 1, killed in between."""
     for processes, kill_at in BREAKS:
         try:
             return run(root, processes, "bitwise", kill_at)
@@ -85,20 +85,20 @@ def run_broken(root: Path) -> Outcome:
 # --- the picture ----------------------------------------------------------------------------------------------------
 WIDTH, HEIGHT, LEFT, RIGHT = 860, 520, 74, 840
 TOP, MIDDLE, LOW, BOTTOM = 46, 320, 362, 480
-"""Where the upper panel begins and ends, and the lower one."""
+"""Top and bottom of the upper and the lower panel."""
 INK, GRID, BROKEN = "#222", "#ddd", "#e6550d"
 STYLES = [("#9ecae1", 9.0, ""), ("#4292c6", 5.5, ""), ("#08519c", 2.5, ""), (BROKEN, 1.6, "5 4")]
-"""Colour, width and dashes of 1, 2, 4 processes and of the broken run: each leaves the wider one below it in sight."""
+"""Colour, width and dashes of 1, 2, 4 processes and of the interrupted run; each leaves wider lines below visible."""
 NAMES = ["1 process", "2 processes", "4 processes", "4, killed, 2, killed, 3, killed, 1"]
 DRIFTS = [("#74a876", "2 processes"), ("#9e6fb5", "4 processes")]
 SMALLEST, LARGEST = 1e-9, 1.0
-"""Of the lower panel's scale."""
+"""Lower end of the lower panel's scale."""
 
 Points = list[tuple[float, float]]
 
 
 def picture(losses: Sequence[float], drifts: Sequence[Sequence[float]]) -> str:
-    """Return the SVG for the losses that all runs have, and for how far runs in `order` are from one process's."""
+    """Return the SVG for the common losses and the drifts of runs in `order`."""
 
     def across(step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / len(losses)
@@ -113,7 +113,7 @@ def picture(losses: Sequence[float], drifts: Sequence[Sequence[float]]) -> str:
 
 
 def upper(losses: Sequence[float], across: Callable[[float], float]) -> list[str]:
-    """The loss, once for each run."""
+    """Return the panel of losses, with one line per run."""
     highest = math.ceil(max(losses) * 2) / 2
     parts = []
     for half in range(int(highest * 2) + 1):
@@ -127,7 +127,7 @@ def upper(losses: Sequence[float], across: Callable[[float], float]) -> list[str
 
 
 def breaks(across: Callable[[float], float]) -> list[str]:
-    """Where the broken run was killed, and shaded what had to be done again."""
+    """Return marks where the interrupted run was killed, with shaded repeated steps."""
     parts = []
     for (processes, kill_at), (after, _) in itertools.pairwise(BREAKS):
         assert kill_at is not None
@@ -139,7 +139,7 @@ def breaks(across: Callable[[float], float]) -> list[str]:
 
 
 def lower(drifts: Sequence[Sequence[float]], across: Callable[[float], float]) -> list[str]:
-    """How far runs are from that of one process."""
+    """Return the panel of distances from the run in one process."""
 
     def up(drift: float) -> float:
         share = math.log(max(drift, SMALLEST) / SMALLEST) / math.log(LARGEST / SMALLEST)

@@ -1,12 +1,12 @@
-"""Do two versions of the code train to the same bits? Ten configs, and a digest of all that each leaves behind.
+"""Compares two versions of the code bit for bit: ten configs are trained, with a digest of each result.
 
     python -m benchmarks.same_results before.json --keep FOLDER      train, write the digests, keep the checkpoints
     python -m benchmarks.same_results after.json --against before.json --take FOLDER
-                                                                     the same in another version; says what differs
+                                                                     the same in another version; prints differences
 
 A digest covers the final weights, the optimizer's state, every logged value and the names of checkpoints. With `--take`
-each run is also resumed from the checkpoint that the other version wrote in its middle. The exit code is the number of
-configs that differ. Only public names are used, so that one file runs in both versions.
+each run is also resumed from the other version's checkpoint of its middle. The exit code is the number of configs that
+differ. Only public names are used, so that one file runs in both versions.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import legato as lg
 
 STEPS = 6
-"""The step whose checkpoint another version goes on from."""
+"""Step of the checkpoint from which the other version resumes."""
 
 
 class Layer(nn.Module):
@@ -46,7 +46,7 @@ class Layer(nn.Module):
 
 
 class Blocks(lg.Task):
-    """A residual stack whose blocks can be sharded, cut and spread."""
+    """A residual stack whose blocks can be sharded and split."""
 
     def __init__(self, width: int = 16, layers: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Blocks(lg.Task):
 
 
 class BatchNorm(Blocks):
-    """Has buffers."""
+    """A model with buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class BatchNorm(Blocks):
 
 
 class Manual(Blocks):
-    """Steps two optimizers itself."""
+    """A task with manual optimization and two optimizers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Manual(Blocks):
 
 
 class Stream(IterableDataset[Any]):
-    """Samples of no known number."""
+    """An iterable dataset without length."""
 
     def __init__(self, data: TensorDataset) -> None:
         self.data = data
@@ -162,7 +162,7 @@ CONFIGS: dict[str, tuple[Callable[[], lg.Task], Callable[[], Any], dict[str, Any
 
 
 def digest(values: Any) -> str:
-    """A digest of nested values and tensors, to the bit."""
+    """Return a digest of nested values and tensors, exact to the bit."""
     found = hashlib.sha256()
 
     def add(value: Any) -> None:
@@ -201,7 +201,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def train(name: str, root: Path, resume: Path | None = None) -> dict[str, str]:
-    """Train one config and return the digests of what it left."""
+    """Train one config and return the digests of its results."""
     make, data, options = CONFIGS[name]
     checkpoint = lg.callbacks.Checkpoint(every_n_train_steps=STEPS, save_top_k=-1)
     trainer = lg.Trainer(

@@ -1,4 +1,4 @@
-"""What the order of samples and keyed random numbers cost: starting an epoch, an index, a seeding.
+"""Cost of the order of samples and of keyed random numbers: starting an epoch, an index, a seeding.
 
 Run: python benchmarks/sampling.py
 """
@@ -21,7 +21,7 @@ BATCH = 256
 
 
 class Numbers:
-    """A map-style dataset of some length that holds nothing."""
+    """An empty map-style dataset of a given length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -34,7 +34,7 @@ class Numbers:
 
 
 def best_seconds(call: Callable[[], object], calls: int, rounds: int = 7) -> float:
-    """Return the seconds of one call: the best of several rounds, since neighbours only ever make it slower."""
+    """Return the seconds of one call: the minimum over rounds, since other load only adds time."""
     seconds = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -54,7 +54,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def first_batch(length: int, start_step: int = 0) -> list[int]:
-    """Start an epoch whose key nothing has seen before."""
+    """Start an epoch with a key that is in no cache."""
     key = epoch_key(time.perf_counter_ns(), 0)
     deal = Deal(length, BATCH, replicas=8, accumulate=1)
     order = partial(permutation, length=length, key=key)

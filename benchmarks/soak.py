@@ -1,7 +1,7 @@
-"""Twenty thousand short steps on two processes: does anything grow?
+"""Twenty thousand short steps on two processes, to find growth of memory, files, threads or step time.
 
-Logging, validation, a checkpoint every 100 steps and loader workers that start anew each epoch; memory, open files,
-threads and the time of a step, for each process, at the beginning and at the end, and the curve between as JSON lines.
+The run logs, validates, saves every 100 steps and restarts loader workers each epoch. Reported are values at the
+beginning and the end for each process, and the curve in between as JSON lines.
 
 Run: python -m benchmarks.soak [--steps 20000] [--curve FILE]
 """
@@ -42,7 +42,7 @@ class Small(lg.Task):
 
 
 class Watch(lg.Callback):
-    """Writes what this process uses, once an epoch."""
+    """Records this process's resources once per epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,7 +89,7 @@ def run(steps: int, folder: Path) -> dict[int, list[dict[str, float]]]:
 
 
 def main() -> None:
-    """Print how each figure moved from the second tenth of the run (the first warms up) to the last."""
+    """Print the change of each value from the second tenth of the run (the first warms up) to the last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--curve", type=Path)

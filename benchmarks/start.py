@@ -1,6 +1,6 @@
-"""What starting two processes costs, from the call to the end of their first all_reduce, against torch's own spawn.
+"""Time to start two processes, from the call to the end of their first all_reduce, against torch's own spawn.
 
-And the same for `Trainer.fit`: from the call to the end of its first optimizer step.
+Also for `Trainer.fit`: from the call to the end of its first optimizer step.
 
 Run: python benchmarks/start.py
 """
@@ -41,7 +41,7 @@ def by_legato() -> None:
 
 
 def by_fit(folder: Path) -> float:
-    """Train for one step on two processes; return when it was done."""
+    """Train for one step on two processes; return the time of its end."""
     import torch
 
     import legato as lg
@@ -96,7 +96,7 @@ def measure(kind: str) -> list[float]:
 
 
 def main() -> None:
-    """Measure each way in fresh processes, in turn, and print the medians and their ratios to spawn."""
+    """Measure each way in fresh processes, in turn, and print medians and ratios to spawn."""
     taken: dict[str, list[list[float]]] = {"spawn": [], "cold": [], "early": [], "fit": []}
     for _ in range(ROUNDS):
         for kind, rounds in taken.items():

@@ -1,16 +1,16 @@
-"""What a training step costs beyond a hand-written loop, next to the peers that are installed.
+"""CPU time of a training step beyond a hand-written loop, for Legato and for installed peers.
 
 Run: python -m benchmarks.step_overhead [--modes bare,usual,map] [--steps 2000] [--rounds 3] [--only raw,legato,...]
 
-Every contestant trains the same small MLP on the same batches, in a process of its own, in turn (A B C, A B C, ...), so
-that a busy neighbour troubles all alike. A step's figure is CPU time of the process: the tenth percentile over blocks
-of 50 steps, without the first quarter; of the rounds the least counts.
+Every contestant trains the same small MLP on the same batches, in its own process, in turn (A B C, A B C, ...), so that
+other load affects all alike. The figure of a step is the CPU time of the process: the tenth percentile over blocks of
+50 steps, without the first quarter; the minimum over rounds.
 
-bare: nothing attached; batches come from a stream. map: the same from a map-style DataLoader, shuffled and collated.
-usual: one loss logged in each step, a progress bar (into a file), TensorBoard every 50 steps, where the framework has
-them a checkpoint at the end.
+bare: nothing attached, batches from a stream. map: the same from a map-style DataLoader, shuffled and collated. usual:
+one loss logged per step, a progress bar (into a file), TensorBoard every 50 steps, and a checkpoint at the end where
+the framework has these.
 
-"legato, off" is Legato with `reproducible: off`. It keys no random numbers, as no peer does.
+"legato, off" is Legato with `reproducible: off`, without keyed random numbers, which no peer has.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MODES = ("bare", "usual", "map")
 
 @dataclass
 class Job:
-    """What a contestant has to train, and the clock that it calls after each step."""
+    """The training of a contestant, and the clock that it calls after each step."""
 
     mode: str
     steps: int
@@ -85,13 +85,13 @@ class Job:
         return torch.optim.Adam(model.parameters(), 1e-3)
 
     def tick(self, *_: Any) -> None:
-        """Note that a step is over."""
+        """Record the end of a step."""
         self.done += 1
         if self.done % BLOCK == 0:
             self.marks.append(time.process_time())
 
     def microseconds(self) -> float:
-        """Return the figure of a step."""
+        """Return the CPU time of a step."""
         assert self.done == self.steps, f"{self.done} steps instead of {self.steps}"
         marks = self.marks[len(self.marks) // 4 :]
         blocks = sorted(later - earlier for earlier, later in itertools.pairwise(marks))
@@ -100,7 +100,7 @@ class Job:
 
 # --- the contestants --------------------------------------------------------------------------------------------------
 def raw(job: Job) -> None:
-    """The loop that one writes by hand."""
+    """Train in a hand-written loop."""
     optimizer = job.optimizer(job.model)
     bar: Any = None
     writer: Any = None
@@ -122,7 +122,7 @@ def raw(job: Job) -> None:
 
 
 def legato(job: Job, reproducible: str = "order") -> None:
-    """Legato."""
+    """Train with Legato."""
     import legato as lg
     from legato.trainer.loggers.tensorboard import TensorBoardLogger
 
@@ -158,12 +158,12 @@ def legato(job: Job, reproducible: str = "order") -> None:
 
 
 def legato_off(job: Job) -> None:
-    """Legato without keyed random numbers."""
+    """Train with Legato, without keyed random numbers."""
     legato(job, "off")
 
 
 def lightning(job: Job) -> None:
-    """PyTorch Lightning."""
+    """Train with PyTorch Lightning."""
     import lightning as peer
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -200,7 +200,7 @@ def lightning(job: Job) -> None:
 
 
 def ignite(job: Job) -> None:
-    """PyTorch-Ignite."""
+    """Train with PyTorch-Ignite."""
     from ignite.engine import Engine, Events
 
     optimizer = job.optimizer(job.model)
@@ -225,7 +225,7 @@ def ignite(job: Job) -> None:
 
 
 def fabric(job: Job) -> None:
-    """Lightning Fabric, where the user writes the loop."""
+    """Train with Lightning Fabric, in a hand-written loop."""
     from lightning.fabric import Fabric
 
     peer = Fabric(accelerator="cpu", devices=1)
@@ -235,7 +235,7 @@ def fabric(job: Job) -> None:
 
 
 def accelerate(job: Job) -> None:
-    """Hugging Face Accelerate, where the user writes the loop."""
+    """Train with Hugging Face Accelerate, in a hand-written loop."""
     from accelerate import Accelerator
 
     peer = Accelerator(cpu=True)
@@ -261,12 +261,12 @@ CONTESTANTS: dict[str, tuple[Callable[[Job], None], str, tuple[str, ...]]] = {
     "fabric": (fabric, "lightning", ("bare", "map")),
     "accelerate": (accelerate, "accelerate", ("bare", "map")),
 }
-"""By name: what trains, the package that it needs, the modes that it knows."""
+"""Function, required package and supported modes, by name."""
 
 
 # --- the comparison ---------------------------------------------------------------------------------------------------
 def measure(name: str, mode: str, steps: int) -> float:
-    """Run one contestant in a process of its own; return the microseconds of a step."""
+    """Run one contestant in its own process; return the microseconds of a step."""
     command = [sys.executable, __file__, "--one", name, "--modes", mode, "--steps", str(steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -277,7 +277,7 @@ def measure(name: str, mode: str, steps: int) -> float:
 
 
 def compare(mode: str, names: list[str], steps: int, rounds: int) -> None:
-    """Print a table of one mode."""
+    """Print the table of one mode."""
     names = [name for name in names if mode in CONTESTANTS[name][2]]
     figures: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(rounds):

@@ -2,8 +2,8 @@
 
     python examples/gan.py
 
-`automatic_optimization = False` gives backward and the optimizers into the hands of `training_step`. A few drawings go
-to TensorBoard every tenth epoch, and one is printed at the end.
+With `automatic_optimization = False`, `training_step` calls backward and the optimizers itself. Drawings are logged to
+TensorBoard every tenth epoch, and a few are printed at the end.
 """
 
 import torch

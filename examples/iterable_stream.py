@@ -1,9 +1,9 @@
-"""Streams of unknown and uneven length: each process reads a stream of its own, and the run goes on until all are done.
+"""Streams of unknown and uneven length: each process reads its own stream, until all are exhausted.
 
     python examples/iterable_stream.py
 
-One of the two processes has 3,000 measurements, the other 1,100. Each counts once, with the same weight: a step's
-gradient is the mean over the samples of the step, whichever process read them, also when one has none left.
+One of the two processes has 3,000 measurements, the other 1,100. Each counts once, with the same weight: the gradient
+of a step is the mean over its samples, whichever process read them, even if one has none left.
 """
 
 import torch
@@ -16,7 +16,7 @@ LENGTHS = (3000, 1100)
 
 
 class Measurements(IterableDataset):
-    """One sensor's log: x (4,) and y = x @ (1, 2, 3, 4) plus noise. Nobody knows its length before it ends."""
+    """One sensor's log: x (4,) and y = x @ (1, 2, 3, 4) plus noise. Its length is unknown until it ends."""
 
     def __init__(self, sensor):
         self.sensor = sensor
@@ -53,7 +53,7 @@ trainer = lg.Trainer(
     max_epochs=1,
     strategy="ddp",
     devices=2,
-    use_distributed_sampler=False,  # the loaders are shared out already
+    use_distributed_sampler=False,  # each process's loader is its share already
     run_name="stream",
     enable_progress_bar=False,
 )

@@ -2,8 +2,8 @@
 
     python examples/plain_script.py
 
-Two spirals wind around each other; a small network learns which one a point lies on. After `fit` the task in this
-script holds the trained weights, although two other processes trained it.
+A small network learns to tell two interleaved spirals apart. After `fit` the task in this script has the trained
+weights, although two other processes trained it.
 """
 
 import math

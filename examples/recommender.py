@@ -1,11 +1,11 @@
-"""A recommender whose embeddings live in a process of their own: DDP with a parameter server.
+"""A recommender whose embeddings are in a separate process: DDP with a parameter server.
 
     python examples/recommender.py            two trainers and a server
     python examples/recommender.py single     the same run in one process
 
-Users and items have hidden tastes, from which ratings follow; the data is generated. The tables of embeddings are what
-grows with users and items, so the task names them in `remote_modules`: under strategy ddp_rpc a server has them, under
-any other strategy each process does. Both runs end with the same loss, but for rounding.
+Ratings are generated from hidden tastes of users and items. The embedding tables grow with users and items, so the task
+lists them in `remote_modules`: under strategy ddp_rpc a server holds them, under any other strategy each process does.
+Both runs end with the same loss, except for rounding.
 """
 
 import sys
@@ -49,7 +49,7 @@ class Recommender(lg.Task):
 
 
 def ratings(count, seed):
-    """Return pairs of a user and an item, (count, 2), and how the one rates the other, (count,)."""
+    """Return (user, item) pairs (count, 2), and the users' ratings of the items (count,)."""
     tastes = torch.Generator().manual_seed(0)
     users = torch.randn(USERS, TASTES, generator=tastes)
     items = torch.randn(ITEMS, TASTES, generator=tastes)

@@ -1,12 +1,12 @@
-"""A model in two parts, each on a device of its own: ddp_model_parallel, both ways.
+"""A model in two parts on two devices: ddp_model_parallel, in both ways.
 
     python examples/two_parts.py
 
-Four devices make two processes with two parts each. Where there are no four GPUs the devices are the CPU, four times:
-the same steps, so that a model can be tried before it is brought to where it fits on no single device.
+Four devices make two processes with two parts each. Without four GPUs the CPU serves as all four devices, with the same
+steps, so that a model can be tried on any machine.
 
-`InBlocks` says what its blocks are, and Legato cuts it by parameter bytes. `ByHand` puts its parts on devices itself.
-Both learn what the same model learns on one device.
+`InBlocks` returns its blocks, and Legato splits them by parameter bytes. `ByHand` places its parts on devices itself.
+Both learn the same as the model on one device.
 """
 
 import torch
@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Rings(lg.Task):
-    """Knows nothing of devices."""
+    """A task without any placement."""
 
     def __init__(self, width: int = 32, layers: int = 4):
         super().__init__()
@@ -59,14 +59,14 @@ class Rings(lg.Task):
 
 
 class InBlocks(Rings):
-    """Says what its blocks are; everything else is Legato's affair."""
+    """Lists its blocks, which Legato places."""
 
     def configure_blocks(self):
         return [self.embedding, *self.layers, self.head]
 
 
 class ByHand(Rings):
-    """Has its parts where it wants them. The batch comes to the last device, where the loss is made."""
+    """Places its parts itself. Batches are moved to the last device, where the loss is computed."""
 
     def configure_model(self):
         first, last = self.devices
@@ -87,7 +87,7 @@ class ByHand(Rings):
 
 
 def rings(count, seed):
-    """Return points (count, 2), and for each whether it lies on an odd ring, (count,)."""
+    """Return points (count, 2), and whether each lies on an odd ring (count,)."""
     points = torch.rand(count, 2, generator=torch.Generator().manual_seed(seed)) * 2 - 1
     return TensorDataset(points, (points.norm(dim=1) * 2).long() % 2)
 
