@@ -73,9 +73,9 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
     (precious / "paper.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="does not look like a checkpoint"):
         commit.remove(precious)
-    with pytest.raises(CheckpointError, match="is no checkpoint, so it is not replaced"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
         store.write(precious, example())
-    with pytest.raises(CheckpointError, match="is no checkpoint, so it is not replaced"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
         store.write(precious / "paper.tex", example())
     one, link = tmp_path / "step-00000001", tmp_path / "step-00000002"
     store.write(one, example())

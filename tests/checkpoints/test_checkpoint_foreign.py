@@ -75,5 +75,5 @@ def test_foreign_files_never_run_code_and_are_refused_with_what_they_hold(tmp_pa
     torch.save({"a._orig_mod.w": torch.ones(1), "a.w": torch.ones(1)}, tmp_path / "twice.pt")
     with pytest.raises(CheckpointError, match="two weights of one name"):
         foreign.read_foreign(tmp_path / "twice.pt")
-    with pytest.raises(CheckpointError, match="is no file"):
+    with pytest.raises(CheckpointError, match="is not a file"):
         foreign.read_foreign(tmp_path)
