@@ -27,7 +27,7 @@ def check(point, fails, said, notes, changed):
             assert said == ""
         elif point == "background save":
             assert said.startswith("CheckpointError")
-            assert "is no checkpoint" in said
+            assert "is not a checkpoint" in said
         else:
             assert said == "Injected: injected"
     elif said != "Users: the user's":  # what failed before the user's step did
