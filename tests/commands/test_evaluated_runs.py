@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_word(folder: Path) -> None:
     break_checkpoint(checkpoints / LAST)
     done = legato("validate", "line.yaml")
     assert done.returncode == 1
-    assert "no whole checkpoint" in done.stderr
+    assert "no complete checkpoint" in done.stderr
 
 
 def test_resume_auto_of_a_runs_own_config_goes_on_with_that_run(folder: Path) -> None:

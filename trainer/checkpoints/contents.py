@@ -61,7 +61,7 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
     saved = store.read_checkpoint(newest) if newest is not None else {}
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
-            "The run's optimizers ended with its processes, and it kept no whole checkpoint of its last step "
+            "The run's optimizers ended with its processes, and it kept no complete checkpoint of its last step "
             f"{trainer.global_step} to copy. Let a Checkpoint callback save when training ends, or save with "
             "weights_only=True."
         )
