@@ -28,12 +28,12 @@ class Checkpoint(Retention):
     once their replacement is complete.
 
     Args:
-        monitor: a name in `trainer.callback_metrics`. Values that validation measured at an earlier step do not count,
-        nor do non-finite ones.
+        monitor: a name in `trainer.callback_metrics`. Values of an earlier step (of a validation, or the mean over the
+            epoch before) do not count, nor do non-finite ones.
         every_n_train_steps: save every n optimizer steps. May be combined with `every_n_epochs` and
-        `train_time_interval`; 0 disables it.
+            `train_time_interval`; 0 disables it.
         train_time_interval: time between saves; a number is in minutes.
-        dirpath: another folder; `resume="auto"` looks in the run directory only.
+        dirpath: another folder; `resume="auto"` finds what the same run saved there.
         save_on_train_epoch_end: save at the end of the training epoch (True) or after validation (False).
         save_weights_only: leave out everything that only a resume needs.
         asynchronous: write in the background; the previous checkpoint is deleted when the next save begins.
@@ -81,6 +81,11 @@ class Checkpoint(Retention):
         """Newest step at which a save was due by steps or time."""
         self._is_cut_off = False
         """Whether training ended in the middle of an epoch."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it saves to a given folder instead of the run directory."""
+        return self._given_dirpath is not None
 
     @property
     def state_key(self) -> str:
@@ -172,6 +177,8 @@ class Checkpoint(Retention):
             self._due_step = step
             if self._metric is not None and step % trainer.log_every_n_steps == 0:
                 trainer.log_step()  # else the monitored value would be that of an earlier step
+            elif self._metric is not None and not self._metric.from_validation:
+                trainer.current_run.show_step()
             self.save(trainer)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
@@ -203,9 +210,11 @@ class Checkpoint(Retention):
         if not trainer.state.epoch_ended:
             return  # stopped within the epoch; a resume continues it
         here = self.save_on_train_epoch_end
+        trained = self._metric is not None and self._metric.is_from_training(trainer)
         if here is None:
-            here = self._metric is None or self._metric.is_from_training(trainer)
-        if here and self._is_epoch_due(trainer):
+            here = self._metric is None or trained
+        due = trained and trainer.global_step in (self._newest_step, self._due_step)  # as after a validation
+        if (here and self._is_epoch_due(trainer)) or due:
             self.save(trainer)
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
@@ -272,8 +281,10 @@ class Checkpoint(Retention):
         from ..trainer.checkpoints.store import checkpoints_in
         from ..trainer.processes.environment import restart_count
 
-        found = checkpoints_in(Path(self.dirpath or "")) if restart_count() == 0 else []
-        if trainer.broadcast(bool(found)):
+        folder, found = Path(self.dirpath or ""), False
+        if trainer.is_global_zero and restart_count() == 0:
+            found = len(trainer.saver.own_in(folder)) < len(checkpoints_in(folder))
+        if trainer.broadcast(found):
             raise ConfigError(
                 f"Checkpoint: dirpath {str(self.dirpath)!r} has checkpoints of another run, which would be "
                 f"overwritten. Resume from one, choose another folder, or omit dirpath to use the run directory."
@@ -291,5 +302,7 @@ class Checkpoint(Retention):
         """
         if self._metric is None or ((self._is_cut_off or between) and self._metric.is_from_training(trainer)):
             return None
+        if self._metric.is_from_training(trainer) and not trainer.is_measured_now(self._metric.name):
+            return None  # of an earlier step, such as the mean over the previous epoch
         score = self._metric.read(trainer)
         return score if score is not None and math.isfinite(score) else None

@@ -98,7 +98,7 @@ class Counter(lg.Callback):
         self._count("validations")
 
 
-def make_trainer(folder, callbacks=(), checkpoint=True, **arguments):
+def make_trainer(folder, callbacks=(), checkpoint=True, dirpath=None, **arguments):
     settings = {
         "accelerator": "cpu",
         "strategy": "single",
@@ -117,7 +117,7 @@ def make_trainer(folder, callbacks=(), checkpoint=True, **arguments):
     }
     watching = [EarlyStopping("val/loss", patience=50), Counter(), *callbacks]
     if checkpoint:
-        watching.append(Checkpoint(monitor="val/loss", save_top_k=2, every_n_train_steps=3))
+        watching.append(Checkpoint(monitor="val/loss", save_top_k=2, every_n_train_steps=3, dirpath=dirpath))
     return lg.Trainer(**settings, enable_checkpointing=checkpoint, callbacks=watching)
 
 

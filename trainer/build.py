@@ -15,13 +15,14 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
 from .checkpoints import contents, fingerprint, restore, store
+from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
 from .checkpoints.run_names import name_problem
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
 from .data.combined import combined, one_after_another
 from .data.dealing import DealtData, EvaluationData, training_data
-from .data.loaders import length_of, require_iterable
+from .data.loaders import close_loaders, length_of, opened_loaders, require_iterable
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
@@ -81,6 +82,7 @@ def join(run: Run, request: Request) -> None:
     trainer, strategy, state = run.trainer, run.strategy, run.state
     if wants_public_torch():
         take_public_ways()
+    run.undo.callback(close_loaders, opened_loaders())  # last, when signals end workers again
     run.undo.enter_context(run.preemption.handle_signals())
     run.membership = strategy.elastic.for_stage(run.stage).membership(run)
     run.watchdog.place = located(find_place(trainer.cluster) or Place())
@@ -105,8 +107,9 @@ def join(run: Run, request: Request) -> None:
     run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_ranks.rank).start
     newest = run.membership.newest
     run.agreement = Agreement(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed, newest)
-    script = run.script_collectives = ScriptCollectives(strategy)
-    run.agreement.count, run.agreement.require_same = lambda: script.count, script.require_same
+    if strategy.leaves_default_group:
+        script = run.script_collectives = ScriptCollectives(strategy)
+        run.agreement.count, run.agreement.require_same = lambda: script.count, script.require_same
 
 
 def check_task(task: Any, request: Request) -> None:
@@ -159,11 +162,13 @@ def find_directory(run: Run, request: Request) -> None:
     """
     trainer, damaged = run.trainer, list[Path]()
     while True:
-        decided = Decision(new_identity())
+        decided = Decision()
         if run.strategy.place.rank == 0:
             try:
                 decided.directory, decided.source = decide_directory(trainer, request, damaged)
                 decided.is_chosen = request.source_is_chosen
+                decided.goes_on = is_same_run(decided.directory, decided.source)
+                decided.identity = store.identity_of(decided.directory) or new_identity()
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
         decided = run.strategy.collectives.broadcast(decided)
@@ -174,7 +179,7 @@ def find_directory(run: Run, request: Request) -> None:
             trainer.saver.run_id = decided.identity  # unless the checkpoint to go on from has one
         if run.source is None:
             return
-        run.goes_on = trainer.run_dir is not None and trainer.run_dir.resolve() in run.source.resolve().parents
+        run.goes_on = decided.goes_on
         try:
             run.checkpoint = read_for_all(
                 run.strategy.collectives,
@@ -199,10 +204,12 @@ def find_directory(run: Run, request: Request) -> None:
 class Decision:
     """Rank 0's choice of run directory and checkpoint, which it broadcasts."""
 
-    identity: str
+    identity: str = ""
     directory: Path | None = None
     source: Path | None = None
     """The checkpoint to read."""
+    goes_on: bool = False
+    """Whether that is of the run in this directory."""
     is_chosen: bool = False
     """Whether an older one will do."""
     problem: Exception | None = None
@@ -221,26 +228,56 @@ def decide_directory(
     def check(path: Path) -> bool:
         return path not in damaged and bool(store.check_sizes(path))
 
-    root = Path(trainer.default_root_dir)
+    root, identity = Path(trainer.default_root_dir), ""
     if isinstance(request.resume, StoredRun):
         assert request.resume.directory is not None
         trainer.saver.hold(request.resume.directory, request.stage)
-        found, source = request.resume.to_resume(check)
+        found, source = request.resume.to_resume(check, folders_elsewhere(trainer, request.task))
+        identity = store.identity_of(request.resume.directory)
         request.source_is_chosen = True
         if found is None:
             trainer.saver.release(request.resume.directory)
     else:
-        named = named_checkpoint(trainer, request.resume)
-        found, source = store.find(root, trainer.run_name, named, trainer.saver, check)
+        named, folders = named_checkpoint(trainer, request.resume), list[Path]()
+        if named == "auto":
+            folders = folders_elsewhere(trainer, request.task)
+            before = map(store.identity_of, reversed(store.versions(root, trainer.run_name)))
+            identity = next(filter(None, before), "")
+        found, source = store.find(root, trainer.run_name, named, trainer.saver, check, folders)
         request.source_is_chosen = source is not None and source != Path(named or "")
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
     if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
         directory = store.create(root, trainer.run_name)
+        # one that begins anew for want of a whole checkpoint is the run that left none, and may write over its files
+        if request.stage == "fit":
+            store.write_identity(directory, identity or new_identity())
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source
+
+
+def is_same_run(directory: Path | None, source: Path | None) -> bool:
+    """Return whether a checkpoint is of the run in a run directory, wherever it lies."""
+    if directory is None or source is None:
+        return False
+    if directory.resolve() in source.resolve().parents:
+        return True
+    identity = store.identity_of(directory)
+    return bool(identity) and source.is_dir() and load_manifest(source).run == identity
+
+
+def is_elsewhere(directory: Path | None, source: Path) -> bool:
+    """Return whether a checkpoint is of the run in a run directory, but lies in another folder."""
+    return is_same_run(directory, source) and directory not in source.parents
+
+
+def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
+    """Return where else than in the run directory checkpoints are saved from which a run can go on."""
+    task.trainer = trainer  # which configure_callbacks may ask
+    callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, Checkpoint)]
+    return [one.dirpath for one in callbacks if one.dirpath and one.is_elsewhere and not one.save_weights_only]
 
 
 def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Path:
@@ -275,6 +312,8 @@ def set_up(run: Run) -> None:
     """Call the set-up hooks, place the task, make loaders and optimizers, and load the checkpoint."""
     trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
     trainer.saver.join(trainer.run_dir)
+    if stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
+        store.write_identity(trainer.run_dir, trainer.saver.run_id)
     task.trainer = trainer
     if run.datamodule is not None:
         run.datamodule.trainer = trainer

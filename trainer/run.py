@@ -355,11 +355,16 @@ class Run:
 
         Raises DataError if there was no step.
         """
-        if isinstance(self.data, StreamData) and self.data.length:
-            self.watchdog.require_same_end(self.data.length)
+        data = self.data.training
+        if isinstance(data, StreamData) and data.length:
+            self.watchdog.require_same_end(data.length)
         self.refuse_empty_epoch()
         warn_of_no_loss(self)
         self.check_losses()
+        self.show_step()
+
+    def show_step(self) -> None:
+        """Publish the newest step's values where that was not done; every rank calls it."""
         if self.state.logged_at != self.state.global_step:
             self._show(self.metrics.reduce_step())
 

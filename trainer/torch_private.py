@@ -12,7 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial, wraps
 from multiprocessing import resource_sharer
@@ -193,7 +193,11 @@ def _sequence_number(group: Any) -> int:
 
     devices = dict(pair.split(":", 1)[::-1] for pair in distributed.get_backend_config(group).split(",") if ":" in pair)
     known = [device for backend, device in devices.items() if backend in ("gloo", "nccl")]
-    return sum(group._get_backend(torch.device(one))._get_sequence_number_for_group() for one in known)
+    found = 0
+    for device in known:
+        with suppress(RuntimeError):  # one that does not count
+            found += group._get_backend(torch.device(device))._get_sequence_number_for_group()
+    return found
 
 
 GROUP_NAMES = Shortcut(
@@ -853,10 +857,19 @@ def read_so_far(iterator: Any) -> tuple[Any, int]:
     return getattr(iterator, "_dataset", None), getattr(iterator, "_num_yielded", 0)
 
 
-def end_loader_workers(iterator: Any) -> None:
-    """End the workers of a loader's iterator, unless they persist; else torch does with the last reference to it."""
-    if WORKERS.usable and hasattr(iterator, "_shutdown_workers") and not iterator._persistent_workers:
-        iterator._shutdown_workers()
+def end_loader_workers(iterator: Any, loader: Any = None) -> None:
+    """End the workers of a loader's iterator; else torch does with the last reference to it.
+
+    Those that persist only with their `loader`, which starts others where it is iterated over again.
+    """
+    if not WORKERS.usable or not hasattr(iterator, "_shutdown_workers"):
+        return
+    if iterator._persistent_workers:
+        if loader is None:
+            return
+        if getattr(loader, "_iterator", None) is iterator:
+            loader._iterator = None
+    iterator._shutdown_workers()
 
 
 # --- multiprocessing, in a loader's worker ----------------------------------------------------------------------------

@@ -238,6 +238,7 @@ class Trainer(TrainerView):
     def publish(self, reduced: Reduced) -> None:
         """Publish reduced values to callbacks, the progress bar and loggers."""
         self.callback_metrics.update(reduced.tensors())
+        self.current_run.metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
         self.progress_bar_metrics.update(reduced.progress_bar)
         self.logged_metrics.update(reduced.loggers)
         if reduced.loggers and self.running:

@@ -197,6 +197,10 @@ class TrainerView(TrainerArguments):
         return self.current_run.data.loaders.get("predict")
 
     # --- how much there is to do ------------------------------------------------------------------------------------
+    def is_measured_now(self, name: str) -> bool:
+        """Return whether `callback_metrics[name]` is a value of this very step, or one that a hook has put there."""
+        return self.current_run.metrics.measured_at.get(name, self.state.global_step) == self.state.global_step
+
     @property
     def num_training_batches(self) -> int | float:
         """Batches that each replica has in an epoch; infinity where the loader does not say."""

@@ -279,6 +279,37 @@ def test_another_runs_folder_is_refused_before_the_first_step(tmp_path):
     run(resume=tmp_path / "own" / "step-00000002")  # of which it is the same run, going on
 
 
+class EveryStep(Scripted):
+    """Logs a number that tells the step, for the step, the epoch or both."""
+
+    def __init__(self, on_step, on_epoch):
+        super().__init__()
+        self.options = {"on_step": on_step, "on_epoch": on_epoch}
+
+    def training_step(self, batch):
+        self.log("train/number", float(self.global_step + 1), **self.options)
+        return super().training_step(batch)
+
+
+@pytest.mark.parametrize(
+    ("on_step", "on_epoch", "monitor", "expected"),
+    [
+        (False, True, "train/number", {4: 2.5, 8: 6.5}),
+        (True, True, "train/number_epoch", {4: 2.5, 8: 6.5}),
+        (True, False, "train/number", {step: float(step) for step in range(1, 9)}),
+        (True, True, "train/number_step", {step: float(step) for step in range(1, 9)}),
+    ],
+)
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_value_is_that_of_the_checkpoints_own_step_or_none(tmp_path, on_step, on_epoch, monitor, expected, every):
+    """Not the mean over the epoch before, nor the value of the newest logging point."""
+    callback = Checkpoint(monitor, save_top_k=-1, every_n_train_steps=every)
+    fit(tmp_path, callback, task=EveryStep(on_step, on_epoch), max_epochs=2, log_every_n_steps=50)
+    steps = {step for step in range(1, 9) if step % every == 0 or step == 8}
+    found = {step_of(name): score for name, score in callback.scores.items()}
+    assert found == {step: expected.get(step) for step in steps}
+
+
 @pytest.mark.parametrize("every", [{"every_n_train_steps": 2}, {"train_time_interval": 1e-9}])
 def test_a_save_that_is_due_waits_for_the_value_of_its_step(tmp_path, every):
     best = Checkpoint("val/score", "max", save_last=False, **every)

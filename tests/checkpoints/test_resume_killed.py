@@ -79,6 +79,37 @@ def test_a_run_killed_anywhere_is_the_undisturbed_run(tmp_path, undisturbed):
         assert len(directories) == (1 if has_checkpoint else 2)
 
 
+@pytest.mark.parametrize(("hook", "count"), [KILLS[0], KILLS[2], KILLS[3], KILLS[8]])
+def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undisturbed, hook, count):
+    """resume=auto finds what it saved there; its run directory has no checkpoint."""
+    own = {"dirpath": tmp_path / "own"}
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        run_workers(lambda: fit(tmp_path / "runs", [Killer(hook, count)], **own) and None, 1)
+    has_checkpoint = any(tmp_path.glob("own/step-*"))
+    trainer, task = fit(tmp_path / "runs", weights=6 if has_checkpoint else 0, **own)
+    assert torch.equal(everything(trainer, task), undisturbed["everything"])
+    assert summary(trainer, task) == undisturbed["summary"]
+    assert lines(trainer.run_dir) == undisturbed["lines"]
+    assert scalars(trainer.run_dir) == undisturbed["scalars"]
+    assert trainer.run_dir.name == ("version_0" if has_checkpoint else "version_1")
+    assert not any((tmp_path / "runs").glob("*/*/checkpoints/step-*"))
+    with pytest.raises(ConfigError, match="own' has checkpoints of another run"):
+        fit(tmp_path / "others", **own)
+
+
+def test_a_run_whose_checkpoints_elsewhere_cannot_be_gone_on_with_begins_anew(tmp_path, undisturbed, caplog):
+    own = {"dirpath": tmp_path / "own"}
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        run_workers(lambda: fit(tmp_path / "runs", [Killer(*KILLS[2])], **own) and None, 1)
+    for path in tmp_path.glob("own/step-*/model.safetensors"):
+        path.write_bytes(b"damaged" + path.read_bytes()[7:])
+    trainer, task = fit(tmp_path / "runs", **own)
+    assert "is damaged" in caplog.text
+    assert torch.equal(everything(trainer, task), undisturbed["everything"])
+    assert lines(trainer.run_dir) == undisturbed["lines"]
+    assert trainer.run_dir.name == "version_1"
+
+
 def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undisturbed):
     """Until it gets through; the moments fall into reading, computing, logging and writing as they come."""
     chance = random.Random(time.time_ns())
@@ -105,7 +136,8 @@ def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undistu
     assert scalars(trainer.run_dir) == undisturbed["scalars"], delays
 
 
-def test_killed_processes_of_ddp_are_started_again(tmp_path):
+@pytest.mark.parametrize("own", [False, True])
+def test_killed_processes_of_ddp_are_started_again(tmp_path, own):
     """One rank is killed in step 4, the other in the validation after step 7; the job ends as if nothing had been."""
 
     class KillsRank(lg.Callback):
@@ -123,7 +155,8 @@ def test_killed_processes_of_ddp_are_started_again(tmp_path):
 
     two = {"strategy": "ddp", "devices": 2}
     whole, task = fit(tmp_path / "whole", **two)
-    trainer, restarted = fit(tmp_path / "killed", [KillsRank()], max_restarts=2, **two)
+    folder = {"dirpath": tmp_path / "own"} if own else {}
+    trainer, restarted = fit(tmp_path / "killed", [KillsRank()], max_restarts=2, **two, **folder)
     assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-3", "killed-7"}
     ours, theirs = (torch.cat(tensors_of(each.state_dict())) for each in (restarted, task))
     assert torch.equal(ours, theirs)

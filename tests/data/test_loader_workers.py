@@ -77,6 +77,77 @@ print(sorted(data.queue.get(timeout=20) for _ in range(3)))
 """
 
 
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.zeros(3), torch.zeros(1)
+
+
+def ended(processes):
+    """Whether all of them have ended within a second."""
+    deadline = time.monotonic() + 1
+    while any(one.is_alive() for one in processes) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not any(one.is_alive() for one in processes)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("data", [[(torch.zeros(3), torch.zeros(1))] * 64, Endless()], ids=["map", "stream"])
+@pytest.mark.parametrize("how", ["error", "interrupt", "stop", "validation"])
+def test_no_worker_outlives_the_run(trainer, data, persistent, how):
+    """Though somebody holds the traceback, as a notebook does, and the loader."""
+
+    class Leaves(Tiny):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 3 and how in ("error", "interrupt"):
+                raise KeyboardInterrupt if how == "interrupt" else LookupError("here")
+            self.trainer.should_stop = batch_idx == 3
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            if batch_idx == 3:
+                raise LookupError("here")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.started = multiprocessing.active_children()
+
+        def on_validation_batch_start(self, batch, batch_idx):
+            self.started = multiprocessing.active_children()
+
+    task, loader = Leaves(), DataLoader(data, 1, num_workers=2, persistent_workers=persistent)
+    loader.multiprocessing_context = "fork"
+    before, held = set(multiprocessing.active_children()), None
+    try:
+        if how == "validation":
+            trainer().validate(task, loader)
+        else:
+            trainer(max_epochs=1).fit(task, loader)
+    except (LookupError, KeyboardInterrupt) as error:
+        held = error
+    assert (held is None) == (how == "stop")
+    assert len(set(task.started) - before) >= 2
+    assert ended(set(task.started) - before)
+    assert len(list(zip(range(3), loader, strict=False))) == 3  # it can be used again
+
+
+def test_a_run_within_another_one_leaves_its_workers_alone(trainer):
+    class Inner(Tiny):
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    class Outer(Tiny):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if batch_idx == 1:
+                trainer().validate(Inner(), loader())
+
+    def loader():
+        return DataLoader([(torch.zeros(3), torch.zeros(1))] * 16, 1, num_workers=1, multiprocessing_context="fork")
+
+    made = trainer()
+    made.fit(Outer(), loader())
+    assert made.global_step == 16
+
+
 def test_a_queue_of_the_dataset_itself_is_left_alone(tmp_path):
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{QUEUE}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)

@@ -374,6 +374,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     strategy.precision.load_state_dict(saved["precision"])
     run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in saved["callback_metrics"].items()})
+    run.metrics.measured_at.update(dict.fromkeys(saved["callback_metrics"], -1))
     if run.data.training is not None:
         run.data.training.load_state_dict(saved["data"])
     if run.datamodule is not None and saved["datamodule"]:

@@ -10,6 +10,8 @@ VERSION = re.compile(r"version_(\d+)")
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 """File name of the run's config in its directory."""
+IDENTITY = ".run"
+"""File name of the run's identity in its directory; see `saver.new_identity`."""
 LONGEST = 255
 """Maximum bytes of a file's name, on all usual file systems."""
 

@@ -33,7 +33,7 @@ from .foreign import read_contents
 from .format import MODEL, OTHERS, FileSum, file_sum, flatten, read_verified, unflatten
 from .run_lock import belongs_to_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
-from .run_names import CONFIG, VERSION, name_problem
+from .run_names import CONFIG, IDENTITY, VERSION, name_problem
 from .shards import SHARD_FILE, ShardFiles, load_stored
 
 if TYPE_CHECKING:
@@ -199,7 +199,12 @@ def _steps(root: Path) -> list[Path]:
             continue
         if STEP_NAME.fullmatch(name) and path.is_dir():
             found[name] = path
-    return sorted(found.values(), key=lambda path: int(path.name.strip(".").split(".")[0].removeprefix("step-")))
+    return sorted(found.values(), key=checkpoint_step)
+
+
+def checkpoint_step(path: Path) -> int:
+    """Return the step in a checkpoint's name, its temporary one too."""
+    return int(path.name.strip(".").split(".")[0].removeprefix("step-"))
 
 
 def resolve(path: Path, check: Check = verify) -> Path:
@@ -271,10 +276,36 @@ def write_config(directory: Path, text: str, weights: Path | None) -> None:
     (directory / CONFIG).write_text(text, encoding="utf-8")
 
 
-def newest_in(directory: Path, check: Check = verify) -> Path | None:
-    """Return the newest checkpoint of a run directory that passes `check`."""
-    folder = directory / CHECKPOINTS
-    return newest_complete(folder, check) if folder.is_dir() else None
+def write_identity(directory: Path, identity: str) -> None:
+    """Write a run's identity to its directory: its checkpoints may be elsewhere."""
+    (directory / IDENTITY).write_text(identity, encoding="ascii")
+
+
+def identity_of(directory: Path | None) -> str:
+    """Return the identity of the run in a run directory; "" if it is not known."""
+    try:
+        return "" if directory is None else (directory / IDENTITY).read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = ()) -> Path | None:
+    """Return the newest checkpoint of a run directory that passes `check`, or of the same run in other `folders`.
+
+    One in those is verified here, whatever `check` does.
+    """
+    identity = identity_of(directory)
+
+    def is_own(path: Path) -> bool:
+        if manifest.load_manifest(path).run != identity or check(path) is False:
+            return False
+        verify(path)
+        return True
+
+    inside = directory / CHECKPOINTS
+    found = [newest_complete(inside, check)] if inside.is_dir() else []
+    found += [newest_complete(folder, is_own) for folder in folders if identity]
+    return max((path for path in found if path is not None), key=checkpoint_step, default=None)
 
 
 def newest_checkpoint(root: Path, name: str, check: Check = verify) -> tuple[Path, Path] | None:
@@ -286,15 +317,18 @@ def newest_checkpoint(root: Path, name: str, check: Check = verify) -> tuple[Pat
     return None
 
 
-def newest_locked(root: Path, name: str, saver: "Saver", check: Check) -> tuple[Path, Path] | None:
-    """Return what `newest_checkpoint` does, after the directory was locked.
+def newest_locked(
+    root: Path, name: str, saver: "Saver", check: Check, folders: Sequence[Path] = ()
+) -> tuple[Path, Path] | None:
+    """Return what `newest_checkpoint` does, after the directory was locked; `folders`: where else it may have saved.
 
     Raises ConfigError if another run of this name writes to it, or to a newer one without a checkpoint yet.
     """
     for directory in reversed(versions(root, name)):
-        if any((directory / CHECKPOINTS).glob("*step-*")) or belongs_to_training(directory):
+        elsewhere = bool(folders) and bool(identity_of(directory))
+        if any((directory / CHECKPOINTS).glob("*step-*")) or belongs_to_training(directory) or elsewhere:
             saver.hold(directory, "fit")
-            found = newest_in(directory, check)
+            found = newest_in(directory, check, folders)
             if found is not None:
                 return directory, found
             saver.release(directory)
@@ -302,17 +336,25 @@ def newest_locked(root: Path, name: str, saver: "Saver", check: Check) -> tuple[
 
 
 def find(
-    root: Path, name: str, resume: str | Path | None, saver: "Saver | None" = None, check: Check = verify
+    root: Path,
+    name: str,
+    resume: str | Path | None,
+    saver: "Saver | None" = None,
+    check: Check = verify,
+    folders: Sequence[Path] = (),
 ) -> tuple[Path | None, Path | None]:
     """Return the directory and the checkpoint for `resume`; None for a new directory, or for no checkpoint.
 
-    "auto" continues in the newest run directory of this name with a complete checkpoint, if there is one. From a path
-    (a checkpoint, or a folder of some) a new run directory starts. Raises CheckpointError if it has none.
+    "auto" continues in the newest run directory of this name with a complete checkpoint, there or in `folders`, if any.
+    From a path (a checkpoint, or a folder of some) a new run directory starts. Raises CheckpointError if it has none.
     """
     if resume is None:
         return None, None
     if resume == "auto":
-        found = newest_checkpoint(root, name, check) if saver is None else newest_locked(root, name, saver, check)
+        if saver is None:
+            found = newest_checkpoint(root, name, check)
+        else:
+            found = newest_locked(root, name, saver, check, folders)
         if found is None:
             log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", root / name)
         return found if found is not None else (None, None)
@@ -352,10 +394,10 @@ class StoredRun:
         place = self.directory if self.directory is not None else self.root / self.name
         raise CheckpointError(f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
 
-    def to_resume(self, check: Check) -> tuple[Path | None, Path | None]:
+    def to_resume(self, check: Check, folders: Sequence[Path] = ()) -> tuple[Path | None, Path | None]:
         """Return the run directory and the checkpoint to resume from; None for both if there is no checkpoint."""
         assert self.directory is not None
-        found = newest_in(self.directory, check)
+        found = newest_in(self.directory, check, folders)
         if found is None:
             log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", self.directory)
             return None, None

@@ -10,7 +10,16 @@ import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, DataError, did_you_mean
-from .loaders import EpochOrder, MapLoader, copy_loader, is_dealable, iterate_loader, length_of, require_iterable
+from .loaders import (
+    EpochOrder,
+    MapLoader,
+    copy_loader,
+    is_dealable,
+    iterate_loader,
+    length_of,
+    open_loader,
+    require_iterable,
+)
 from .randomness import KeyedDataset
 from .sampling import CHUNK, Deal, KeyedIndices, Layout, keyed_batches, mix
 from .steps import Dealing
@@ -159,7 +168,7 @@ def _has_loader(loaders: Any) -> bool:
 
 def _opened(loader: Any) -> Iterator[Any]:
     with prepared_workers(loader):
-        return iterate_loader(iter(loader))
+        return iterate_loader(open_loader(loader))
 
 
 def _leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -296,7 +305,7 @@ class CombinedPart:
             self.sibling = copy_loader(loader, dataset, self.sampler)
         self.sampler.deal, self.sampler.dealing = deal, dealing
         self.sampler.start_step, self.sampler.epoch = start_step, epoch
-        return iter(self.sibling)
+        return open_loader(self.sibling)
 
 
 class _PartBatches:

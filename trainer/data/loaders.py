@@ -3,6 +3,7 @@
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,30 @@ SHARED_MEMORY = "/dev/shm"
 """Directory through which worker processes hand over tensors on Linux."""
 SECONDS_TO_END = 1.0
 """Seconds to wait until the system reports that a disconnected worker has ended."""
+
+
+_open_iterators: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+"""The loader of each iterator with worker processes."""
+
+
+def open_loader(loader: Any) -> Iterator[Any]:
+    """Return an iterator over a loader, whose workers `close_loaders` ends."""
+    batches: Iterator[Any] = iter(loader)
+    if loader_workers(batches):
+        _open_iterators[batches] = loader
+    return batches
+
+
+def opened_loaders() -> list[Any]:
+    """Return the iterators of loaders with workers that are open by now."""
+    return list(_open_iterators)
+
+
+def close_loaders(but: Sequence[Any] = ()) -> None:
+    """End the workers of all loaders `but` these, also those that persist: a traceback may hold them for long."""
+    for batches in opened_loaders():
+        if not any(batches is other for other in but):
+            end_loader_workers(batches, _open_iterators.pop(batches))
 
 
 def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
@@ -208,7 +233,7 @@ class MapLoader:
             self.sibling = copy_loader(self.loader, dataset, self.batches)
         self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
         self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
-        return iterate_loader(iter(self.sibling))
+        return iterate_loader(open_loader(self.sibling))
 
 
 def is_dealable(loader: Any) -> bool:

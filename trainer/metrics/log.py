@@ -76,6 +76,8 @@ class Metrics:
         self.turns: dict[str, int] = {}
         self.describe_place: Callable[[], str] = lambda: self.stage
         """Returns a description of the current stage, for messages."""
+        self.measured_at: dict[str, int] = {}
+        """For each name of `trainer.callback_metrics` the step of its value."""
         self.turns_left_out = 0
         """Batches of this training epoch for which training_step returned None."""
         self.loaders = 0

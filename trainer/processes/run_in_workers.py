@@ -86,7 +86,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
         elif not elastic.joins:
             trainer.run_dir, source = build.decide_directory(trainer, request)
-            if source is not None and request.source_is_chosen:
+            if source is not None and request.source_is_chosen and not build.is_elsewhere(trainer.run_dir, source):
                 source = source.parent  # the workers read it, and fall back to an older one where it is damaged
         trainer.given_dir = trainer.run_dir
         task = partial(_run_request, trainer, request, source)
@@ -129,8 +129,9 @@ def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if environment.restart_count() > 0 and trainer.run_dir is not None:
-        newest = store.newest_in(trainer.run_dir, check_sizes)
-        source = source if newest is None else newest.parent
+        newest = store.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
+        if newest is not None:
+            source = newest if build.is_elsewhere(trainer.run_dir, newest) else newest.parent
     elastic_worker = environment.find_elastic_worker()
     if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
