@@ -25,6 +25,10 @@ def wait_in_c() -> None:
     library.pthread_mutex_lock(mutex)
 
 
+SLOW = 0.6
+"""Seconds that a slow disk takes to sync one file, or one folder."""
+
+
 class Stuck(Dataset):
     """One of its samples never comes."""
 
@@ -99,9 +103,10 @@ class Hooks(Hangs):
     def on_save_checkpoint(self, checkpoint):
         if self.how == "save":
             time.sleep(600)
-        if self.how == "slow save":
+        if self.how == "slow save":  # each file of it takes its time
+            sync = os.fsync
+            os.fsync = lambda descriptor: (time.sleep(SLOW), sync(descriptor))[1]
             (self.folder / "saving").write_text(str(os.getpid()))
-            time.sleep(1.5)
 
     def teardown(self, stage):
         if self.how == "teardown":

@@ -390,6 +390,26 @@ def test_a_mistake_in_the_task_ends_the_run_at_once(tmp_path, folder):
     assert time.monotonic() - began < 20
 
 
+class MistakenOnce(Net):
+    def training_step(self, batch, batch_idx):
+        mark = self.folder / f"mistaken-{self.global_step}"
+        if self.global_rank == 1 and self.global_step in (7, 9) and not mark.exists():
+            mark.touch()
+            raise KeyError("a mistake of the task")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_after_a_mistake_in_the_task_all_start_again_as_often_as_asked(tmp_path, folder, undisturbed, restarts):
+    options = {"task": MistakenOnce(folder), "elastic": True, "devices": 2, "max_restarts": restarts}
+    if restarts == 1:
+        with pytest.raises(KeyError, match="a mistake of the task"):
+            fit(tmp_path, folder, **options)
+    else:
+        assert_same(*fit(tmp_path, folder, **options), undisturbed)
+    assert {path.name for path in folder.glob("mistaken-*")} == {"mistaken-7", "mistaken-9"}
+
+
 def test_the_loader_workers_of_a_dead_process_end_with_it(tmp_path, folder, undisturbed):
     seen = {}
 

@@ -130,15 +130,21 @@ def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path)
     assert "not answered for 1 s" in errors
 
 
-def test_a_save_that_moves_is_finished_first(tmp_path):
-    """The hook that writes with the save takes less than the grace time, the whole save and the step more."""
-    with running(tmp_path, "slow save", grace=4.0) as process:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_save_that_moves_is_finished_first(tmp_path, number):
+    """Its files take less than the grace time each, but together more: it is waited for as long as it moves."""
+    grace = 4 * unanswered_run.SLOW
+    with running(tmp_path, "slow save", grace=grace) as process:
         assert wait_until((tmp_path / "saving").exists, 30)
-        os.kill(process.pid, signal.SIGINT)
+        began = time.monotonic()
+        os.kill(process.pid, number)
         time.sleep(0.7)
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
+        assert not checkpoints(tmp_path)
         assert process.communicate(timeout=30) is not None
-    assert process.returncode in (1, 130)  # it may have ended of itself meanwhile, by a KeyboardInterrupt
+    assert time.monotonic() - began > grace
+    # of itself, by a KeyboardInterrupt or the code that asks for a new start, or else after the save
+    assert process.returncode in ((1, 130) if number == signal.SIGINT else (RESUME_ME,))
     assert checkpoints(tmp_path) == ["step-00000002"]
     assert not list((tmp_path / "runs").rglob("*.partial"))
 
