@@ -40,7 +40,7 @@ COMMANDS = {
         "Run a few steps of every stage to find what would fail later.", ".commands.check.check", "run_check"
     ),
     "plan": Command(
-        "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].", ".commands.plan.plan", "run_plan"
+        "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].", ".commands.plan.command", "run_plan"
     ),
     "export": Command(
         "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", ".commands.export", "run_export"

@@ -9,7 +9,7 @@ layout of processes, shares.py the state of each rank of a model that the strate
 """
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ...data.sampling import BatchSpan, Deal, EpochIndices, Layout, epoch_key, permutation
-from ...errors import ConfigError, DataError
+from ...errors import ConfigError
 from ...strategies.mesh.sizes import PLACES, Sizes
 from .processes import Processes
 from .state_size import Share, StateSize, format_bytes
@@ -151,7 +151,7 @@ def replicas_by_rank(layout: Layout, together: int = 1) -> str:
             if together > 1:
                 each = f" for every {together}" if each else " together"
             ranks = _ranks(range(first * together, stop * together))
-            parts.append(f"{ranks}: {_shown_count(count, 'replica')}{each} ({owned})")
+            parts.append(f"{ranks}: {shown_count(count, 'replica')}{each} ({owned})")
     return ", ".join(parts)
 
 
@@ -181,7 +181,7 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     mesh = " x ".join(f"{name} {size:,}" for name, size in axes if size > 1)
     who = [f": {mesh}"] if mesh else []
     who += (
-        [f": {_shown_count(plan.ranks.data_size, 'trainer')}, {_shown_count(plan.servers, 'server')}"]
+        [f": {shown_count(plan.ranks.data_size, 'trainer')}, {shown_count(plan.servers, 'server')}"]
         if plan.servers
         else []
     )
@@ -189,15 +189,15 @@ def _rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "Replicas", f"{plan.replicas:,}: {_replicas(plan)}"
     order = "in the order of the loader" if plan.own_order is not None else "shuffled" if plan.shuffle else "in order"
     left = plan.length - deal.samples
-    dropped = f"; an epoch leaves out {_shown_count(left, unit)}" if left else ""
-    yield "An epoch", f"{_shown_count(deal.samples, unit)}, {order}{dropped}"
-    batches = f" x {_shown_count(plan.accumulate, 'batch')} each" if plan.accumulate > 1 else ""
+    dropped = f"; an epoch leaves out {shown_count(left, unit)}" if left else ""
+    yield "An epoch", f"{shown_count(deal.samples, unit)}, {order}{dropped}"
+    batches = f" x {shown_count(plan.accumulate, 'batch')} each" if plan.accumulate > 1 else ""
     of = f" of {plan.batch_size:,}" if unit == "sample" else ""
-    yield "A step", f"{_shown_count(plan.step_samples, unit)}: {_shown_count(plan.replicas, 'replica')}{batches}{of}"
-    last = f"; the last has {_shown_count(plan.last_step_samples, unit)}" if deal.steps else ""
+    yield "A step", f"{shown_count(plan.step_samples, unit)}: {shown_count(plan.replicas, 'replica')}{batches}{of}"
+    last = f"; the last has {shown_count(plan.last_step_samples, unit)}" if deal.steps else ""
     yield "Steps an epoch", f"{deal.steps:,}{last}"
-    limits = [] if plan.max_epochs is None else [_shown_count(plan.max_epochs, "epoch")]
-    limits += [] if plan.max_steps is None else [f"at most {_shown_count(plan.max_steps, 'step')}"]
+    limits = [] if plan.max_epochs is None else [shown_count(plan.max_epochs, "epoch")]
+    limits += [] if plan.max_steps is None else [f"at most {shown_count(plan.max_steps, 'step')}"]
     total = plan.total_steps
     yield "Steps in all", "no limit in epochs or steps" if total is None else f"{total:,} ({', '.join(limits)})"
 
@@ -236,7 +236,7 @@ def render_batches(plan: Plan, rank: int, step: int, epoch: int) -> str:
     """Return the batches of a rank at a step as text for a terminal."""
     turns = plan.batches_at(rank, step, epoch)
     before = epoch * plan.deal.steps + step
-    count = _shown_count(sum(turn.samples for turn, _ in turns), plan.unit)
+    count = shown_count(sum(turn.samples for turn, _ in turns), plan.unit)
     count += ", as it is a server" if rank >= plan.processes - plan.servers else ""
     lines = [f"Rank {rank} at step {step:,} of epoch {epoch:,} (global_step {before:,} to {before + 1:,}): {count}"]
     for turn, found in turns:
@@ -245,26 +245,6 @@ def render_batches(plan: Plan, rank: int, step: int, epoch: int) -> str:
             textwrap.fill(head + " ".join(_shown_index(one) for one in found), WIDTH, subsequent_indent="    ")
         )
     return "\n".join(lines)
-
-
-def run_plan(arguments: Sequence[str]) -> None:
-    """Print the plan for a command line. Raises DataError if an epoch has no step."""
-    from .sources import PlanArguments, make_plan
-
-    options, rest = PlanArguments.read(arguments)
-    plan = make_plan(options, rest)
-    asked = (options.rank, options.step, options.epoch)
-    parts = [render(plan)]
-    if any(number is not None for number in asked):
-        parts.append(render_batches(plan, *(number or 0 for number in asked)))
-    print("\n\n".join(parts))
-    if plan.deal.steps == 0:
-        dropped = ", the short last one dropped," if plan.drop_last else ""
-        limit = "" if plan.limit == 1.0 else f", with limit_train_batches={plan.limit}"
-        raise DataError(
-            f"fit refuses this run, since an epoch has no step: {_shown_count(plan.length, plan.unit)} in batches of "
-            f"{plan.batch_size:,}{dropped} for {_shown_count(plan.replicas, 'replica')}{limit}."
-        )
 
 
 def _shown_index(index: Any) -> str:
@@ -281,7 +261,8 @@ def _range_text(start: int, stop: int) -> str:
     return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
 
 
-def _shown_count(count: int, word: str) -> str:
+def shown_count(count: int, word: str) -> str:
+    """Return a count with its noun, in the plural where needed."""
     return f"{count:,} {word if count == 1 else PLURALS.get(word, word + 's')}"
 
 
