@@ -57,7 +57,7 @@ class ExponentialMovingAverage(Callback):
             raise ConfigError(
                 f"ExponentialMovingAverage averages all weights, of which a process of strategy "
                 f"{trainer.strategy.name!r} has some only (those of its own stages, or none of the remote modules'): "
-                f"leave it out, set pipeline to 1, or keep the modules here."
+                f"remove it, set pipeline to 1, or keep the modules here."
             )
         trainer.strategy.elastic.for_stage(stage).refuse(
             "ExponentialMovingAverage cannot hand its averages to processes that join an elastic run: remove it, or "

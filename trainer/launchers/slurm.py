@@ -173,7 +173,7 @@ def _trainer_module() -> str:
 
 
 def seconds_of(text: str) -> int:
-    """Return the seconds of a time limit. Raises ConfigError where it is none."""
+    """Return the seconds of a time limit. Raises ConfigError for another format."""
     found = _SLURM_TIME.fullmatch(text)
     if found is None:
         raise ConfigError(f"launcher.time={text!r}: expected minutes, 'HH:MM:SS' or 'D-HH:MM:SS'.")

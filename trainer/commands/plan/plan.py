@@ -211,7 +211,7 @@ def _state_rows(state: StateSize, plan: Plan) -> Iterator[tuple[str, str]]:
         yield title, _shown_state(share.size, most, where)
         title = ""
     if not plan.shares and plan.parts is None:
-        yield title, "unknown: parameters= does not say how many of them are in remote modules; leave it out to see"
+        yield title, "unknown: parameters= does not tell how many are in remote modules; omit it to measure them"
     elif not plan.shares and plan.parts is not None:
         same = "; the same on every rank" if plan.processes > 1 and plan.parts == (1, 1) else ""
         if plan.sizes is not None and plan.sizes.tensor * plan.sizes.pipeline > 1:
