@@ -4,13 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench matrix clean
+.PHONY: demo test quick lint bench matrix clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
 
 test: $(STAMP)  ## run all tests
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile
+
+quick: $(STAMP)  ## run the tests that take less than half a second each
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
 
 lint: $(STAMP)  ## format, imports, layers, types
 	$(BIN)/ruff check .

@@ -64,6 +64,7 @@ def fit(tmp_path, *callbacks, values=(), task=None, resume=None, **options):
     return trainer
 
 
+@pytest.mark.slow
 def test_exports_are_lazy():
     code = (
         "import sys, legato.callbacks as callbacks\n"
@@ -108,6 +109,7 @@ def test_it_stops_when_it_should(tmp_path, caplog, options, values, epochs):
     json.dumps(callback.state_dict(), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_early_stopping_by_a_training_metric(tmp_path):
     class Epochs(Scripted):
         def training_step(self, batch):
@@ -119,6 +121,7 @@ def test_early_stopping_by_a_training_metric(tmp_path):
     assert callback.best_score == 0.0
 
 
+@pytest.mark.slow
 def test_early_stopping_refuses_a_metric_that_nobody_logs(tmp_path):
     with pytest.raises(ConfigError, match=r"EarlyStopping monitors 'val/sco'.*Did you mean 'val/score'"):
         fit(tmp_path, EarlyStopping("val/sco"), values=[0.5, 0.5])
@@ -127,6 +130,7 @@ def test_early_stopping_refuses_a_metric_that_nobody_logs(tmp_path):
     assert trainer.current_epoch == 2
 
 
+@pytest.mark.slow
 def test_early_stopping_waits_on_over_a_resume(tmp_path):
     values = [0.5, 0.6, 0.6, 0.6, 0.1, 0.1]
     fit(tmp_path, EarlyStopping("val/score", patience=3), values=values, max_epochs=2)
@@ -250,6 +254,7 @@ def test_several_optimizers_of_a_kind_are_numbered(tmp_path):
     assert logged(trainer, "lr-SGD-1") == dict.fromkeys((1, 2, 3, 4), 0.2)
 
 
+@pytest.mark.slow
 def test_throughput_does_not_count_validation(tmp_path):
     logger = JSONLinesLogger()
     task = Scripted(seconds=0.02, validation_seconds=0.5)
@@ -290,6 +295,7 @@ def test_durations_that_are_none(value):
         parse_duration(value)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="0123456789:-. ", max_size=14) | st.text(max_size=8))
 def test_any_text_is_a_duration_or_refused(text):
@@ -326,6 +332,7 @@ def test_a_timer_that_looks_by_epoch_ends_the_epoch(tmp_path):
     assert trainer.current_epoch <= 2
 
 
+@pytest.mark.slow
 def test_a_timer_counts_the_time_before_a_resume(tmp_path):
     timer = Timer("00:00:00:02")
     fit(tmp_path, timer, task=Scripted(seconds=0.05), max_epochs=2)

@@ -91,6 +91,7 @@ def test_without_a_monitor_the_newest_is_kept(tmp_path):
     assert found.kth_best_model_path == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "top_k", "last", "expected", "best"),
     [
@@ -123,6 +124,7 @@ def test_the_best_and_the_newest_are_kept(tmp_path, mode, top_k, last, expected,
         assert step_of(callback.last_model_path) == 20
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     scores=st.lists(st.one_of(st.none(), st.integers(0, 6).map(float)), min_size=1, max_size=12),
@@ -207,6 +209,7 @@ def test_when_it_saves(tmp_path, options, trainer_options, expected):
     assert kept(trainer) == expected
 
 
+@pytest.mark.slow
 def test_every_so_many_seconds(tmp_path):
     saves = Saves()
     callback = Checkpoint(train_time_interval=timedelta(seconds=0.3), save_top_k=-1, save_last=False)
@@ -350,6 +353,7 @@ def test_the_mean_of_a_part_of_an_epoch_is_compared_with_nothing(tmp_path, save_
     assert kept(made) == ([8, 12] if save_last else [8])
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_where_it_was_also_in_a_moved_directory(tmp_path):
     values = [0.5, 0.9, 0.1, 0.8, 0.95, 0.2]
     options = {"values": values, "log_every_n_steps": 1}
@@ -370,6 +374,7 @@ def test_a_resume_goes_on_where_it_was_also_in_a_moved_directory(tmp_path):
     assert str(folder) in mine.best_model_path
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_another_one_touches_nothing_there(tmp_path):
     first = fit(tmp_path, Checkpoint("val/score", "max", save_top_k=3), values=[0.9, 0.8, 0.7])
     before = kept(first)
@@ -448,6 +453,7 @@ def test_weights_only(tmp_path):
         fit(tmp_path, Checkpoint(), resume=trainer.checkpoint_callback.last_model_path)
 
 
+@pytest.mark.slow
 def test_a_step_that_has_no_batch_for_one_rank_is_saved_by_all(tmp_path):
     callback = Checkpoint(every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(tmp_path, callback, max_epochs=2, strategy="ddp", devices=2)

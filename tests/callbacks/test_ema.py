@@ -41,6 +41,7 @@ class Seen(Tiny):
         self.log("val_loss", self.loss(batch))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [True, False])
 def test_the_average_is_torchs_and_validates(trainer, mode):
     task, plain, average = Seen(), Tiny(), ExponentialMovingAverage(0.9)
@@ -81,6 +82,7 @@ def test_buffers_are_averaged_where_asked_for(trainer):
         assert "body.1.num_batches_tracked" not in average.averages
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_both(trainer, tmp_path):
     def run(epochs, resume=None):
         average = ExponentialMovingAverage(0.9)
@@ -106,6 +108,7 @@ def test_a_resumed_run_goes_on_with_both(trainer, tmp_path):
     assert torch.equal(averaged.model[0].weight, whole.began[10])
 
 
+@pytest.mark.slow
 def test_two_processes_average_as_one(tmp_path):
     def run(**options):
         task, average = Net(dropout=0.2), ExponentialMovingAverage(0.8)
@@ -120,6 +123,7 @@ def test_two_processes_average_as_one(tmp_path):
     assert all(torch.equal(first.averaged_state_dict()[name], one.state_dict()[name]) for name in first.averages)
 
 
+@pytest.mark.slow
 def test_sharded_weights_are_averaged_in_parts(tmp_path):
     def work():
         torch.set_num_threads(1)
@@ -171,6 +175,7 @@ def test_it_is_never_saved_in_the_place_of_the_weights(trainer, tmp_path):
     assert_same_bits(task.model, plain.model)  # and the task has them back
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused(trainer):
     for options, message in (({"decay": 1.0}, "decay=1.0"), ({"every_n_steps": 0}, "every_n_steps=0 must be at least")):
         with pytest.raises(ConfigError, match=message):

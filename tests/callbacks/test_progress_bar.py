@@ -88,6 +88,7 @@ def screen(drawn):
     return [line.rstrip() for line in lines if line.strip()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [100, 0])
 def test_bars_on_a_terminal(tmp_path, columns):
     code, drawn = run_on_terminal(tmp_path, 0.002, columns=columns)
@@ -106,6 +107,7 @@ def test_bars_on_a_terminal(tmp_path, columns):
     assert "a message" in screen(drawn)
 
 
+@pytest.mark.slow
 def test_a_bar_for_each_epoch_can_stay(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0, leave="leave")
     assert code == 0, drawn
@@ -113,6 +115,7 @@ def test_a_bar_for_each_epoch_can_stay(tmp_path):
     assert left == ["epoch 0: 100%", "epoch 1: 100%"]
 
 
+@pytest.mark.slow
 def test_an_exception_leaves_the_terminal_in_order(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0.002, fail_at=150)
     assert code == 1
@@ -122,6 +125,7 @@ def test_an_exception_leaves_the_terminal_in_order(tmp_path):
     assert "\r" not in after.replace("\r\n", "\n")
 
 
+@pytest.mark.slow
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
     done = Forked(run_source, PROGRAM, str(tmp_path), "0", "-1", "one", "1")
     _, errors = done.communicate(timeout=60)
@@ -138,11 +142,13 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert "train/loss=" in lines[-2]
 
 
+@pytest.mark.slow
 def test_no_bar_when_refresh_rate_is_0(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0, refresh_rate=0)
     assert (code, drawn) == (0, "a message\r\nEND\r\n")
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_between_so_many_steps(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0.004, refresh_rate=100)
     assert code == 0

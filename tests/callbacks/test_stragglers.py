@@ -37,6 +37,7 @@ class Slow(Net):
             self.trainer.save_checkpoint(self.folder / "checkpoint")
 
 
+@pytest.mark.slow
 def test_each_phase_has_its_own_limit(tmp_path, capfd):
     task = Slow()
     task.folder = tmp_path
@@ -136,6 +137,7 @@ def found():
     return run_workers(cases, 2, threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rank"), [("first", 0), ("second", 1), ("bitwise", 1), ("validating", 1)])
 def test_the_slowest_rank_and_the_wait_for_it(found, name, rank):
     (ranks, seconds, shares), slowest, wait, share, left = found[name]
@@ -150,11 +152,13 @@ def test_the_slowest_rank_and_the_wait_for_it(found, name, rank):
     assert left == 0
 
 
+@pytest.mark.slow
 def test_it_costs_no_collective_of_its_own(found):
     assert found["with"] == found["without"]
     assert found["with"]["all_reduce"] > 4
 
 
+@pytest.mark.slow
 def test_it_warns_with_the_ranks_name(capfd):
     def work():
         sync.SECONDS_BETWEEN = 1e6
@@ -173,6 +177,7 @@ def test_one_process_has_nobody_to_wait_for(trainer):
     assert not memory.of("straggler/slowest_rank")
 
 
+@pytest.mark.slow
 def test_bad_thresholds_and_elastic_runs_are_refused():
     with pytest.raises(ConfigError, match="threshold=2: expected a fraction of a step"):
         StragglerMonitor(threshold=2)

@@ -188,6 +188,7 @@ def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Pat
     writer.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     program = (
         "import sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import background\n"
@@ -218,6 +219,7 @@ MEMORY = """
 """
 
 
+@pytest.mark.slow
 def test_host_memory_is_no_copy_at_once_and_one_in_the_background(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(MEMORY), str(tmp_path)], capture_output=True, text=True, timeout=120

@@ -56,6 +56,7 @@ def drive() -> Iterator[Callable[..., Any]]:
     assert driver.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_killed_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
     found = drive("die", scenario, tmp_path)
@@ -67,6 +68,7 @@ def test_the_calls_are_more_than_two_hundred() -> None:
     assert sum(SCENARIOS.values()) >= 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["first", "overwrite", "next, background", "next, in parts"])
 def test_killed_in_the_middle_of_every_write(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
     found = drive("torn", scenario, tmp_path)
@@ -74,6 +76,7 @@ def test_killed_in_the_middle_of_every_write(drive: Callable[..., Any], scenario
     assert found["faults"] >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_disk_full_or_broken_at_every_call(drive: Callable[..., Any], scenario: str, tmp_path: Path) -> None:
     found = drive("fail", scenario, tmp_path)
@@ -81,6 +84,7 @@ def test_disk_full_or_broken_at_every_call(drive: Callable[..., Any], scenario: 
     assert found["faults"] >= SCENARIOS[scenario]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["first", "next", "overwrite", "overwrite, background", "save after a death"])
 def test_everything_is_on_the_disk_before_what_builds_on_it(
     drive: Callable[..., Any], scenario: str, tmp_path: Path
@@ -160,6 +164,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     root, program = tmp_path / "small", tmp_path / "program.py"
     root.mkdir()

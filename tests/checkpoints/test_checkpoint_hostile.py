@@ -41,6 +41,7 @@ def reseal(directory: Path) -> None:
 # ---------------------------------------------------------------------------------------------- damage
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_and_every_cut_is_found(
     name: str, two: tuple[Path, Path], caplog: pytest.LogCaptureFixture
@@ -320,6 +321,7 @@ def test_fuzz_state() -> None:
     assert outcomes.count("works") > 10
 
 
+@pytest.mark.slow
 def test_fuzz_tensor_files(tmp_path: Path) -> None:
     generator, path = random.Random(2), tmp_path / "file.safetensors"
     seed = safetensors.torch.save({"w": torch.ones(3), "b": torch.ones(2, 2).bool()})
@@ -348,6 +350,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=1000)
 @given(value=json_values)
 def test_any_json_value_is_read_or_refused(value: object) -> None:
@@ -355,6 +358,7 @@ def test_any_json_value_is_read_or_refused(value: object) -> None:
     outcome(lambda: manifest.parse_manifest(json.dumps(value).encode()))
 
 
+@pytest.mark.slow
 def test_fuzz_foreign_files(tmp_path: Path) -> None:
     generator, path = random.Random(3), tmp_path / "file.pt"
     for old in (False, True):

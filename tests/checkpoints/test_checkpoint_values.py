@@ -117,6 +117,7 @@ values = st.recursive(
 names = st.one_of(st.sampled_from(["state_dict", format.MARK]), st.text(max_size=5))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(contents=st.dictionaries(names, values, max_size=3))
 def test_whatever_is_taken_apart_is_put_together(contents: dict[str, object]) -> None:
@@ -125,6 +126,7 @@ def test_whatever_is_taken_apart_is_put_together(contents: dict[str, object]) ->
     assert same(format.unflatten(state, flat.tensors), native_order(contents))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(contents=st.dictionaries(names, values, max_size=3))
 def test_whatever_goes_in_comes_out(contents: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -216,6 +218,7 @@ def test_what_cannot_be_stored_is_named_with_its_place(value: object, words: str
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
     endless: list[object] = []
     endless.append(endless)

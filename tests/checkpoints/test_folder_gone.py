@@ -57,6 +57,7 @@ def spoil(path: Path) -> None:
     (path / "manifest.json").write_text("{")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("action", [shutil.rmtree, move, link, add, spoil])
 def test_a_checkpoint_that_somebody_changes_is_left_alone(
@@ -78,6 +79,7 @@ def test_a_checkpoint_that_somebody_changes_is_left_alone(
         store.verify(trainer.run_dir / "checkpoints" / name)
 
 
+@pytest.mark.slow
 def test_the_folder_of_checkpoints_may_be_deleted_or_moved_to_another_disk(tmp_path: Path) -> None:
     newest = ["step-00000009", "step-00000010"]
     trainer = train(tmp_path / "a", lambda run_dir: shutil.rmtree(run_dir / "checkpoints"))
@@ -91,6 +93,7 @@ def test_the_folder_of_checkpoints_may_be_deleted_or_moved_to_another_disk(tmp_p
     assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == newest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_log_that_is_deleted_or_moved_is_written_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, moved: bool
@@ -148,6 +151,7 @@ def run_without_rights(folder: Path) -> None:
         (folder / name / "said").write_text(said)
 
 
+@pytest.mark.slow
 def test_a_run_directory_without_rights_is_named() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # others than root cannot come to pytest's own
         folder = Path(name)
@@ -179,6 +183,7 @@ def run_into_closed_pipe(folder: Path, devices: int) -> None:
     (folder / "done").write_text(str(trainer.global_step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_goes_on_where_nobody_reads_its_output(tmp_path: Path, devices: int) -> None:
     process = Forked(run_into_closed_pipe, tmp_path, devices)
@@ -187,6 +192,7 @@ def test_a_run_goes_on_where_nobody_reads_its_output(tmp_path: Path, devices: in
     assert (tmp_path / "done").read_text() in ("10", "6")
 
 
+@pytest.mark.slow
 def test_the_command_line_answers_0_where_nobody_reads_its_output(tmp_path: Path) -> None:
     words = ["fit", "digits.yaml", "trainer.max_steps=3", "trainer.log_every_n_steps=1", f"run.root={tmp_path}"]
     process = subprocess.Popen(

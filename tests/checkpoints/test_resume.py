@@ -24,6 +24,7 @@ def undisturbed(tmp_path_factory):
 # --- stopped --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_stopped_after_every_step_is_the_undisturbed_run(tmp_path, undisturbed):
     """With another number of loading processes each time, weights that begin elsewhere, and in one run directory."""
     for stop in range(1, STEPS):
@@ -35,6 +36,7 @@ def test_a_run_stopped_after_every_step_is_the_undisturbed_run(tmp_path, undistu
     assert len(list(trainer.run_dir.parent.iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed):
     fit(tmp_path)
     trainer, task = fit(tmp_path, weights=4)
@@ -78,6 +80,7 @@ for name in (
 AGAIN = {"on_train_start", "on_train_epoch_start"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [4, 1.0], ids=["within", "at the end"])
 def test_a_run_goes_on_from_every_hook(tmp_path, interval):
     """Nothing is done twice or left out: not the end of an epoch, not a validation, not a point."""
@@ -121,6 +124,7 @@ def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
 # --- callbacks ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     def run(patience, **strategy):
         trainer = make_trainer(tmp_path, max_epochs=9, val_check_interval=1.0, **strategy)
@@ -135,6 +139,7 @@ def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
     assert run(4) == (25, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [6, 11, 12])
 def test_what_validation_logs_is_not_judged_between_validations(tmp_path, stop):
     """Validation is every second epoch: a resume in between must not look at the old value once more."""
@@ -154,6 +159,7 @@ def test_what_validation_logs_is_not_judged_between_validations(tmp_path, stop):
     assert summary(resumed, None)["best"] == summary(whole, None)["best"]
 
 
+@pytest.mark.slow
 def test_the_timer_goes_on_over_resumes(tmp_path):
     class Slow(lg.Callback):
         def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
@@ -172,6 +178,7 @@ def test_the_timer_goes_on_over_resumes(tmp_path):
 # --- where to start from --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_path_begins_a_new_run_directory(tmp_path, undisturbed):
     first, _ = fit(tmp_path, max_steps=7)
     before = {path: path.stat().st_mtime_ns for path in first.run_dir.rglob("*")}
@@ -194,6 +201,7 @@ def test_a_path_begins_a_new_run_directory(tmp_path, undisturbed):
     assert torch.equal(everything(same, task), undisturbed["everything"])
 
 
+@pytest.mark.slow
 def test_a_broken_newest_checkpoint_is_passed_over(tmp_path, undisturbed, caplog):
     trainer, _ = fit(tmp_path, max_steps=9)
     newest = sorted((trainer.run_dir / "checkpoints").glob("step-*"))[-1]

@@ -16,6 +16,7 @@ from legato.trainer.data.sampling import epoch_key, mix, permutation
 # --- other data -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch, in torchdata's loader
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader_goes_on_from_its_own_state(tmp_path, workers, caplog):
@@ -56,6 +57,7 @@ class Plain:
             yield torch.full((3, 4), float(index)) + torch.rand(3, 4)
 
 
+@pytest.mark.slow
 def test_an_iterable_without_state_is_read_up_to_its_place_and_that_is_said(tmp_path, caplog):
     def run(folder, **arguments):
         trainer, task, data = make_trainer(tmp_path / folder, **arguments), Net(), Plain()
@@ -70,6 +72,7 @@ def test_an_iterable_without_state_is_read_up_to_its_place_and_that_is_said(tmp_
     assert "Plain has no state_dict: reading 8 batches again to get back to step 2 of epoch 0" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_data_module_keeps_its_state(tmp_path):
     class Data(lg.DataModule):
         def __init__(self):
@@ -139,6 +142,7 @@ def drawing(data=range(12)):
     return RandomSampler(data, generator=torch.Generator().manual_seed(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [

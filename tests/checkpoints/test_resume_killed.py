@@ -63,6 +63,7 @@ KILLS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_run_killed_anywhere_is_the_undisturbed_run(tmp_path, undisturbed):
     for number, (hook, count) in enumerate(KILLS):
         folder = tmp_path / str(number)
@@ -79,6 +80,7 @@ def test_a_run_killed_anywhere_is_the_undisturbed_run(tmp_path, undisturbed):
         assert len(directories) == (1 if has_checkpoint else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hook", "count"), [KILLS[0], KILLS[2], KILLS[3], KILLS[8]])
 def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undisturbed, hook, count):
     """resume=auto finds what it saved there; its run directory has no checkpoint."""
@@ -97,6 +99,7 @@ def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undi
         fit(tmp_path / "others", **own)
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_elsewhere_cannot_be_gone_on_with_begins_anew(tmp_path, undisturbed, caplog):
     own = {"dirpath": tmp_path / "own"}
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
@@ -110,6 +113,7 @@ def test_a_run_whose_checkpoints_elsewhere_cannot_be_gone_on_with_begins_anew(tm
     assert trainer.run_dir.name == "version_1"
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undisturbed):
     """Until it gets through; the moments fall into reading, computing, logging and writing as they come."""
     chance = random.Random(time.time_ns())
@@ -136,6 +140,7 @@ def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undistu
     assert scalars(trainer.run_dir) == undisturbed["scalars"], delays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_killed_processes_of_ddp_are_started_again(tmp_path, own):
     """One rank is killed in step 4, the other in the validation after step 7; the job ends as if nothing had been."""
@@ -184,6 +189,7 @@ class Noted(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     """From 1 to 3, to 2 and back to 1, in the middle of epochs: the same samples in each step, and the same weights."""
 
@@ -210,6 +216,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
         assert ours[step] == pytest.approx(record, abs=1e-6), step
 
 
+@pytest.mark.slow
 def test_what_a_run_keeps_cannot_be_changed(tmp_path):
     fit(tmp_path, max_steps=2)
     with pytest.raises(ConfigError, match="the run began with 2 replicas"):

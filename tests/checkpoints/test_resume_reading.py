@@ -16,6 +16,9 @@ from legato.trainer.checkpoints.shards import StoredTensor
 from legato.trainer.errors import CheckpointError
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 WIDTH = 1200
 
 

@@ -93,6 +93,7 @@ SAMPLES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SAMPLES)
 def test_other_samples_in_a_step_are_refused_within_an_epoch_and_listed_at_its_end(run, name):
     before, now, said = SAMPLES[name]
@@ -251,6 +252,7 @@ def with_task(settings):
     return {**settings, "task": Rated(**settings.get("task", {}))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINING)
 def test_what_changes_the_training_is_listed_once_and_refused_by_bitwise(run, name):
     before, now, said = TRAINING[name]
@@ -304,6 +306,7 @@ def one_cycle(steps):
     return lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, total_steps=steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [cosine, one_cycle, sequence], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("at", [10, 18])
 def test_a_run_that_is_made_longer_follows_the_schedule_of_its_new_length(run, make, at):
@@ -374,6 +377,7 @@ def grouped(backwards, names=("weight", "bias")):
     return order
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("was", "now"),
     [(None, lambda task: [*task.parameters()][::-1]), (grouped(False), grouped(True))],
@@ -390,6 +394,7 @@ def test_reordered_parameters_are_matched_by_name(run, was, now):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_parameters_that_cannot_be_matched_are_refused_by_name(run):
     run(Equal(), max_steps=4)
     with pytest.raises(CheckpointError, match=r"of other parameters: it has unknown model\.3\.bias, model\.3\.weight"):
@@ -404,6 +409,7 @@ def test_parameters_that_cannot_be_matched_are_refused_by_name(run):
 
 
 # --- nothing has changed ----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_old_checkpoints_load_with_what_can_be_compared(run):
     first = run(Rated(cosine(27)), max_steps=4)
     path = first.run_dir / "checkpoints" / "step-00000004"

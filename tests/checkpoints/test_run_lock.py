@@ -86,6 +86,7 @@ def _train(folder: Path, step: int, options: dict[str, Any]) -> None:
     train(folder, step, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "devices"), [(3, 1), (0, 1), (3, 2)])
 def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path, standing: Any, step: int, devices: int) -> None:
     """In the middle, before there is a checkpoint, and with workers, whose parent has the right to write."""
@@ -108,6 +109,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path, standing: A
     assert train(tmp_path, devices=devices, max_epochs=2).global_step == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices: int) -> None:
     """Not even where a child lives on that it had forked; and its workers are gone before the next run writes."""
@@ -125,6 +127,7 @@ def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices:
         os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_folder_of_its_own_has_one_writer_too(tmp_path: Path, standing: Any) -> None:
     own = tmp_path / "own"
     standing(dirpath=own, logger=False)
@@ -132,6 +135,7 @@ def test_a_folder_of_its_own_has_one_writer_too(tmp_path: Path, standing: Any) -
         train(tmp_path, dirpath=own, logger=False, run_name="other")
 
 
+@pytest.mark.slow
 def test_one_process_after_another_stage_of_the_same_trainer(tmp_path: Path) -> None:
     trainer = train(tmp_path)
     for _ in range(2):
@@ -139,6 +143,7 @@ def test_one_process_after_another_stage_of_the_same_trainer(tmp_path: Path) -> 
     assert not list(tmp_path.rglob(".lock*"))
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_somebody_deletes_the_file(tmp_path: Path) -> None:
     class Tidy(lg.Callback):
         def on_train_batch_start(self, trainer: lg.Trainer, task: Any, batch: Any, batch_idx: int) -> None:
@@ -181,6 +186,7 @@ def no_flock(*arguments: Any) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("network")
 @pytest.mark.parametrize("flock", [True, False])
 def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(

@@ -54,6 +54,7 @@ def steps(*numbers: int) -> list[str]:
     return [f"step-{number:08d}" for number in numbers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_callbacks_one_of_them_in_the_background(tmp_path: Path, strategy: str) -> None:
     first = Checkpoint(every_n_train_steps=1, asynchronous=True, save_top_k=2)
@@ -67,6 +68,7 @@ def test_two_callbacks_one_of_them_in_the_background(tmp_path: Path, strategy: s
         store.verify(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "saving", [Saving("step-{:07d}0"), Saving("mine"), Saving(), Saving(asynchronous=True), Saving("mine", late=0)]
 )
@@ -132,6 +134,7 @@ class Leaving(lg.Callback):
         os.chdir(self.folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_relative_folders_are_those_of_when_the_trainer_was_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, devices: int

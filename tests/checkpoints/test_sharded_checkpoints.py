@@ -43,6 +43,7 @@ boxes = st.integers(1, 3).flatmap(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(box=boxes, copies=st.integers(1, 2))
 def test_any_block_is_read_from_the_parts_of_any_grid(tmp_path_factory, box, copies):
@@ -176,6 +177,7 @@ def of(saved, name):
     return saved / name / "one" / "version_0" / "checkpoints" / "step-00000002"
 
 
+@pytest.mark.slow
 def test_each_process_writes_its_part_and_nothing_is_gathered(saved):
     sizes = {}
     for name in ("shard", "shard x tensor", "single"):
@@ -190,6 +192,7 @@ def test_each_process_writes_its_part_and_nothing_is_gathered(saved):
         assert sizes[name]["model.safetensors"] + sizes[name]["tensors.safetensors"] < whole / 3
 
 
+@pytest.mark.slow
 def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
     """Weights and optimizer states as they were, to the last bit, whoever wrote them."""
 
@@ -221,6 +224,7 @@ def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
                     assert torch.equal(torch.as_tensor(moments[index][key]), torch.as_tensor(value)), (name, source)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [GPT, CNN])
 def test_a_run_that_moves_from_layout_to_layout_is_the_run_of_one_process(tmp_path, kind):
     """Four processes that share everything, two that cut layers, one, two with whole copies, four again."""
@@ -242,6 +246,7 @@ def test_a_run_that_moves_from_layout_to_layout_is_the_run_of_one_process(tmp_pa
     assert float((weights - expected).abs().max()) < 5e-6
 
 
+@pytest.mark.slow
 def test_export(saved, tmp_path, capsys):
     target = tmp_path / "out.safetensors"
     assert main(["export", str(of(saved, "shard x tensor")), str(target)]) == 0

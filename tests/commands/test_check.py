@@ -71,6 +71,7 @@ def in_two_terminals(*arguments: str) -> list[subprocess.CompletedProcess[str]]:
 
 
 # --- whole checks ---------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
     before = files(folder)
     first, second = in_two_terminals("check", "line.yaml", "trainer.replicas=3")
@@ -120,6 +121,7 @@ def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
     assert callbacks[0].dirpath == Path("elsewhere").absolute()
 
 
+@pytest.mark.slow
 def test_faults_of_stages_and_places(folder: Path) -> None:
     """In one process: a bug in the test, a metric that a schedule goes by, a run root that cannot be."""
     (folder / "runs").write_text("in the way")
@@ -139,6 +141,7 @@ def test_faults_of_stages_and_places(folder: Path) -> None:
     assert files(folder) == before
 
 
+@pytest.mark.slow
 def test_a_state_that_no_checkpoint_holds(folder: Path) -> None:
     task, data = parts(fault="state")
     report = try_run(TrainerArguments(**ALONE), task, data)
@@ -225,6 +228,7 @@ def test_the_report_of_many_ranks_is_short() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = [3.0, 2.0, 1.0, 0.5, 0.1, 0.1, 0.1, 0.1]
     report = Report(

@@ -87,6 +87,7 @@ def test_help_does_not_import_torch() -> None:
     assert not modules & {"torch", "numpy", "omegaconf"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -114,6 +115,7 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
 
 
 # --- config ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_config_prints_what_runs_and_where_it_is_from(folder: Path) -> None:
     done = legato("config", "line.yaml", "trainer.max_epochs=3")
     assert (done.returncode, done.stderr) == (0, "")
@@ -134,6 +136,7 @@ def test_a_ready_config_is_found_anywhere() -> None:
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
     done = legato("fit", "line.yaml", "seed=3")
     assert done.returncode == 0, done.stderr
@@ -153,6 +156,7 @@ def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
     assert any(points[0])
 
 
+@pytest.mark.slow
 def test_validate_and_predict_use_the_checkpoint() -> None:
     done = forked("fit", "line.yaml")
     assert done.returncode == 0, done.stderr
@@ -171,6 +175,7 @@ def test_validate_and_predict_use_the_checkpoint() -> None:
     assert load_file(path)["predictions"].shape == (12, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "code"), [("graph", 1), ("bug", 1), ("interrupt", 130)])
 def test_a_run_that_fails_says_why_and_how_by_its_code(fault: str, code: int) -> None:
     done = legato("fit", "line.yaml", f"task.fault={fault}")
@@ -208,6 +213,7 @@ def test_the_package_is_a_program_too() -> None:
     assert done.stdout == legato("--version").stdout
 
 
+@pytest.mark.slow
 def test_an_export_of_another_kind_is_refused() -> None:
     done = legato("export", "anything", "weights.pt")
     assert done.returncode != 0

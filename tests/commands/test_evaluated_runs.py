@@ -12,6 +12,9 @@ from command_line_folder import CONFIG, TASK
 from forked import Forked, run_module
 from waiting import free_port
 
+pytestmark = pytest.mark.slow
+
+
 # Best is the highest loss, that of the first epoch: not the last step.
 TASK = TASK.replace(
     "    val_dataloader = predict_dataloader = train_dataloader\n",

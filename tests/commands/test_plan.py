@@ -47,6 +47,7 @@ def planned(*arguments: str) -> Plan:
 
 
 # --- arithmetic -----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     length=st.integers(1, 60),
@@ -192,6 +193,7 @@ def test_state_by_hand() -> None:
     assert [format_bytes(count) for count in (12, 1500, 2 * 10**17)] == ["12 B", "1.5 kB", "200 PB"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_as_large_as_was_said(folder: Path) -> None:
     plan = planned("task.hidden=3000")
     assert plan.state is not None
@@ -203,6 +205,7 @@ def test_a_checkpoint_is_as_large_as_was_said(folder: Path) -> None:
 
 
 # --- from a config --------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [
@@ -227,11 +230,13 @@ def test_a_rank_holds_its_parts_of_the_state(strategy: str, parts: tuple[int, in
     assert ("parameters= does not say where it is cut" in " ".join(render(plan).split())) == ("pipeline" in strategy)
 
 
+@pytest.mark.slow
 def test_the_state_of_each_stage_is_told() -> None:
     text = " ".join(render(planned("devices=4", "trainer.strategy={name: mesh, pipeline: 2, data: auto}")).split())
     assert "104 B on ranks 0-1 (stage 0: layer.0): parameters 24 B, gradients 24 B, optimizer 56 B (AdamW)" in text
 
 
+@pytest.mark.slow
 def test_what_trainers_and_servers_hold_is_not_known_by_hand() -> None:
     plan = planned("devices=2", "trainer.strategy={name: ddp_rpc, servers: 2}", "parameters=1000")
     assert (plan.processes, plan.replicas, plan.servers, plan.parts) == (4, 2, 2, None)
@@ -239,6 +244,7 @@ def test_what_trainers_and_servers_hold_is_not_known_by_hand() -> None:
     assert "A checkpoint    12 kB" in render(plan)
 
 
+@pytest.mark.slow
 def test_remote_modules_count_where_every_process_has_them(folder: Path) -> None:
     source = (folder / "checked_task.py").read_text()
     remote = "    def remote_modules(self):\n        return {'table': lambda: nn.Embedding(10, 4)}\n"
@@ -252,6 +258,7 @@ def test_remote_modules_count_where_every_process_has_them(folder: Path) -> None
     assert "server 0: table" in render(plan)
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_config() -> None:
     plan = planned("nodes=2", "devices=2", "trainer.replicas=5", "trainer.accumulate_grad_batches=2", "seed=4")
     assert (plan.processes, plan.nodes, plan.replicas, plan.length, plan.batch_size) == (4, 2, 5, 50, 4)
@@ -263,6 +270,7 @@ def test_a_plan_of_a_config() -> None:
     assert plan.state.optimizer_bytes == 80 + 4 * 4  # and a step count for each tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -290,6 +298,7 @@ def test_a_plan_follows_its_config(override: str, expected: dict[str, Any]) -> N
     assert {name: getattr(plan, name) for name in expected} == expected
 
 
+@pytest.mark.slow
 def test_a_users_own_order_is_what_training_takes(capsys: pytest.CaptureFixture[str]) -> None:
     from checked_task import Points  # type: ignore[import-not-found]
 
@@ -304,6 +313,7 @@ def test_a_users_own_order_is_what_training_takes(capsys: pytest.CaptureFixture[
     assert "replica 1, batch 0, positions 1: [2]" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_task_that_needs_values_is_measured_all_the_same() -> None:
     plan = planned("task.fault=values", "task.optimizer=Adafactor", "trainer.precision=bf16-true")
     assert plan.state is not None
@@ -312,6 +322,7 @@ def test_a_task_that_needs_values_is_measured_all_the_same() -> None:
     assert plan.state.optimizer == "Adafactor"
 
 
+@pytest.mark.slow
 def test_a_huge_task_needs_no_memory() -> None:
     plan = planned("task.hidden=100_000_000_000")
     assert plan.state is not None
@@ -319,6 +330,7 @@ def test_a_huge_task_needs_no_memory() -> None:
     assert "State of a rank 4.8 TB: parameters 1.2 TB, gradients 1.2 TB, optimizer 2.4 TB (AdamW)" in render(plan)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_cannot_be_asked_is_said_so_and_can_be_named() -> None:
     plan = planned("task.optimizer=LBFGS")
     assert plan.state is not None
@@ -330,6 +342,7 @@ def test_an_optimizer_that_cannot_be_asked_is_said_so_and_can_be_named() -> None
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_by_hand_nothing_is_built_and_torch_stays_out(folder: Path) -> None:
     source = (folder / "checked_task.py").read_text()
     (folder / "checked_task.py").write_text(f"{source}\nraise SystemExit('imported')\n")
@@ -346,6 +359,7 @@ def test_by_hand_nothing_is_built_and_torch_stays_out(folder: Path) -> None:
     assert not list(folder.glob("runs*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -380,6 +394,7 @@ def test_mistakes_end_with_2(arguments: list[str], words: str, capsys: pytest.Ca
     assert words in " ".join(shown.err.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["trainer.replicas=13"], ["trainer.limit_train_batches=0"]])
 def test_a_run_without_a_step_is_refused_as_by_fit(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("plan", "fit"):

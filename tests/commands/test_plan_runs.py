@@ -11,6 +11,9 @@ from legato.trainer.commands.plan.plan import Plan
 from legato.trainer.commands.plan.sources import PlanArguments, make_plan
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 FIELDS = ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes")
 
 

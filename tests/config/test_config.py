@@ -62,6 +62,7 @@ def test_options_may_be_added_to_a_strategy_given_by_name() -> None:
     assert found.values["trainer"]["strategy"] == {"name": "ddp", "static_graph": True}
 
 
+@pytest.mark.slow
 def test_null_removes_a_callback_and_the_last_logger() -> None:
     write("more.yaml", "loggers: {mine: {_target_: legato.trainer.loggers.logger.Logger}}\n")
     found = check.load_config(["base.yaml", "more.yaml", "callbacks.note=null", "loggers.mine=null"])
@@ -125,6 +126,7 @@ def test_every_value_has_its_origin() -> None:
     assert all(len(line) == 2 or line[0].endswith((":", "-")) for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("origins", [False, True])
 def test_the_text_of_a_config_is_a_config(origins: bool) -> None:
     write(
@@ -147,6 +149,7 @@ def test_trainer_arguments_have_one_text() -> None:
 
 
 # --- what is accepted -----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     ["task.lr=1", "task.odd=five", "task.sizes=[1,2]", "task.sizes=null", "task.either=x", "task.free={a: [1, {b: c}]}",
@@ -194,6 +197,7 @@ def test_build_makes_what_the_config_says(config_folder: Path) -> None:
     assert trainer.config_text == found.text()
 
 
+@pytest.mark.slow
 def test_the_seed_alone_decides_the_first_weights() -> None:
     head = "task.head={_target_: torch.nn.Linear, in_features: 2, out_features: 3}"
     settled = ["base.yaml", head, "trainer.strategy=single", "trainer.accelerator=cpu", "loggers=null"]

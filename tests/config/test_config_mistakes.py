@@ -139,6 +139,7 @@ def mistaken(mistake: list[str] | str) -> list[str]:
     return ["base.yaml", *mistake]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes_are_named(name: str) -> None:
     mistake, words = MISTAKES[name]
@@ -150,6 +151,7 @@ def test_mistakes_are_named(name: str) -> None:
         assert word in message
 
 
+@pytest.mark.slow
 def test_mistakes_are_found_without_torch(config_folder: Path) -> None:
     """All mistakes run in one process, to start Python once."""
     cases = {}
@@ -183,6 +185,7 @@ def test_an_override_cannot_change_part_of_a_list() -> None:
         check.load_config(["base.yaml", "more.yaml", "task.sizes.0=3"])
 
 
+@pytest.mark.slow
 def test_all_mistakes_are_found_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         check.load_config(
@@ -245,6 +248,7 @@ def test_an_import_that_fails_says_why(text: str, words: str, monkeypatch: pytes
     assert "failing.py:2)" in message
 
 
+@pytest.mark.slow
 def test_hidden_classes_are_checked_by_importing_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "hidden", raising=False)
     text = """
@@ -273,6 +277,7 @@ globals()["Other"] = make(object)
         build.build_config(check.load_config(["base.yaml", "task={_target_: hidden.Other, width: 3}"]))
 
 
+@pytest.mark.slow
 def test_what_a_constructor_refuses_is_said_with_its_place() -> None:
     write("more.yaml", "callbacks:\n  c: {_target_: legato.callbacks.Checkpoint, save_top_k: -5}\n")
     with pytest.raises(ConfigError, match=r"^more\.yaml:2: callbacks\.c: Checkpoint: save_top_k must be"):

@@ -69,6 +69,7 @@ def attempt(action: Callable[[], check.Config]) -> check.Config | None:
     return None
 
 
+@pytest.mark.slow
 @bounded
 @given(nearly | st.dictionaries(keys, plain, max_size=5))
 def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> None:
@@ -78,6 +79,7 @@ def test_any_values_make_a_config_or_a_config_error(values: dict[Any, Any]) -> N
         assert repr(check.load_config(["again.yaml"]).values) == repr(found.values)
 
 
+@pytest.mark.slow
 @bounded
 @given(
     yaml_like | st.text(max_size=30) | st.binary(max_size=30),
@@ -90,6 +92,7 @@ def test_any_file_and_override_make_a_config_or_a_config_error(content: str | by
     attempt(lambda: check.load_config(["any.yaml"]))
 
 
+@pytest.mark.slow
 @bounded
 @given(st.dictionaries(text | words, plain, max_size=5))
 def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
@@ -97,6 +100,7 @@ def test_what_is_written_is_read_back(values: dict[str, Any]) -> None:
     assert repr(parse_yaml(Path("data.yaml").read_bytes().decode(), "data.yaml").values or {}) == repr(values)
 
 
+@pytest.mark.slow
 @bounded
 @given(st.dictionaries(text, plain, max_size=5))
 def test_what_is_escaped_is_no_interpolation(values: dict[str, Any]) -> None:
@@ -105,6 +109,7 @@ def test_what_is_escaped_is_no_interpolation(values: dict[str, Any]) -> None:
     assert repr(read.read_config(["data.yaml"]).values) == repr(values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", ["aliases", "interpolations", "brackets"])
 def test_small_files_cannot_stand_for_large_data(bomb: str) -> None:
     names = "abcdefghijkl"

@@ -76,6 +76,7 @@ def steps_of(loader, epoch, replicas, processes, accumulate, start=0, limit=1.0,
 sizes = st.lists(st.tuples(st.integers(1, 23), st.integers(1, 5)), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     loaders=sizes,
@@ -177,6 +178,7 @@ def test_going_on_at_a_late_position_reads_nothing_before_it():
     assert len(step.turns) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_augmentation_is_the_same_in_workers(workers):
     loader = lg.CombinedLoader(numbered((10, 24), (2, 3), num_workers=workers), "max_size_cycle")
@@ -409,6 +411,7 @@ class DiesOnce(lg.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_with_the_same_bits(trainer, tmp_path):
     """Shuffled, augmented, in the middle of an epoch and of a pass of the shorter loader, on other processes."""
 

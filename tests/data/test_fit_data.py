@@ -43,6 +43,7 @@ def test_loaders_are_asked_for_again(trainer, every, loads):
     assert len(task.seen) == sum(lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [0, 1, 2])
 def test_a_resume_has_the_loaders_of_the_undisturbed_run(trainer, tmp_path, every):
     class Growing(Validated):
@@ -259,6 +260,7 @@ def test_a_distributed_sampler_is_replaced_by_the_pure_order(trainer, shuffle):
     assert sorted(runs[0][:18]) == list(range(18))
 
 
+@pytest.mark.slow
 def test_the_random_numbers_of_a_sample_belong_to_its_place(trainer):
     """Augmentation draws the same with and without workers, and another seed draws others."""
 
@@ -278,6 +280,7 @@ def test_the_random_numbers_of_a_sample_belong_to_its_place(trainer):
     assert not torch.equal(torch.cat(first.seen), torch.cat(run(seed=1).seen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"strategy": "ddp", "devices": 2}])
 def test_the_lengths_are_known_after_the_run(trainer, options):
     made = trainer(limit_train_batches=3, limit_val_batches=2, num_sanity_val_steps=0, **options)
@@ -295,6 +298,7 @@ def test_the_lengths_are_known_after_the_run(trainer, options):
     assert made.replicas is None
 
 
+@pytest.mark.slow
 def test_the_replicas_are_known_when_optimizers_are_made(trainer):
     class Asks(Tiny):
         def configure_optimizers(self):

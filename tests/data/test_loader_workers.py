@@ -48,6 +48,7 @@ class Stream(IterableDataset):
         return map(self.samples.__getitem__, range(8))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("raises", [False, True])
 @pytest.mark.parametrize(("loader", "kind"), [(DataLoader, Locks), (StatefulDataLoader, Stream)])
@@ -91,6 +92,7 @@ def ended(processes):
     return not any(one.is_alive() for one in processes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("data", [[(torch.zeros(3), torch.zeros(1))] * 64, Endless()], ids=["map", "stream"])
 @pytest.mark.parametrize("how", ["error", "interrupt", "stop", "validation"])
@@ -148,6 +150,7 @@ def test_a_run_within_another_one_leaves_its_workers_alone(trainer):
     assert made.global_step == 16
 
 
+@pytest.mark.slow
 def test_a_queue_of_the_dataset_itself_is_left_alone(tmp_path):
     command = [sys.executable, "-c", f"import sys; sys.path[:] = {sys.path!r}\n{QUEUE}"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
@@ -179,6 +182,7 @@ def killed(seconds):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "kind", "words"),
     [
@@ -208,6 +212,7 @@ class EndsInTurn(IterableDataset):
             raise FileNotFoundError("no such sample")
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_done_is_not_blamed_for_another_ones_error(trainer):
     with pytest.raises(FileNotFoundError, match="no such sample"):
         trainer().fit(Tiny(), DataLoader(EndsInTurn(), 1, num_workers=2, collate_fn=lambda samples: samples[0]))
@@ -226,6 +231,7 @@ def be_left(stranger):
             client.poll(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stranger", [False, True])
 def test_a_trainer_that_has_gone_is_not_worth_a_traceback(stranger):
     worker = Forked(be_left, stranger)

@@ -25,6 +25,7 @@ def steps_of(kind, length, size, processes, replicas, accumulate, lockstep):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [DealtData, StreamData])
 def test_all_take_as_many_turns_and_none_of_their_own_changes(kind):
     for length, size, (replicas, processes), accumulate in SIZES:

@@ -244,6 +244,7 @@ def test_a_batch_depends_on_seed_epoch_and_position_alone() -> None:
     assert same([dataset[5], dataset[6], dataset[7]], first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
 @pytest.mark.parametrize("dataset", [Noisy(), Fetching()], ids=["single", "whole batches"])
 def test_workers_load_the_same_bits(dataset: Noisy, context: str) -> None:
@@ -303,6 +304,7 @@ def handle_of(samples: list[Any]) -> str:
     return str(info.dataset._wrapped_dataset.handle)
 
 
+@pytest.mark.slow
 def test_a_worker_init_function_reaches_the_real_dataset() -> None:
     batches = DealtBatches(Deal(4, 2, 1, 1), range(1), lambda positions: positions)
     options = {"num_workers": 1, "multiprocessing_context": "spawn", "worker_init_fn": ByValue(open_handle)}

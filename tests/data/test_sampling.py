@@ -50,6 +50,7 @@ def chi_square_z(counts: np.ndarray) -> float:
 # --- the permutation ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_permutation_is_a_bijection_for_every_length_to_2000() -> None:
     for length in range(1, 2001):
         found = whole(length, epoch_key(7, length))
@@ -57,6 +58,7 @@ def test_permutation_is_a_bijection_for_every_length_to_2000() -> None:
         assert np.array_equal(np.sort(found), np.arange(length)), length
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(length=st.integers(1, 300_000), seed=st.integers(0, 2**32 - 1), epoch=st.integers(0, 10**6))
 def test_permutation_is_a_bijection(length: int, seed: int, epoch: int) -> None:
@@ -64,6 +66,7 @@ def test_permutation_is_a_bijection(length: int, seed: int, epoch: int) -> None:
     assert np.array_equal(np.sort(found), np.arange(length))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(length=st.integers(1025, 2**63 - 1), key=st.integers(0, 2**64 - 1), data=st.data())
 def test_any_window_of_a_huge_permutation_is_distinct_and_in_range(length: int, key: int, data: st.DataObject) -> None:
@@ -109,6 +112,7 @@ def test_epochs_and_seeds_have_different_orders() -> None:
             assert abs(np.corrcoef(first, other)[0, 1]) * math.sqrt(length) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
 def test_every_permutation_of_few_samples_is_equally_likely(length: int) -> None:
     names = {order: number for number, order in enumerate(permutations(range(length)))}
@@ -117,6 +121,7 @@ def test_every_permutation_of_few_samples_is_equally_likely(length: int) -> None
     assert chi_square_z(np.array([counts[number] for number in range(len(names))])) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1024, 1025, 1100])
 def test_neighbours_land_at_any_distance_from_each_other(length: int) -> None:
     """Too few Feistel rounds fail here first: 3 and 4 do."""
@@ -132,6 +137,7 @@ def test_neighbours_land_at_any_distance_from_each_other(length: int) -> None:
         assert chi_square_z(counts) < 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1_000, 1_500, 65_536, 1_000_000])
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_long_permutation_shows_no_trace_of_the_position(length: int, epoch: int) -> None:
@@ -161,6 +167,7 @@ def test_a_trillion_samples_take_no_memory() -> None:
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 def test_sampling_needs_no_torch() -> None:
     code = "import sys, legato.trainer.data.sampling; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -175,6 +182,7 @@ def test_mix_is_stable() -> None:
     assert mix(1, 2, 3) == 0x993E44A9DBBB9808
 
 
+@pytest.mark.slow
 def test_mix_tells_tuples_apart() -> None:
     found = {mix(a, b, c) for a in range(-5, 35) for b in range(40) for c in range(40)}
     assert len(found) == 64_000
@@ -230,6 +238,7 @@ deals = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(deal=deals, data=st.data())
 def test_any_number_of_processes_deals_out_the_same_steps(deal: Deal, data: st.DataObject) -> None:
@@ -253,6 +262,7 @@ def test_any_number_of_processes_deals_out_the_same_steps(deal: Deal, data: st.D
         assert deal.samples == deal.length
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(deal=deals)
 def test_rounds_and_steps(deal: Deal) -> None:
@@ -314,6 +324,7 @@ def test_deal_refuses_impossible_numbers(wrong: dict[str, int]) -> None:
 # --- batch samplers -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=150)
 @given(deal=deals, data=st.data())
 def test_dealt_batches_follow_the_turns(deal: Deal, data: st.DataObject) -> None:
@@ -388,6 +399,7 @@ def test_indices_that_are_no_integers_are_kept() -> None:
     assert [index for batch in DealtBatches(Deal(5, 2, 1, 1), range(1), order) for index in batch] == drawn
 
 
+@pytest.mark.slow
 def test_integers_of_every_kind_take_eight_bytes() -> None:
     order = SampledOrder([np.int64(3), torch.tensor(2), 1])
     assert np.asarray(order(np.array([2, 0, 1]))).tolist() == [1, 3, 2]

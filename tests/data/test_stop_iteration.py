@@ -57,6 +57,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("name", BROKEN)
 def test_stop_iteration_of_the_data_is_an_error_that_names_it(trainer, name, workers):
@@ -88,6 +89,7 @@ def test_in_an_evaluation_too(trainer, name):
         trainer().test(type("Tested", (Tiny,), {"test_step": lambda self, batch: None})(), make())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hook", ["training_step", "on_train_batch_start", "validation_step", "on_before_optimizer_step"]
 )

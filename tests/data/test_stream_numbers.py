@@ -57,6 +57,7 @@ def test_a_step_does_not_depend_on_what_was_drawn_in_steps_before(trainer, optio
     assert_same_bits(calm, restless)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch, in torchdata's loader
 @pytest.mark.parametrize("stateful", [False, True], ids=["read again", "own state"])
 def test_a_stream_goes_on_with_the_same_numbers_from_every_step(trainer, tmp_path, stateful):
@@ -147,6 +148,7 @@ class Longer(torch.utils.data.IterableDataset):
             yield inputs, inputs.sum(dim=0, keepdim=True).sin()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torch, in torchdata's loader
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_a_stream_goes_on_beyond_the_length_that_it_says(trainer, tmp_path, kind):

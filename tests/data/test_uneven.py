@@ -14,6 +14,9 @@ from legato.callbacks import Checkpoint
 from legato.trainer.errors import DataError
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

@@ -11,6 +11,8 @@ import legato as lg
 from legato.callbacks import ExponentialMovingAverage
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
 
 class Decay(lg.Callback):
     """Sets the learning rate after each step, as a function of the step."""

@@ -61,6 +61,7 @@ def assert_same(task, trainer, undisturbed):
 
 
 # --- any process, any moment ------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 4, 1), (3, 5, 2), (4, 6, 3)])
 def test_kills_at_random_moments_leave_no_trace_in_the_result(tmp_path, folder, undisturbed, processes, kills, seed):
     def plan(killer):
@@ -89,6 +90,7 @@ class DiesBeforeItsUpdate(Net):
         self.all_gather(torch.tensor(1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "missing"), [(2, 0), (0, 14)])
 def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_beginning(tmp_path, folder, victim, missing):
     """With 14 samples missing only rank 0 has a batch of the step, from which all others have their buffers."""
@@ -101,6 +103,7 @@ def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_begin
     assert results[0][0] == 2 * STEPS_PER_EPOCH
 
 
+@pytest.mark.slow
 def test_two_killed_at_once_or_during_healing(tmp_path, folder, undisturbed):
     delays = [0.0, 0.005, 0.015, 0.03]
 
@@ -116,6 +119,7 @@ def test_two_killed_at_once_or_during_healing(tmp_path, folder, undisturbed):
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_rank_zero_dies_and_another_process_writes_on(tmp_path, folder, undisturbed):
     def plan(killer):
         for _ in range(2):
@@ -133,6 +137,7 @@ def test_rank_zero_dies_and_another_process_writes_on(tmp_path, folder, undistur
 
 
 # --- validation and saving --------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_dies_during_validation_which_is_done_again(tmp_path, folder, undisturbed, victim):
     def plan(killer):
@@ -147,6 +152,7 @@ def test_a_process_dies_during_validation_which_is_done_again(tmp_path, folder, 
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_validation_saves_its_best_after_a_process_died_in_the_epoch(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(3)
@@ -169,6 +175,7 @@ class SlowSave(lg.Callback):
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_rank_zero_dies_while_it_saves(tmp_path, folder, undisturbed, asynchronous):
     def plan(killer):
@@ -192,6 +199,7 @@ class TellsShare(Net):
         self.tell("share", str(len(self.trainer.current_run.layout.owned(self.trainer.global_rank))))
 
 
+@pytest.mark.slow
 def test_a_replacement_takes_its_share_and_survivors_do_not_wait_for_it(tmp_path, folder, undisturbed):
     steps = []
 
@@ -219,6 +227,7 @@ class UntilTold(TellsShare):
         self.trainer.should_stop |= (self.folder / "enough").exists()
 
 
+@pytest.mark.slow
 def test_a_survivor_that_logs_more_often_than_the_processes_meet_takes_a_replacement_in(tmp_path, folder):
     """A point is logged each 40 ms, and they meet each second: logging must not put that off again and again."""
 
@@ -243,6 +252,7 @@ def guest(tmp_path_factory):
     started.kill()
 
 
+@pytest.mark.slow
 def test_another_launcher_joins_and_gets_the_result(tmp_path, folder, undisturbed, guest):
     address = f"127.0.0.1:{free_port()}"
     guest.join(address, folder)
@@ -259,6 +269,7 @@ def test_another_launcher_joins_and_gets_the_result(tmp_path, folder, undisturbe
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_the_last_processes_of_the_first_launcher_die_and_those_of_a_guest_go_on(tmp_path, folder, undisturbed, guest):
     address = f"127.0.0.1:{free_port()}"
     guest.join(address, folder)
@@ -274,6 +285,7 @@ def test_the_last_processes_of_the_first_launcher_die_and_those_of_a_guest_go_on
     assert digest(task) == digest(Net())  # this launcher has no process left that could bring it the result
 
 
+@pytest.mark.slow
 def test_a_guest_for_whom_there_is_no_replica_waits_until_the_run_is_done(tmp_path, folder, undisturbed, guest):
     address = f"127.0.0.1:{free_port()}"
     guest.join(address, folder)
@@ -289,6 +301,7 @@ def test_a_guest_for_whom_there_is_no_replica_waits_until_the_run_is_done(tmp_pa
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_guest_with_another_seed_is_refused_and_the_run_does_not_notice(tmp_path, folder, undisturbed):
     address = f"127.0.0.1:{free_port()}"
 
@@ -302,6 +315,7 @@ def test_a_guest_with_another_seed_is_refused_and_the_run_does_not_notice(tmp_pa
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_launcher_that_joined_dies_with_its_processes(tmp_path, folder, undisturbed, guest):
     address = f"127.0.0.1:{free_port()}"
     guest.join(address, folder, devices=2)
@@ -320,6 +334,7 @@ def test_a_launcher_that_joined_dies_with_its_processes(tmp_path, folder, undist
 
 
 # --- too few ----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_with_too_few_processes_the_run_saves_itself_and_can_be_resumed(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(3)
@@ -339,6 +354,7 @@ def test_with_too_few_processes_the_run_saves_itself_and_can_be_resumed(tmp_path
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_with_too_few_processes_the_run_waits_for_a_replacement_that_is_coming(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(2)
@@ -350,6 +366,7 @@ def test_with_too_few_processes_the_run_waits_for_a_replacement_that_is_coming(t
     assert_same(task, trainer, undisturbed)
 
 
+@pytest.mark.slow
 def test_when_all_die_at_once_the_run_starts_again_from_its_newest_checkpoint(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(2)
@@ -364,6 +381,7 @@ def test_when_all_die_at_once_the_run_starts_again_from_its_newest_checkpoint(tm
 
 
 # --- other trouble ----------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_process_that_hangs_is_ended_after_the_timeout_and_the_others_go_on(tmp_path, folder, undisturbed):
     def plan(killer):
         members = killer.wait_for_members(3)
@@ -383,6 +401,7 @@ class Mistaken(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_a_mistake_in_the_task_ends_the_run_at_once(tmp_path, folder):
     began = time.monotonic()
     with pytest.raises(KeyError, match="a mistake of the task"):
@@ -399,6 +418,7 @@ class MistakenOnce(Net):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restarts", [1, 2])
 def test_after_a_mistake_in_the_task_all_start_again_as_often_as_asked(tmp_path, folder, undisturbed, restarts):
     options = {"task": MistakenOnce(folder), "elastic": True, "devices": 2, "max_restarts": restarts}
@@ -410,6 +430,7 @@ def test_after_a_mistake_in_the_task_all_start_again_as_often_as_asked(tmp_path,
     assert {path.name for path in folder.glob("mistaken-*")} == {"mistaken-7", "mistaken-9"}
 
 
+@pytest.mark.slow
 def test_the_loader_workers_of_a_dead_process_end_with_it(tmp_path, folder, undisturbed):
     seen = {}
 
@@ -444,6 +465,7 @@ class Counts(Net):
         self.log("validated", self.validated)
 
 
+@pytest.mark.slow
 def test_torchmetrics_count_a_repeated_step_once(tmp_path, folder):
 
     def plan(killer):
@@ -552,6 +574,7 @@ def unjudged(tmp_path_factory):
     return digest(task), points(trainer), decisions(trainer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "deaths",
     [
@@ -567,6 +590,7 @@ def test_no_death_shows_in_what_was_logged_nor_in_what_was_decided_by_it(tmp_pat
     assert (digest(task), points(trainer), decisions(trainer)) == unjudged
 
 
+@pytest.mark.slow
 def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):
     def plan(killer):
         killer.kill(killer.wait_for_members(2)[0])

@@ -152,6 +152,7 @@ def test_what_sbatch_says_is_passed_on(folder, capsys, monkeypatch):
     assert "job-0002.sh: invalid partition." in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_job_that_is_preempted_is_queued_again_and_goes_on(folder, capsys, monkeypatch):
     tools = folder / "bin"
     tools.mkdir()

@@ -201,6 +201,7 @@ def test_a_path_of_ones_own(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     pieces=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 12), st.integers(0, 40)), min_size=1, max_size=5),

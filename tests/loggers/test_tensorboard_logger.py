@@ -50,6 +50,7 @@ os._exit(9)
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_and_its_resumes_show_each_step_once(tmp_path):
     for begin, end, word in ((0, 100, "fresh"), (80, 120, "resume"), (120, 125, "resume"), (80, 160, "resume")):
         code, errors = run_python(RUN, tmp_path, begin, end, word)
@@ -244,6 +245,7 @@ trainer.fit(Task(), data, data, resume="auto")
 """
 
 
+@pytest.mark.slow
 def test_a_training_that_was_killed_twice_shows_each_step_once(tmp_path):
     for die_at, code in ((100, 9), (141, 9), (-1, 0)):
         ended, errors = run_python(TRAINING, tmp_path, die_at)

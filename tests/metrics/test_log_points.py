@@ -9,6 +9,9 @@ import legato as lg
 from legato.trainer.errors import DisagreementError, NonFiniteError
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object", "broadcast", "broadcast_object_list", "gather")
 
 

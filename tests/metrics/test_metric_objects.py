@@ -208,6 +208,7 @@ def test_a_metric_without_reduction_goes_on_in_the_middle_of_an_epoch(tmp_path, 
         assert "correlation 1" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "replicas"), [(2, 1, 2), (1, 2, 2), (2, 2, 4)])
 def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, before, after, replicas):
     """Also in the epochs after: what takes turns for the sake of the resumed epoch does so no longer."""
@@ -278,6 +279,7 @@ def measure_means(batches, **options):
     return [made.validate(Averaging(), loader, verbose=False)[0]["mean"] for loader in loaders]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
 def test_a_mean_over_ranks_counts_updates_and_not_ranks(reproducible):
     """One batch leaves a rank without any; three are two and one."""
@@ -310,6 +312,7 @@ def measure_composed(**options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
 def test_a_metric_made_of_others_is_that_of_one_process(reproducible):

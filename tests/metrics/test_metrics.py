@@ -158,6 +158,7 @@ def test_the_epoch_mean_of_the_loss_is_the_mean_over_samples(play):
     assert made.memory.of("loss") == [(5, pytest.approx(whole, rel=1e-6))]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-1e6, 1e6), st.integers(1, 9), st.integers(0, 3)), min_size=1, max_size=30),

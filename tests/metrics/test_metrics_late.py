@@ -64,6 +64,7 @@ def test_the_counter_sees_every_way_to_read(reads):
         assert reads.count > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nothing_is_read_between_logging_steps(trainer, reads, accumulate):
     by_step = []
@@ -88,6 +89,7 @@ def test_nothing_is_read_between_logging_steps(trainer, reads, accumulate):
     assert reads.count > 0
 
 
+@pytest.mark.slow
 def test_values_of_many_steps_wait_without_being_lost(trainer):
     task = Says(logs(on_step=False, on_epoch=True))
     made = trainer(max_epochs=1, log_every_n_steps=10**6)
@@ -139,6 +141,7 @@ def test_it_is_found_before_a_validation(trainer):
     assert validated == []
 
 
+@pytest.mark.slow
 def test_it_is_found_although_very_many_steps_lie_between_two_points(trainer):
     made = trainer(max_epochs=1, log_every_n_steps=10**6)
     with pytest.raises(NonFiniteError, match="step 3 is nan"):

@@ -71,6 +71,7 @@ def in_one(samples=24, **options):
     return train(Images(**options), samples, 8, devices=1, strategy="single")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -86,12 +87,14 @@ def test_two_processes_normalise_as_one_with_both_batches(found, name, options):
         assert not torch.allclose(found[0]["apart"], in_one(), rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_round_that_is_not_whole_is_left_out_and_half_precision_works(found):
     """The last four of 28 samples are one replica's, whose process would wait for the other in its forward."""
     assert torch.equal(found[0]["uneven"], found[0]["plain"])
     assert torch.allclose(found[0]["half"], found[0]["plain"], rtol=0, atol=0.05)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_synchronized_is_refused(found, refused):
     said = found[1]
     assert "all 4 replicas of a step at once, but they take turns on 2 processes" in said["turns"]
@@ -101,6 +104,7 @@ def test_what_cannot_be_synchronized_is_refused(found, refused):
     assert "take turns on 1 processes" in message
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_left_out_after_its_forward_ends_the_run():
     with pytest.raises(TaskError, match=r"left a batch out of step 2 .* Return a loss times 0\.0"):
         train(Images(leave_out=1))
@@ -150,6 +154,7 @@ class Deep(Net):
         return super().loss((inputs, label))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks at it
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_blocks_are_compiled_by_class_and_compute_the_same(trainer, backend):

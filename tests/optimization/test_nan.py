@@ -282,6 +282,7 @@ def test_raise_under_scaling(trainer):
 TWO = {"devices": 2, "strategy": "ddp"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"reproducible": "bitwise"}, {"precision": "16-mixed"}])
 def test_a_nan_on_one_rank_is_skipped_on_both(trainer, options):
     class Checked(Hurt):
@@ -305,6 +306,7 @@ def test_a_nan_on_one_rank_is_skipped_on_both(trainer, options):
     assert made.callback_metrics["skipped_steps"] == 2
 
 
+@pytest.mark.slow
 def test_two_processes_skip_as_one_does(trainer):
     options = {"nan": "skip", "reproducible": "bitwise", "replicas": 2}
 
@@ -319,6 +321,7 @@ def test_two_processes_skip_as_one_does(trainer):
     assert_same_bits(alone, together)
 
 
+@pytest.mark.slow
 def test_the_rank_that_is_to_blame_tells_its_findings(trainer):
     with pytest.raises(NonFiniteError) as caught:
         fit(trainer(log_every_n_steps=2, **TWO), Hurt(batches=[1], rank=1), samples=48)

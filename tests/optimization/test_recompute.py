@@ -22,6 +22,7 @@ class Counted(Dropped):
         self.forwards[torch.is_grad_enabled()] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"strategy": "data_parallel", "devices": 2}, {"reproducible": "bitwise"}, {"precision": "bf16-mixed"}],

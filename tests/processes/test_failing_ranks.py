@@ -17,6 +17,9 @@ import legato as lg
 from legato.callbacks import Checkpoint
 from legato.trainer.processes.environment import warm_up
 
+pytestmark = pytest.mark.slow
+
+
 WAYS = ("raises", "is killed", "leaves")
 PLACES = ("step", "hook", "loader worker", "validation", "saving", "saving in the background")
 WHO = 1

@@ -123,6 +123,7 @@ def two():
     return run_workers(every_rank(two_ranks), 2)
 
 
+@pytest.mark.slow
 def test_everything_in_a_collection_comes_back_in_its_place(two):
     for rank in two:
         found = rank["everything"]
@@ -138,6 +139,7 @@ def test_everything_in_a_collection_comes_back_in_its_place(two):
         assert found["other"] is None
 
 
+@pytest.mark.slow
 def test_uneven_shares_come_as_a_list_that_says_so(two):
     for rank in two:
         found = rank["uneven"]
@@ -150,6 +152,7 @@ def test_uneven_shares_come_as_a_list_that_says_so(two):
         assert torch.cat(list(rank["in steps"])).tolist() == [4.0, 5.0, 6.0, 7.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -167,6 +170,7 @@ def test_what_differs_is_named_on_every_rank(two, name, words):
         assert words in message
 
 
+@pytest.mark.slow
 def test_in_steps_all_ranks_must_take_part(two):
     for kind, message in (rank["in uneven steps"] for rank in two):
         assert kind == "TaskError"
@@ -174,6 +178,7 @@ def test_in_steps_all_ranks_must_take_part(two):
         assert "on_validation_epoch_end" in message
 
 
+@pytest.mark.slow
 def test_a_group_is_asked_and_no_other():
     for rank, found in enumerate(run_workers(every_rank(lambda: {"group": asked(of_a_group, processes=3)}), 3)):
         own, whole, refused = found["group"]
@@ -182,6 +187,7 @@ def test_a_group_is_asked_and_no_other():
         assert f"rank {rank}, which is not in that group" in refused
 
 
+@pytest.mark.slow
 def test_an_unsized_stream_that_ends_unevenly_is_refused_when_it_does():
     """Rank 1 has no batch in the last round, and does not wait for the others in silence."""
     stream = DataLoader(Unsized(), batch_size=1)
@@ -272,6 +278,7 @@ def gradient_cases():
     }
 
 
+@pytest.mark.slow
 def test_a_contrastive_loss_over_two_processes_is_that_of_all_rows():
     found = run_workers(gradient_cases, 2)
     for name in ("ddp", "bitwise", "manual", "fsdp", "of a group"):
@@ -281,6 +288,7 @@ def test_a_contrastive_loss_over_two_processes_is_that_of_all_rows():
     assert not torch.allclose(found["ddp"], torch.cat([p.detach().flatten() for p in Contrastive().parameters()]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -301,6 +309,7 @@ def test_what_cannot_mean_the_same_is_refused_by_name(options, words, with_gradi
         train(Contrastive(sync_grads=with_gradient), rows, **options)
 
 
+@pytest.mark.slow
 def test_ranks_must_agree_on_whether_there_is_a_gradient():
     with pytest.raises(DisagreementError, match="data requires a gradient: True on rank 0, False on rank 1"):
         train(Frozen())

@@ -71,6 +71,7 @@ def stacks(made, rank):
     return (made.run_dir / "hang" / f"rank-{rank}.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_sample_that_never_comes(trainer):
     made = trainer(logger=True, **TWO)
     said = hang(made, Tiny(), DataLoader(Stuck(20), 4))
@@ -83,6 +84,7 @@ def test_a_sample_that_never_comes(trainer):
     assert str(made.run_dir / "hang") in said
 
 
+@pytest.mark.slow
 def test_a_loader_worker_that_is_stuck(trainer):
     made = trainer(logger=True, **TWO)
     said = hang(made, Tiny(), DataLoader(Stuck(20), 4, num_workers=1))
@@ -92,6 +94,7 @@ def test_a_loader_worker_that_is_stuck(trainer):
     assert "Loader worker" in stacks(made, 1)
 
 
+@pytest.mark.slow
 def test_a_collective_that_one_rank_calls_alone(trainer):
     class Alone(Tiny):
         def on_train_start(self):
@@ -109,6 +112,7 @@ def test_a_collective_that_one_rank_calls_alone(trainer):
     assert "All wait, for each other" in said
 
 
+@pytest.mark.slow
 def test_a_validation_that_hangs(trainer):
     class Sleeps(Validated):
         def validation_step(self, batch, batch_idx):
@@ -122,6 +126,7 @@ def test_a_validation_that_hangs(trainer):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_does_not_answer(trainer):
     class Stops(Tiny):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -133,6 +138,7 @@ def test_a_process_that_is_stopped_does_not_answer(trainer):
     assert "The others wait for rank 1." in said
 
 
+@pytest.mark.slow
 def test_a_hang_may_be_followed_by_a_restart(trainer, tmp_path):
     class Once(Tiny):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -145,6 +151,7 @@ def test_a_hang_may_be_followed_by_a_restart(trainer, tmp_path):
     assert made.global_step == 4
 
 
+@pytest.mark.slow
 def test_slow_is_not_stuck(trainer):
     class Slow(Validated):
         def training_step(self, batch, batch_idx):
@@ -160,6 +167,7 @@ def test_slow_is_not_stuck(trainer):
 
 
 # --- without hang_timeout ---------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     class Slow(Tiny):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -177,6 +185,7 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     assert f"line {line} in on_train_batch_end" in stacks(made, 1)
 
 
+@pytest.mark.slow
 def test_the_longest_step_counts(trainer, caplog):
     class Slow(Tiny):
         def training_step(self, batch, batch_idx):
@@ -195,6 +204,7 @@ def test_the_longest_step_counts(trainer, caplog):
     assert "on_train_end" not in caplog.text
 
 
+@pytest.mark.slow
 def test_loaders_of_different_lengths_are_refused(trainer):
     class Uneven(Tiny):
         def train_dataloader(self):
@@ -212,6 +222,7 @@ class Rows(IterableDataset):
         return iter(list(make_data(self.rows)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "said"),
     [
@@ -232,6 +243,7 @@ def test_streams_of_different_lengths(trainer, rows, said):
         trainer(devices=2, strategy="ddp").fit(Uneven())
 
 
+@pytest.mark.slow
 def test_streams_of_one_length(trainer):
     """Also where one run comes after another in the same processes."""
 
@@ -246,6 +258,7 @@ def test_streams_of_one_length(trainer):
     assert run_workers(work, 2) == [12, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stream", "map"])
 def test_own_shares_of_different_lengths(trainer, kind):
     """They are trained on to the end of the longest."""
@@ -275,6 +288,7 @@ make_trainer({folder!r}, strategy="ddp", devices=2, hang_report_seconds=1.0).fit
 """
 
 
+@pytest.mark.slow
 def test_a_start_up_in_which_nobody_answers(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SILENT.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
@@ -307,6 +321,7 @@ trainer.fit(Late(), make_loader(8))
 """
 
 
+@pytest.mark.slow
 def test_a_rank_ends_though_the_one_with_the_store_has_ended_before(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(LATE.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), port=str(free_port())))
@@ -322,6 +337,7 @@ def test_a_rank_ends_though_the_one_with_the_store_has_ended_before(tmp_path):
         late.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_an_epoch_that_one_rank_leaves(trainer, ranks):
     class Leaves(Tiny):
@@ -358,6 +374,7 @@ class Surplus(Tiny):
             distributed.all_reduce(torch.ones(1), async_op=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["small", "large", "all_gather"])
 @pytest.mark.parametrize("options", [{}, {"reproducible": "bitwise"}])
 def test_a_surplus_collective_that_waits(trainer, how, options):
@@ -370,23 +387,27 @@ def test_a_surplus_collective_that_waits(trainer, how, options):
     assert "rank 0 waits in " in said
 
 
+@pytest.mark.slow
 def test_a_surplus_collective_that_does_not_wait(trainer):
     """Where ranks meet they compare how many there were."""
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\. Each rank must"):
         trainer(devices=2, strategy="ddp", max_epochs=3).fit(Surplus("async"), make_loader(32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["small", "async"])
 def test_a_surplus_collective_that_pairs_with_the_next_one(trainer, how):
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 3; rank 0: 2\."):
         trainer(devices=2, strategy="ddp", max_epochs=3).fit(Surplus(how, regular=True), make_loader(32))
 
 
+@pytest.mark.slow
 def test_a_surplus_collective_after_the_last_step(trainer):
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\."):
         trainer(devices=2, strategy="ddp").fit(Surplus("at the end"), make_loader(32))
 
 
+@pytest.mark.slow
 def test_what_some_ranks_send_to_each_other_is_no_collective(trainer):
     class Sends(Tiny):
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -401,6 +422,7 @@ def test_what_some_ranks_send_to_each_other_is_no_collective(trainer):
     assert made.global_step == 8
 
 
+@pytest.mark.slow
 def test_a_surplus_collective_at_the_end(trainer):
     """Rank 1 has done its work while rank 0 waits for it."""
 
@@ -415,6 +437,7 @@ def test_a_surplus_collective_at_the_end(trainer):
     assert "rank 1 has done its work" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_collectives_of_the_script_that_are_unlike(trainer):
     """gloo ends a process in which unlike ones meet; its thread cannot be asked."""
     with pytest.raises(WorkerError, match=r"of 2 was killed by SIGABRT.* different collectives"):
@@ -436,6 +459,7 @@ make_trainer({folder!r}, hang_timeout=2.0, logger=True).fit(Sleeps(), make_loade
 """
 
 
+@pytest.mark.slow
 def test_a_single_process(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))

@@ -116,6 +116,7 @@ for variables, init_method in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow
 def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(JOINER)
@@ -169,6 +170,7 @@ environment.leave_process_group()
 """
 
 
+@pytest.mark.slow
 def test_torchrun_is_joined_and_its_restart_as_well(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
@@ -199,6 +201,7 @@ def test_a_port_in_use_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None
             environment.join_process_group(PAIR, "gloo", TIMEOUT)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
     short, port = timedelta(seconds=0.5), free_port()
     alone = Place(1, 1, 0, 2, 2, 1, "environment")

@@ -13,6 +13,9 @@ from waiting import free_port
 import legato as lg
 from legato.trainer.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
+
 FITS = {
     "ddp": {"strategy": "ddp", "devices": 2},
     "auto": {},

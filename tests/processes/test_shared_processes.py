@@ -10,6 +10,8 @@ from shared_processes import run_cases
 from legato.trainer.errors import WorkerError
 from legato.trainer.processes.environment import find_place
 
+pytestmark = pytest.mark.slow
+
 
 def fails_on_one_rank():
     if find_place().rank == 1:

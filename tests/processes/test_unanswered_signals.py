@@ -57,6 +57,7 @@ def checkpoints(folder):
 HOW = ("sleep", "swallows", "lock", "python", "library", "loader")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_is_not_answered(tmp_path, how, number):
@@ -70,6 +71,7 @@ def test_a_signal_that_is_not_answered(tmp_path, how, number):
     assert len(checkpoints(tmp_path)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [*HOW, "validate, library"])
 def test_a_second_ctrl_c(tmp_path, how):
     with running(tmp_path, how, grace=60.0) as process:
@@ -81,6 +83,7 @@ def test_a_second_ctrl_c(tmp_path, how):
     assert "unanswered_run.py" in errors or how == "loader"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["library", "holds the interpreter"])
 @pytest.mark.parametrize("whom", ["the launcher", "the rank that hangs", "the other rank"])
 def test_two_processes(tmp_path, how, whom):
@@ -97,6 +100,7 @@ def test_two_processes(tmp_path, how, whom):
     assert "of 2 " in errors
 
 
+@pytest.mark.slow
 def test_ctrl_c_twice_to_the_launcher(tmp_path):
     with running(tmp_path, "library", 1, grace=60.0, **TWO) as process:
         stuck(tmp_path)
@@ -113,6 +117,7 @@ def ranks_of(process):
     return [one for one in members(process.pid) if os.getpgid(one) == one and one != process.pid]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["setup", "save", "teardown"])
 def test_what_comes_before_and_after_the_steps(tmp_path, how):
     with running(tmp_path, how, callbacks=[]) as process:
@@ -122,6 +127,7 @@ def test_what_comes_before_and_after_the_steps(tmp_path, how):
     assert bool(checkpoints(tmp_path)) == (how == "teardown")
 
 
+@pytest.mark.slow
 def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path):
     """The launcher tells that one to end: that it did not answer is a consequence."""
     with running(tmp_path, "setup", **TWO) as process:
@@ -130,6 +136,7 @@ def test_an_error_is_told_though_the_other_rank_must_be_ended_by_force(tmp_path)
     assert "not answered for 1 s" in errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_save_that_moves_is_finished_first(tmp_path, number):
     """Its files take less than the grace time each, but together more: it is waited for as long as it moves."""
@@ -149,6 +156,7 @@ def test_a_save_that_moves_is_finished_first(tmp_path, number):
     assert not list((tmp_path / "runs").rglob("*.partial"))
 
 
+@pytest.mark.slow
 def test_a_closed_terminal(tmp_path):
     """SIGHUP is answered as SIGTERM is: with a checkpoint and the code that asks for a new start."""
     with running(tmp_path, "moves", max_epochs=100) as process:
@@ -158,6 +166,7 @@ def test_a_closed_terminal(tmp_path):
     assert checkpoints(tmp_path)
 
 
+@pytest.mark.slow
 def test_nohup(tmp_path):
     with running(tmp_path, "moves", nohup=True, max_epochs=3) as process:
         os.kill(stuck(tmp_path), signal.SIGHUP)
@@ -186,6 +195,7 @@ def test_a_wakeup_descriptor_of_an_event_loop_hears_signals_too(trainer):
     os.close(reader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 3.0])
 def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, seconds):
     """The server that workers are forked from is told, too."""
@@ -228,6 +238,7 @@ unanswered_run.run(Path({folder!r}), "library", 1, devices=2, strategy="ddp")
 """
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     """The agent passes SIGTERM on; the ranks end themselves, before the agent would kill them without a word."""
     script = tmp_path / "script.py"

@@ -7,7 +7,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from waiting import free_port, own_lines, runs, wait_until
+
+pytestmark = pytest.mark.slow
+
 
 SCRIPT = """
 from dataclasses import dataclass

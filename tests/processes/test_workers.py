@@ -81,6 +81,7 @@ def printed(error: BaseException) -> str:
 # --- work and results -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_workers_meet_and_the_first_one_answers() -> None:
     factor = 3
 
@@ -99,6 +100,7 @@ def test_workers_meet_and_the_first_one_answers() -> None:
     assert find_place() is None
 
 
+@pytest.mark.slow
 def test_workers_see_the_caller_as_it_is_now(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +141,7 @@ def test_workers_see_the_caller_as_it_is_now(
     assert "a line of the worker" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_spawn_method_works_too(tmp_path: Path) -> None:
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         return print
@@ -152,6 +155,7 @@ def test_a_task_that_cannot_travel_is_refused() -> None:
         run_workers(lambda: lock, 1)
 
 
+@pytest.mark.slow
 def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Found by the caller through a finder of its own, so that it travels by name."""
     from importlib.machinery import PathFinder
@@ -175,6 +179,7 @@ def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch:
 # --- failures -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
     def work() -> None:
         if join().rank == 1:
@@ -201,6 +206,7 @@ def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
     assert "onnection closed" not in text
 
 
+@pytest.mark.slow
 def test_an_error_that_does_not_unpickle_comes_as_text() -> None:
     def work() -> None:
         raise Refusal(3, "no")
@@ -209,6 +215,7 @@ def test_an_error_that_does_not_unpickle_comes_as_text() -> None:
         run_workers(work, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "message"),
     [
@@ -230,6 +237,7 @@ def test_a_rank_that_goes_without_an_error(end: Callable[[], None], message: str
     assert caught.value.rank == 1
 
 
+@pytest.mark.slow
 def test_survivors_that_do_not_listen_are_killed() -> None:
     """As is what the failed rank has started."""
 
@@ -247,6 +255,7 @@ def test_survivors_that_do_not_listen_are_killed() -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_twenty_of_twenty_restarts_work() -> None:
     def work() -> tuple[int, float]:
         place = join()
@@ -258,6 +267,7 @@ def test_twenty_of_twenty_restarts_work() -> None:
     assert run_workers(work, 2, max_restarts=20) == (20, 4.0)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
     def work() -> None:
         with (tmp_path / "tries").open("a") as file:
@@ -272,6 +282,7 @@ def test_a_mistake_is_not_tried_again(tmp_path: Path) -> None:
 # --- signals --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signals_reach_every_worker_and_75_comes_back(number: signal.Signals, tmp_path: Path) -> None:
     caller = os.getpid()
@@ -296,6 +307,7 @@ def test_signals_reach_every_worker_and_75_comes_back(number: signal.Signals, tm
     assert signal.getsignal(number) == handler
 
 
+@pytest.mark.slow
 def test_a_worker_stopped_before_it_listens_asks_to_be_resumed() -> None:
     def work() -> None:
         if join().rank == 1:
@@ -317,6 +329,7 @@ def test_nodes_need_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         run_workers(lambda: None, 0)
 
 
+@pytest.mark.slow
 def test_nothing_listens_beyond_loopback() -> None:
     caller = os.getpid()
 

@@ -11,6 +11,9 @@ import legato as lg
 from legato.trainer.errors import TaskError
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
 ROWS = torch.randn(24, 7, generator=torch.Generator().manual_seed(4))
 

@@ -116,6 +116,7 @@ def told(tmp_path_factory):
     return [json.loads((folder / f"told-{rank}").read_text()) for rank in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_is_told_the_same(told, name):
     first, second = told[0][name], told[1][name]

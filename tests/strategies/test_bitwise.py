@@ -43,6 +43,7 @@ def assert_same(found, expected):
 # --- on any number of processes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_cases_are_worth_their_name(undisturbed):
     for name, found in undisturbed.items():
         steps, epochs, samples = found["counts"]
@@ -53,15 +54,18 @@ def test_the_cases_are_worth_their_name(undisturbed):
     assert {"train/mean", "val/error", "val/correct"} < undisturbed[MLP]["callback_metrics"].keys()
 
 
+@pytest.mark.slow
 def test_data_parallel_has_the_bits_of_one_device(undisturbed, tmp_path):
     assert_same(run_all(tmp_path, NAMES, 3, strategy="data_parallel"), undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3, 4, 8])
 def test_any_number_of_processes_has_the_bits_of_one(processes, undisturbed, tmp_path):
     assert_same(start(run_all, processes, tmp_path, NAMES), undisturbed)
 
 
+@pytest.mark.slow
 def test_in_order_the_bits_do_depend_on_the_number_of_processes_and_nothing_more(tmp_path):
     names = [MLP, CNN]
     alone = run_all(tmp_path / "alone", names, 1, reproducible="order")
@@ -79,6 +83,7 @@ def test_in_order_the_bits_do_depend_on_the_number_of_processes_and_nothing_more
 # --- through any break ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_goes_on_with_other_processes_and_loader_workers(undisturbed, tmp_path):
     names = [MLP, CNN, GPT]
     # max_steps for two of them; a learning rate schedule that spans the run is none of max_steps's, so GPT is stopped
@@ -94,6 +99,7 @@ def stop_early(root, names, processes, **options):
     return run_all(root, names, processes, checkpoints=True, **options)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_other_processes(undisturbed, tmp_path):
     # in the second batch of a window of two, and in the validation after the step that follows
     for processes, die in ((3, ("train", 1, 3)), (2, ("validation", 2, 1))):
@@ -107,6 +113,7 @@ def test_a_killed_run_goes_on_with_other_processes(undisturbed, tmp_path):
 # --- what would break it --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_arithmetic_is_refused_on_resume(tmp_path):
     case = CASES["mlp fused adamw bf16"]
     run(case, tmp_path, checkpoints=True, stop_after=1)
@@ -135,6 +142,7 @@ run(CASES[sys.argv[2]], Path(sys.argv[3]))
 """
 
 
+@pytest.mark.slow
 def test_another_instruction_set_is_refused_on_resume(tmp_path):
     run(CASES[CNN], tmp_path, checkpoints=True, stop_after=1)
     script = tmp_path / "script.py"
@@ -162,6 +170,7 @@ def unlike_ranks(root, processes):
     return messages
 
 
+@pytest.mark.slow
 def test_processes_that_compute_unlike_bits_are_refused(tmp_path):
     ranks, hook = start(unlike_ranks, 2, tmp_path)
     assert "on rank 1 optimizers is" in ranks
@@ -193,6 +202,7 @@ class OutOfLine(Case):
         return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [MLP, CNN])
 def test_the_memory_alignment_of_batches_and_weights_leaves_no_trace(name, undisturbed, tmp_path):
     case = CASES[name]

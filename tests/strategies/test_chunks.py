@@ -60,6 +60,7 @@ def test_every_kind_of_batch_is_split():
         assert (part["number"], part["nothing"], part["empty"]) == (7, None, [])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     samples=st.integers(1, 20),

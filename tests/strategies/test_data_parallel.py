@@ -84,6 +84,7 @@ def device_threads():
 
 
 # --- loss and gradient ----------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(samples=st.integers(1, 13), devices=st.integers(1, 5), reproducible=st.sampled_from(["off", "order"]))
 def test_loss_and_gradient_are_those_of_the_undivided_batch(samples, devices, reproducible):

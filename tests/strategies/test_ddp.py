@@ -12,6 +12,9 @@ from legato.callbacks import Checkpoint, EarlyStopping
 from legato.trainer.errors import ConfigError
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 # --- the same run -----------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from legato.trainer.checkpoints import store
 from legato.trainer.errors import ConfigError, DisagreementError, TaskError
 from legato.trainer.processes.environment import run_workers, warm_up
 
+pytestmark = pytest.mark.slow
+
 
 def children():
     found = psutil.Process().children(recursive=True)

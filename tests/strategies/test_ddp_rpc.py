@@ -61,17 +61,20 @@ def found(tmp_path_factory):
     return run_cases(cases, 3, tmp_path_factory.mktemp("found"), threads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_trainers_and_servers_do_as_one_process_does(found, name):
     task, options = CASES[name]
     assert_close(found[name], in_one(Ratings(**task), **options))
 
 
+@pytest.mark.slow
 def test_two_servers_share_the_modules():
     two = {"strategy": {"name": "ddp_rpc", "servers": 2}}
     assert_close(on_server(Ratings(kind="Adam", lr=0.05), **two), in_one(Ratings(kind="Adam", lr=0.05)))
 
 
+@pytest.mark.slow
 def test_a_task_that_was_trained_goes_on_and_is_evaluated(tmp_path):
     """Its remote modules are back on the caller's task between two runs."""
     ours, theirs = Ratings(), Ratings()
@@ -91,6 +94,7 @@ def test_a_task_that_was_trained_goes_on_and_is_evaluated(tmp_path):
 LAYOUTS = {"rpc": RPC, "one": {"strategy": "single", "replicas": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("saved", "resumed"), [("rpc", "rpc"), ("rpc", "one"), ("one", "rpc")])
 def test_a_run_goes_on_from_a_checkpoint_on_any_layout(tmp_path, saved, resumed):
     def run(layout, resume=None):
@@ -152,11 +156,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_go_is_refused_by_name(found, name):
     assert REFUSED[name][2] in found["refused", name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kind", "message"),
     [
@@ -205,6 +211,7 @@ class Falls(Ratings):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_peer_that_is_killed_ends_the_run_with_the_cause(tmp_path, rank):
     with pytest.raises(WorkerError, match=f"Rank {rank} of 3 was killed by SIGKILL") as caught:
@@ -217,11 +224,13 @@ class Beyond(Ratings):
         return {**super().remote_modules(), "items": lambda: nn.Sequential(nn.Embedding(2, 4))}
 
 
+@pytest.mark.slow
 def test_an_error_on_the_server_is_told_by_the_trainer_that_asked():
     with pytest.raises(Exception, match="index out of range in self"):
         fit(Beyond(), **RPC)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_end_saves_what_the_servers_have(tmp_path):
     script = Path(__file__).parents[1] / "rpc_preempted.py"
     done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200)
@@ -249,6 +258,7 @@ pathlib.Path(__file__).with_name(f"found-{os.environ['RANK']}.json").write_text(
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_trainers_and_servers_and_several_stages_share_them(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]

@@ -77,21 +77,25 @@ def alone():
     return {(kind.__name__, name): in_one(kind(name), **run) for kind in (GPT, CNN) for name, run in RUNS.items()}
 
 
+@pytest.mark.slow
 def test_one_process_of_a_mesh_is_one_process(alone):
     for strategy in ("fsdp", "zero1", mesh(data="auto")):
         assert difference(outcome(GPT("adamw"), strategy=strategy, **RUNS["adamw"]), alone["GPT", "adamw"]) == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[2], ids=str)
 def test_every_layout_of_two_processes_is_one_process(case, two, alone):
     assert difference(two[case], alone[case[1].__name__, case[2]]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES[4], ids=str)
 def test_every_layout_of_four_processes_is_one_process(case, four, alone):
     assert difference(four[case], alone[case[1].__name__, case[2]]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 def test_with_every_feature_it_is_the_run_of_one_process(name, two):
     kind, options = FEATURES[name]
@@ -108,10 +112,12 @@ def test_with_every_feature_it_is_the_run_of_one_process(name, two):
     assert difference(ours, theirs) < tolerance
 
 
+@pytest.mark.slow
 def test_only_rank_0_builds_what_is_built_late(two):
     assert two["built on rank 0"][1] == [["cpu"], ["meta"]]
 
 
+@pytest.mark.slow
 def test_weights_gathered_in_half_precision_train_almost_the_same(two):
     exact, half = two["half"]
     assert 0 < (exact - half).abs().max() < 0.02

@@ -108,6 +108,7 @@ def legs(folder, first, strategies, devices):
     return flat(task)
 
 
+@pytest.mark.slow
 def test_a_run_goes_from_strategy_to_strategy(two, four):
     assert two["legs"] is not None
     folder, last = four["folder"], four["weights"]
@@ -163,6 +164,7 @@ def all_evaluations(processes):
     return {name: evaluations(layout, processes) for name, layout in layouts.items()}
 
 
+@pytest.mark.slow
 def test_every_sample_is_evaluated_once(two, four):
     expected = evaluations("single", 1)
     assert [sum(map(len, found)) for found in expected[2::3]] == [7, 1]
@@ -193,6 +195,7 @@ class Asks(CNN):
         self.log("asked", self.asked.sum())
 
 
+@pytest.mark.slow
 def test_the_callers_task_has_the_trained_weights_and_nothing_else():
     task = Asks()
     trainer = fit(task, strategy="fsdp", devices=2)
@@ -205,6 +208,7 @@ def test_the_callers_task_has_the_trained_weights_and_nothing_else():
     assert all(type(parameter) is nn.Parameter for parameter in task.parameters())
 
 
+@pytest.mark.slow
 def test_weights_may_stay_in_the_checkpoint(two, tmp_path):
     assert two["emptied"] == [True, True]
     task = CNN()
@@ -300,6 +304,7 @@ def refusals():
     return ranks
 
 
+@pytest.mark.slow
 def test_what_cannot_be_is_refused_on_every_rank_before_the_first_step(two):
     for rank in two["refusals"]:
         for message, came in rank.items():
@@ -313,6 +318,7 @@ def left_out():
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_left_out_ends_the_run_with_its_reason(two):
     assert re.search(r"returned None.*Return the loss times 0.0", two["left out"])
 
@@ -354,6 +360,7 @@ def diverged(where, **options):
         return str(error)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_ends_all_with_its_name(two):
     batch, weights = two["diverged"]
     assert re.search(r"The loss of step 2 is not finite on another rank.* Rank 1: ", batch)
@@ -369,6 +376,7 @@ def read_another_model(path):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_named(two):
     assert "another model than GPT: it lacks blocks.0" in two["another model"]
 
@@ -400,6 +408,7 @@ def test_blocks_are_found_by_class_and_by_size():
     assert modules_named(task, "Module", "x")[0] is task.embedding
 
 
+@pytest.mark.slow
 def test_one_process_reads_what_two_wrote(two):
     """The same YAML goes on a laptop: a mesh of one process is plain training."""
     task = CNN("adamw")

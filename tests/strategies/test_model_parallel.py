@@ -34,6 +34,7 @@ def largest(sizes, counts):
     return max(sum(sizes[start : start + count]) for start, count in zip(starts, counts, strict=True))
 
 
+@pytest.mark.slow
 @examples(deadline=None, max_examples=150)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.data())
 def test_the_largest_part_is_as_small_as_can_be(sizes, data):
@@ -68,6 +69,7 @@ def clipped():
     return task
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Chain, Placed])
 def test_parts_on_two_devices_train_as_on_one_to_the_bit(kind, clipped):
     task = kind()
@@ -98,6 +100,7 @@ def test_while_it_runs_each_part_is_where_it_belongs():
     simulated(Looks(), split=[3, 4])
 
 
+@pytest.mark.slow
 def test_a_gpt_in_two_parts_learns_and_writes_as_it_does_on_one_device():
     alone, spread, in_pieces = text(), text(), text()
     run(alone, replicas=2, accumulate_grad_batches=2, gradient_clip_val=0.1)
@@ -174,6 +177,7 @@ def in_parts():
     return found
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_parts_are_one_process():
     spread = run_workers(in_parts, 2)
     for (make, tolerance, options, arguments), ours in zip(CASES, spread, strict=True):
@@ -182,6 +186,7 @@ def test_two_processes_of_two_parts_are_one_process():
         assert close(ours, flat(task), tolerance), (type(task), options, arguments, (ours - flat(task)).abs().max())
 
 
+@pytest.mark.slow
 def test_loss_curves_and_metrics_are_those_of_one_device():
     one, two = run(Chain(), replicas=2), run(Chain(), replicas=2, devices=2, strategy=parts())
     three = run(Chain(), replicas=2, devices=2, strategy=parts(micro_batches=3))
@@ -258,6 +263,7 @@ def test_a_piece_that_is_left_out_counts_as_zero():
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_a_run_goes_on_in_parts_and_back_again(tmp_path):
     whole = Chain()
     run(whole, replicas=2, max_epochs=3)
@@ -374,6 +380,7 @@ def test_manual_optimization_takes_no_micro_batches():
         run(Manual(), devices=2, strategy=parts(micro_batches=2))
 
 
+@pytest.mark.slow
 def test_batch_norm_over_all_processes_takes_whole_batches():
     with pytest.raises(ConfigError, match="of which micro_batches makes pieces"):
         run(Chain(norm=True), devices=4, strategy=parts(micro_batches=2), sync_batchnorm=True)

@@ -125,6 +125,7 @@ def named(case):
     return f"{make.__name__} {options} {arguments}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "index", "case"),
     [
@@ -143,6 +144,7 @@ def test_stages_train_as_one_process(processes, index, case, spread):
         assert metrics[name] == pytest.approx(float(value), abs=max(tolerance, 1e-5)), name
 
 
+@pytest.mark.slow
 def test_batch_norm_sees_pieces_and_its_buffers_come_back():
     pipe, parts = with_norm(), with_norm()
     run(pipe, 16, devices=2, strategy=piped(micro_batches=2))
@@ -208,6 +210,7 @@ def busy(leaves_out=False, **arguments):
     return flat(task), {name: float(value) for name, value in trainer.callback_metrics.items()}, notes.losses
 
 
+@pytest.mark.slow
 def test_a_step_prepares_its_batch_logs_and_returns_what_it_likes():
     ours, metrics, losses = busy(devices=2, strategy=piped(micro_batches=1))
     theirs, expected, curve = busy()
@@ -217,6 +220,7 @@ def test_a_step_prepares_its_batch_logs_and_returns_what_it_likes():
     assert losses == pytest.approx(curve, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_pieces_that_are_left_out_count_as_zero():
     parts = {"name": "ddp_model_parallel", "micro_batches": 2}
     ours, _, losses = busy(leaves_out=True, devices=2, strategy=piped(micro_batches=2))
@@ -233,6 +237,7 @@ def evaluations():
     return found, torch.cat(trainer.predict(task, loader)), flat(task)
 
 
+@pytest.mark.slow
 def test_validate_test_and_predict_through_the_stages():
     task, loader = Chain(), DataLoader(Subset(DATA, range(10)), 4)
     trainer = lg.Trainer(**QUIET)
@@ -242,6 +247,7 @@ def test_validate_test_and_predict_through_the_stages():
     assert torch.equal(after, flat(task))  # whole again, untouched
 
 
+@pytest.mark.slow
 def test_metrics_of_a_validation_and_text_of_a_model_in_stages(tmp_path):
     torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -273,6 +279,7 @@ def go_on(folder, path, steps, **arguments):
     return trainer.checkpoint_callback.last_model_path, flat(task)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_stages_and_back_again(tmp_path):
     def legs_of_four(path):
         for leg, steps in zip(LEGS, (4, 6, 8, 10), strict=True):
@@ -287,6 +294,7 @@ def test_a_run_goes_on_in_stages_and_back_again(tmp_path):
     assert close(weights, flat(whole))
 
 
+@pytest.mark.slow
 def test_a_process_holds_its_own_stages_only():
     class Weighs(Chain):
         def __init__(self):
@@ -366,6 +374,7 @@ STOPPED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "options", "kind", "message"), STOPPED)
 def test_what_goes_wrong_in_one_stage_ends_the_run_with_its_own_error(make, options, kind, message):
     with pytest.raises(kind, match=message):
@@ -410,6 +419,7 @@ def refusals():
     return found
 
 
+@pytest.mark.slow
 def test_what_a_pipeline_cannot_do_is_refused_on_every_rank():
     """One after the other in the same processes: a rank that did not refuse would hang or fail in the next case."""
     for (*case, message), found in zip(REFUSED, run_workers(refusals, 2), strict=True):

@@ -45,6 +45,7 @@ def formula(start, stop, level):
 # --- the order of additions -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layouts)
 def test_any_process_count_gives_the_sum_that_the_tree_defines(layout):
@@ -60,6 +61,7 @@ def test_any_process_count_gives_the_sum_that_the_tree_defines(layout):
     assert whole.total() == formula(0, layout.replicas, levels)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layouts)
 def test_partial_nodes_cover_a_block_once_and_are_few(layout):
@@ -72,6 +74,7 @@ def test_partial_nodes_cover_a_block_once_and_are_few(layout):
         assert len(nodes) <= 2 * max(1, len(owned).bit_length())
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(layouts, st.integers(0, 2**32 - 1), st.data())
 def test_shares_have_the_bits_of_whole_gradients_and_what_is_absent_leaves_no_trace(layout, seed, data):
@@ -243,6 +246,7 @@ def message_of(call):
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_real_processes_give_the_bits_of_one():
     alone = {case: reduce_by_tree(Layout(case[0], 1), 0, case[1], *case[2:]) for case in CASES}
     for case, gradients in alone.items():

@@ -183,6 +183,7 @@ def fit_distributed(folder, **where):
     return trainer, model, datamodule
 
 
+@pytest.mark.slow
 def test_a_script_on_two_processes(tmp_path):
     trainer, model, datamodule = fit_distributed(tmp_path, devices=2, strategy="ddp")
     assert trainer.global_step == 2

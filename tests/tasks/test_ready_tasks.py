@@ -57,6 +57,7 @@ def overfit(parameters, loss_of, steps, lr):
 
 
 # --- digits ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_digits_parts_are_all_images_once(digits):
     from sklearn.datasets import load_digits
 
@@ -75,6 +76,7 @@ def test_digits_parts_are_all_images_once(digits):
     assert (per_digit["test"] - per_digit["train"]).abs().max() < 0.005
 
 
+@pytest.mark.slow
 def test_digits_split_follows_its_seed(digits):
     same, other = DigitsData(), DigitsData(split_seed=1)
     same.setup("test")
@@ -83,6 +85,7 @@ def test_digits_split_follows_its_seed(digits):
     assert not torch.equal(other.parts["test"].images, digits.parts["test"].images)
 
 
+@pytest.mark.slow
 def test_digits_shapes(digits):
     images, labels = next(iter(digits.train_dataloader()))
     assert (images.shape, images.dtype, labels.shape, labels.dtype) == (
@@ -96,6 +99,7 @@ def test_digits_shapes(digits):
     assert Digits(channels=4)(images).shape == (32, 10)
 
 
+@pytest.mark.slow
 def test_digits_shift_draws_from_the_global_generator(digits):
     image = torch.full((1, 1, 8, 8), -1.0)
     image[0, 0, 3, 4] = 1.0
@@ -113,6 +117,7 @@ def test_digits_shift_draws_from_the_global_generator(digits):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 def test_digits_learns_one_batch_by_heart(digits):
     torch.manual_seed(0)
     images, labels = next(iter(digits.val_dataloader()))
@@ -120,6 +125,7 @@ def test_digits_learns_one_batch_by_heart(digits):
     assert overfit(task.parameters(), lambda: F.cross_entropy(task(images), labels), steps=80, lr=1e-2) < 0.01
 
 
+@pytest.mark.slow
 def test_digits_accuracy_is_a_ratio_of_counts(digits, tmp_path):
     torch.manual_seed(0)
     task, trainer = Digits(channels=8), trainer_for(tmp_path, max_epochs=3)
@@ -149,6 +155,7 @@ def test_every_text_has_tokens(text):
     assert decode(tokens) == "".join(character if character in ALPHABET else UNKNOWN for character in text)
 
 
+@pytest.mark.slow
 def test_pydoc_text_is_whole_and_the_same_every_time(text):
     from pydoc_data.topics import topics
 
@@ -201,6 +208,7 @@ def test_gpt_refuses_wrong_sizes():
         CharacterGPT(n_embd=30, n_head=4)
 
 
+@pytest.mark.slow
 def test_gpt_learns_one_batch_by_heart(text):
     task = small_gpt()
     windows = [text.parts["train"][index * 1000] for index in range(4)]
@@ -220,6 +228,7 @@ def test_samples_are_reproducible_and_leave_the_run_alone():
     assert len(first) == 44
 
 
+@pytest.mark.slow
 def test_gpt_trains_with_decay_on_matrices_only_and_writes_samples(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -249,6 +258,7 @@ def test_gpt_trains_with_decay_on_matrices_only_and_writes_samples(tmp_path):
 
 
 # --- configs and examples -------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits", "characters"])
 def test_ready_config_is_found_by_name_and_builds(name, tmp_path):
     run = build.build_config(check.load_config([f"{name}.yaml", f"run.root={tmp_path}"]))

@@ -9,6 +9,9 @@ import pytest
 
 import legato
 
+pytestmark = pytest.mark.slow
+
+
 ROOT = Path(legato.__file__).parent
 PAGE = (ROOT / "docs/ddp-model-parallel.md").read_text(encoding="utf-8")
 

@@ -5,6 +5,9 @@ import random
 import pytest
 from together.pairs import Pair, Stage, draw, load
 
+pytestmark = pytest.mark.slow
+
+
 SINGLE, SEVERAL, ANEW = range(20), range(100, 108), 2
 
 FOUND = [

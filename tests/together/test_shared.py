@@ -9,6 +9,9 @@ from together.pairs import Pair, Stage, load
 from together.play import fit
 from together.scene import Fault, Scene, make_trainer
 
+pytestmark = pytest.mark.slow
+
+
 SHARED = {
     "process group": [
         ("fsdp", "second async", "failing save"),

@@ -72,6 +72,7 @@ def test_a_misspelt_hook_of_the_task(refused, name, meant):
     assert f"Did you mean {meant!r}?" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["_training_step", "train_step", "step", "loss_function", "encode", "shared_step", "on", "_on_train_end"]
 )

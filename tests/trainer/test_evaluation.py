@@ -69,6 +69,7 @@ def test_a_name_may_do_without_the_loader(trainer):
     ]
 
 
+@pytest.mark.slow
 def test_nothing_of_an_earlier_run_is_returned(trainer):
     class Logs(Measured):
         def training_step(self, batch, batch_idx):

@@ -257,6 +257,7 @@ def test_nothing_to_do(trainer, limits):
     assert_same_bits(task, Tiny())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", ["00:00:00:01", timedelta(seconds=0.4), {"seconds": 0.4}])
 def test_max_time_ends_a_run_without_other_limits(trainer, limit):
     class Slow(Tiny):
@@ -361,6 +362,7 @@ def test_anomaly_mode_names_the_operation(trainer):
         trainer(detect_anomaly=True).fit(Root(), make_loader())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compile_leaves_names_and_results_alone(trainer, backend):
     task = Validated()

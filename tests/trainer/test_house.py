@@ -32,6 +32,7 @@ def private_names():
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
+@pytest.mark.slow
 def test_tests_and_benchmarks_use_no_private_name():
     private = private_names()
     used = []
@@ -83,3 +84,19 @@ def test_no_modules_import_each_other_in_a_circle():
     while ends := {module for module in left if not left[module] or not any(module in one for one in left.values())}:
         left = {module: imported - ends for module, imported in left.items() if module not in ends}
     assert {module: sorted(imported) for module, imported in left.items()} == {}
+
+
+def test_each_room_has_a_quick_test():
+    """What `make quick` leaves out is marked slow, in a file or on a function."""
+    quick = set()
+    for path in TESTS.glob("*/test_*.py"):
+        tree = ast.parse(path.read_text())
+        whole = any(isinstance(node, ast.Assign) and ast.unparse(node) == SLOW for node in tree.body)
+        tests = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
+        marks = [[ast.unparse(one) for one in test.decorator_list] for test in tests]
+        if not whole and any("pytest.mark.slow" not in one for one in marks):
+            quick.add(path.parent.name)
+    assert {path.parent.name for path in TESTS.glob("*/test_*.py")} - quick - {"together"} == set()
+
+
+SLOW = "pytestmark = pytest.mark.slow"

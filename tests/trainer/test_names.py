@@ -4,6 +4,11 @@ import ast
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
 PACKAGE = Path(__file__).parents[2]
 ROOMS = ("trainer", "callbacks", "tasks", "configs")
 

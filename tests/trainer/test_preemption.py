@@ -102,6 +102,7 @@ def stopped_at(run: Running) -> int:
 
 
 # --- one process ------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -124,6 +125,7 @@ def test_a_signal_in_a_step(tmp_path, undisturbed, name, options):
     assert_resumes(tmp_path, options, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [SLOW, {**SLOW, "val_check_interval": 1.0}])
 def test_a_signal_in_a_validation_leaves_it_and_a_resume_does_it_again(tmp_path, options):
     preempted_run.run(tmp_path / "undisturbed", {**options, "pace": 0.0})
@@ -139,6 +141,7 @@ def test_a_signal_in_a_validation_leaves_it_and_a_resume_does_it_again(tmp_path,
     assert sum("val_loss" in point and point["step"] == step for point in logged) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_signal_does_not_break_the_save(tmp_path, undisturbed, asynchronous):
     options = {**SLOW, "asynchronous": asynchronous}
@@ -154,6 +157,7 @@ def test_a_second_signal_does_not_break_the_save(tmp_path, undisturbed, asynchro
     assert_resumes(tmp_path, options, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_signal_before_training_has_nothing_to_save(tmp_path):
     with running(tmp_path, {"pace": 0.4}) as run:
         os.kill(run.wait_for("setup-0"), signal.SIGTERM)
@@ -163,6 +167,7 @@ def test_a_signal_before_training_has_nothing_to_save(tmp_path):
     assert not (tmp_path / "step-0-0").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
     with running(tmp_path, {"pace": 0.02, "workers": 1}) as run:
         os.kill(run.wait_for("teardown-0"), signal.SIGTERM)
@@ -171,6 +176,7 @@ def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
     assert_resumes(tmp_path, {}, undisturbed)
 
 
+@pytest.mark.slow
 def test_any_moment(tmp_path, undisturbed):
     """A run that is told to end, ever later after its start, and resumed each time."""
     command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"pace": 0.03}), "0.05"]
@@ -222,6 +228,7 @@ def test_an_ignored_signal_stays_ignored():
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["rank 0", "rank 1", "all", "launcher", "everyone"])
 def test_a_signal_to_any_of_two_processes(tmp_path, undisturbed, whom):
     options = {**TWO, "workers": 1} if whom == "everyone" else TWO
@@ -245,6 +252,7 @@ def children(process: int) -> list[int]:
     return [child.pid for child in psutil.Process(process).children(recursive=True)]
 
 
+@pytest.mark.slow
 def test_one_rank_in_a_validation(tmp_path, undisturbed):
     with running(tmp_path, {**TWO, "pace": 0.2}) as run:
         os.kill(run.wait_for("validation-4-0-1"), signal.SIGUSR1)
@@ -253,6 +261,7 @@ def test_one_rank_in_a_validation(tmp_path, undisturbed):
     assert_resumes(tmp_path, TWO, undisturbed)
 
 
+@pytest.mark.slow
 def test_one_rank_while_saving(tmp_path, undisturbed):
     with running(tmp_path, TWO) as run:
         process = run.wait_for("saving-3-1")
@@ -264,6 +273,7 @@ def test_one_rank_while_saving(tmp_path, undisturbed):
     assert_resumes(tmp_path, TWO, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["rank 1", "launcher", "launcher, early"])
 def test_start_up_of_two_processes(tmp_path, whom):
     with running(tmp_path, {**TWO, "pace": 0.4}) as run:
@@ -280,6 +290,7 @@ def test_start_up_of_two_processes(tmp_path, whom):
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{**SLOW, "workers": 1}, TWO])
 def test_ctrl_c_in_a_library_call_raises_keyboard_interrupt_after_the_save(tmp_path, undisturbed, options):
     with running(tmp_path, {**options, "catch": True}) as run:
@@ -323,6 +334,7 @@ class Data(lg.DataModule):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
     (tmp_path / "command.py").write_text(MODULE.format(tests=str(SCRIPT.parent)))
@@ -342,6 +354,7 @@ def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
     assert checkpoints(tmp_path)[-1] == f"step-{step:08d}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, RESUME_ME), (signal.SIGINT, 130)])
 def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, number, code):
     module = MODULE.format(tests=str(SCRIPT.parent)) + "\nimport time; Path('began').touch(); time.sleep(20)"
@@ -356,6 +369,7 @@ def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, number, code
 
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "said"),
     [

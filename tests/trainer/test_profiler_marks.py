@@ -162,6 +162,7 @@ class MoreThanItSays(IterableDataset):
         yield from map(torch.tensor, range(3))
 
 
+@pytest.mark.slow
 def test_batches_without_them_are_the_same():
     for dataset in (MoreThanItSays(), torch.arange(3)):
         for workers in (0, 1):

@@ -59,6 +59,7 @@ def test_the_public_names():
     assert set(legato.strategies.__all__) >= {"Strategy", "SingleStrategy", "DataParallelStrategy", "DDPStrategy"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["legato", "legato.callbacks", "legato.tasks", "legato.trainer.strategies"])
 def test_every_public_name_is_there(room):
     module = import_module(room)
@@ -88,10 +89,12 @@ def test_legato_alone_does_not_load_torch():
     assert not {"torch", "numpy", "omegaconf", "tqdm", "tensorboard"} & found
 
 
+@pytest.mark.slow
 def test_the_order_of_samples_can_be_worked_out_without_torch():
     assert "torch" not in loaded_by("import legato.trainer.data.sampling")
 
 
+@pytest.mark.slow
 def test_the_trainer_loads_nothing_that_is_needed_only_sometimes():
     use = "import legato; legato.Trainer; legato.Task; legato.DataModule; legato.Callback"
     found = loaded_by(use, before="import torch")
@@ -99,6 +102,7 @@ def test_the_trainer_loads_nothing_that_is_needed_only_sometimes():
     assert not {"tensorboard", "torchmetrics", "tqdm", "sklearn", "torchvision", "torchdata"} & found
 
 
+@pytest.mark.slow
 def test_an_evaluation_does_not_load_torchs_compiler(tmp_path):
     """It takes a second; torch loads it with the first optimizer."""
     arguments = f"accelerator='cpu', devices=1, enable_progress_bar=False, default_root_dir={str(tmp_path)!r}"
@@ -140,6 +144,7 @@ def test_the_exceptions_are_still_needed():
         assert max(sizes) > 10, entry
 
 
+@pytest.mark.slow
 def test_the_environment_is_read_in_one_file():
     readers = {
         name
@@ -180,6 +185,7 @@ def test_nothing_is_left_to_do():
             assert word not in source, name
 
 
+@pytest.mark.slow
 def test_nothing_is_pickled_into_files():
     for name, tree in TREES.items():
         for node in ast.walk(tree):

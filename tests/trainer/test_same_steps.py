@@ -22,6 +22,9 @@ import legato as lg
 from legato.trainer.errors import LegatoError
 from legato.trainer.processes.environment import run_workers
 
+pytestmark = pytest.mark.slow
+
+
 QUIET = {
     "accelerator": "cpu",
     "logger": False,

@@ -73,6 +73,7 @@ class Small(lg.Task):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"replicas": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0}])
 def test_three_of_our_frames_lead_to_torch(trainer, options):
     notes = {}
@@ -145,6 +146,7 @@ class Counting(Small):
         return calls / (self.last - self.first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loader", "most"), [(stream, 20), (map_style, 30)])
 def test_a_bare_step_calls_python_few_times(trainer, loader, most):
     task = Counting(20, 276)  # two times 4,096 samples, for which the order is worked out at once
@@ -154,6 +156,7 @@ def test_a_bare_step_calls_python_few_times(trainer, loader, most):
     assert calls <= most, f"{calls} calls of our functions a step:\n{shown}"
 
 
+@pytest.mark.slow
 def test_a_logged_scalar_costs_few_calls(trainer):
     """Of Python and C together, those of the logging steps spread over all."""
 

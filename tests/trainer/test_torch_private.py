@@ -76,6 +76,7 @@ def test_the_switch_takes_every_public_way_and_back():
     assert all(shortcut.usable for shortcut in SHORTCUTS)
 
 
+@pytest.mark.slow
 def test_the_environment_sets_the_switch_and_check_says_so(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LEGATO_PUBLIC_TORCH", "1")
@@ -161,16 +162,19 @@ def two(tmp_path_factory):
     return run_cases({one.__name__: one for one in work}, 2, tmp_path_factory.mktemp("two"))
 
 
+@pytest.mark.slow
 def test_limits_of_process_groups(two):
     private, public = two["groups_with_limits"]
     assert private == [50, 50]
     assert public[0] == (60 if hasattr(distributed, "set_timeout") else 50)
 
 
+@pytest.mark.slow
 def test_groups_meet_after_an_attempt_that_failed(two):
     assert two["group_names"] == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_an_epoch_is_left_within_a_step(two):
     kind, options = FEATURES["an epoch that is left"]
     whole, by_public, by_private = two["left_epochs"]
@@ -178,6 +182,7 @@ def test_an_epoch_is_left_within_a_step(two):
     assert difference(by_public, by_private) == 0.0
 
 
+@pytest.mark.slow
 def test_a_second_sharded_run_of_a_task(two):
     by_public, by_private = two["sharded_twice"]
     assert "more than once" in by_public
@@ -406,6 +411,7 @@ def borrowed(tree, own):
                 yield node.lineno, ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_private_names_of_others_are_in_one_file():
     folders = ("trainer", "callbacks", "tasks", "configs", "compat")
     files = [path for folder in folders for path in (PACKAGE / folder).rglob("*.py")]

@@ -8,6 +8,9 @@ from way_out import LOGGER_POINTS, ON_ALL_RANKS, POINTS, differences, run, say, 
 
 from legato.trainer.processes import environment
 
+pytestmark = pytest.mark.slow
+
+
 AFTER_AN_ERROR = ("teardown", "on_exception", "finalize")
 """Hooks that are called also when the run has failed."""
 
