@@ -240,7 +240,7 @@ def test_the_state_of_each_stage_is_told() -> None:
 def test_what_trainers_and_servers_hold_is_not_known_by_hand() -> None:
     plan = planned("devices=2", "trainer.strategy={name: ddp_rpc, servers: 2}", "parameters=1000")
     assert (plan.processes, plan.replicas, plan.servers, plan.parts) == (4, 2, 2, None)
-    assert "State of a rank unknown: parameters= does not say" in render(plan)
+    assert "State of a rank unknown: parameters= does not tell" in render(plan)
     assert "A checkpoint    12 kB" in render(plan)
 
 
