@@ -158,7 +158,7 @@ FULL_DISK = """
         except CheckpointError as error:
             assert "No space left on device" in str(error) and str(root) in str(error), error
     assert sorted(path.name for path in root.iterdir()) == [store.directory_name(step) for step in range(1, saved)]
-    assert store.read(store.newest_whole(root))["w"][0] == saved - 1
+    assert store.read_checkpoint(store.newest_complete(root))["w"][0] == saved - 1
     store.write(root / store.directory_name(99), {"w": torch.ones(10)})
     print("good")
 """

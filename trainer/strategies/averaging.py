@@ -74,7 +74,8 @@ class FlatAverage:
         if parameter.grad is None:
             rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
             shape, device = parameter.shape, parameter.device
-            parameter.grad = torch.sparse_coo_tensor(rows, values, shape, device=device, check_invariants=True)
+            with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns of the argument
+                parameter.grad = torch.sparse_coo_tensor(rows, values, shape, device=device)
         dist.all_reduce(parameter.grad, group=self.group)
         parameter.grad /= self.world_size
 
