@@ -49,7 +49,7 @@ def save_behind(path: Path, flavour: int = 0) -> None:
     writer.close()
 
 
-def save_in_parts(path: Path, flavour: int = 0, background: bool = False) -> None:
+def save_in_parts(path: Path, flavour: int = 0, behind: bool = False) -> None:
     """Save with two ranks, each of which has one half of a tensor."""
     contents = example(int(path.name[5:]), flavour)
     whole = contents["state_dict"]["a"]
@@ -57,7 +57,7 @@ def save_in_parts(path: Path, flavour: int = 0, background: bool = False) -> Non
     def work(rank: ThreadRank) -> None:
         half = ShardBlock(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
         mine = {**contents, "state_dict": {"a": half, "b": contents["state_dict"]["b"]}}
-        if not background:
+        if not behind:
             store.write(path, mine, ranks=rank)
             return
         writer = background.Writer()
@@ -92,7 +92,7 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], int]]
     "overwrite, background": (previous, lambda root: save_behind(root / step(2), flavour=1), 2),
     "next, in parts": (previous, lambda root: save_in_parts(root / step(3)), 3),
     "overwrite, in parts": (previous, lambda root: save_in_parts(root / step(2), flavour=1), 2),
-    "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), background=True), 3),
+    "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), behind=True), 3),
     "sweep": (interrupted, commit.sweep, 2),
     "save after a death": (interrupted, lambda root: save(root / step(4)), 4),
     "overwrite after a death": (interrupted, lambda root: save(root / step(2), flavour=1), 2),
