@@ -166,12 +166,13 @@ class SignalWatch:
             ready, _, _ = select.select([self._reader], [], [], _TICK if has_signal else None)
             if ready:
                 numbers = os.read(self._reader, 4096)
+                arrived = numbers.replace(bytes([_STOP]), b"")  # a signal may come just before the end
+                if arrived and self._before >= 0:  # forwarded to an event loop's wakeup pipe
+                    with suppress(OSError):
+                        os.write(self._before, arrived)
                 if _STOP in numbers:
                     return
-                if self._before >= 0:  # forwarded to an event loop's wakeup pipe
-                    with suppress(OSError):
-                        os.write(self._before, numbers)
-                for number in numbers:
+                for number in arrived:
                     self.record(number)
             if has_signal:
                 touch_alive_file()
