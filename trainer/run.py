@@ -17,7 +17,6 @@ from ..tasks.task import Task
 from .data.dealing import EvaluationData, TrainingData
 from .data.sampling import Layout
 from .data.steps import ReplicaBatch, StepInput
-from .data.streams import StreamData
 from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError
 from .hooks import Calls, Hooks, count_arguments, fitted
@@ -355,9 +354,8 @@ class Run:
 
         Raises DataError if there was no step.
         """
-        data = self.data.training
-        if isinstance(data, StreamData) and data.length:
-            self.watchdog.require_same_end(data.length)
+        if self.training_data.amount_read:
+            self.watchdog.require_same_end(self.training_data.amount_read)
         self.refuse_empty_epoch()
         warn_of_no_loss(self)
         self.check_losses()

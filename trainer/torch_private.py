@@ -785,7 +785,7 @@ def require_reduced(module: Any) -> None:
 # --- loaders ----------------------------------------------------------------------------------------------------------
 def _has_reader() -> bool:
     data: Any = [0]
-    batches: Any = iter(DataLoader(data, generator=torch.Generator()))
+    batches: Any = iter(DataLoader(data))
     return (
         type(batches).__next__ is _loaders()._BaseDataLoaderIter.__next__
         and takes(batches._next_data)

@@ -4,45 +4,17 @@ import json
 import math
 import shutil
 import threading
-import time
 from datetime import timedelta
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, TensorDataset
+from scripted import STEPS, Scripted, fit, loader, make_trainer
 
 import legato as lg
 from legato.callbacks import Checkpoint
 from legato.callbacks.retention import Retention
 from legato.trainer.errors import CheckpointError, ConfigError
-
-STEPS = 4
-"""Steps of an epoch."""
-
-
-class Scripted(lg.Task):
-    """Logs the values that it was given, one an epoch, and can be slow."""
-
-    def __init__(self, values=(), train_values=(), seconds=0.0):
-        super().__init__()
-        self.net = torch.nn.Linear(4, 1)
-        self.values, self.train_values, self.seconds = list(values), list(train_values), seconds
-
-    def training_step(self, batch):
-        if self.seconds:
-            time.sleep(self.seconds)
-        if self.train_values:
-            self.log("train/score", self.train_values[self.global_step], on_step=True, on_epoch=False, prog_bar=True)
-        return self.net(batch[0]).square().mean()
-
-    def validation_step(self, batch):
-        if self.values:
-            self.log("val/score", self.values[self.current_epoch])
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Saves(lg.Callback):
@@ -53,22 +25,6 @@ class Saves(lg.Callback):
 
     def on_save_checkpoint(self, trainer, task, checkpoint):
         self.steps.append(trainer.global_step)
-
-
-def loader(batches=STEPS, size=2):
-    return DataLoader(TensorDataset(torch.ones(batches * size, 4)), batch_size=size)
-
-
-def make_trainer(tmp_path, *callbacks, **options):
-    chosen = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    chosen |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path} | options
-    return lg.Trainer(callbacks=list(callbacks), **chosen)
-
-
-def fit(tmp_path, *callbacks, values=(), task=None, resume=None, **options):
-    trainer = make_trainer(tmp_path, *callbacks, **{"max_epochs": len(values) or 3, **options})
-    trainer.fit(task or Scripted(values), loader(), loader(1), resume=resume)
-    return trainer
 
 
 def kept(trainer):

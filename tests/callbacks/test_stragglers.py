@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
+from collectives import count_collectives
 from ddp_cases import QUIET, Net, fit, loader
 from tiny import Memory
 
@@ -14,6 +14,8 @@ from legato.trainer.errors import ConfigError, HangError
 from legato.trainer.processes import sync
 from legato.trainer.processes.environment import run_workers
 from legato.trainer.processes.sync import Timeouts
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_object")
 
 
 # --- timeouts ---------------------------------------------------------------------------------------------------------
@@ -81,26 +83,6 @@ class Straggler(Net):
         return super().training_step(batch, batch_idx)
 
 
-def counted(function):
-    """Count the collectives of torch, by name, while `function` runs; return what it returns and the counts."""
-    counts, originals = {}, {name: getattr(dist, name) for name in ("all_reduce", "all_gather", "all_gather_object")}
-
-    def counting(name):
-        def call(*arguments, **options):
-            counts[name] = counts.get(name, 0) + 1
-            return originals[name](*arguments, **options)
-
-        return call
-
-    for name in originals:
-        setattr(dist, name, counting(name))
-    try:
-        return function(), counts
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
 def watch(slow, monitor=True, seconds=0.06, **options):
     """Train for 16 steps; return what was logged, and the hooks that are left on parameters."""
     memory = Memory()
@@ -127,8 +109,8 @@ def cases():
     ):
         logged, watcher, left = watch(slow, **options)
         found[name] = logged, watcher.slowest, watcher.wait_seconds, watcher.wait_share, left
-    _, found["with"] = counted(lambda: watch(-1))
-    _, found["without"] = counted(lambda: watch(-1, monitor=False))
+    _, found["with"] = count_collectives(COLLECTIVES, lambda: watch(-1))
+    _, found["without"] = count_collectives(COLLECTIVES, lambda: watch(-1, monitor=False))
     return found
 
 

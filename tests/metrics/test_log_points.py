@@ -1,7 +1,7 @@
 """A point of the log under ddp: one collective for values, names, losses and what the ranks agree on."""
 
 import pytest
-import torch.distributed as dist
+from collectives import count_collectives
 from ddp_cases import QUIET
 from tiny import Tiny, make_loader
 
@@ -31,26 +31,11 @@ class Counts(Tiny):
         return loss * float("nan") if self.global_step == self.bad_step and self.global_rank == 1 else loss
 
     def on_fit_start(self):
-        trainer, counted, write = self.trainer, [0], self.trainer.log_step
-
-        def counting(function):
-            def call(*arguments, **options):
-                counted[0] += 1
-                return function(*arguments, **options)
-
-            return call
+        trainer, write = self.trainer, self.trainer.log_step
 
         def log_step():
-            originals = {name: getattr(dist, name) for name in COLLECTIVES}
-            for name, original in originals.items():
-                setattr(dist, name, counting(original))
-            counted[0] = 0
-            try:
-                write()
-            finally:
-                for name, original in originals.items():
-                    setattr(dist, name, original)
-            self.points.append(counted[0])
+            _, counts = count_collectives(COLLECTIVES, write)
+            self.points.append(sum(counts.values()))
 
         trainer.log_step = log_step
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed as dist
+from collectives import count_collectives
 from ddp_cases import QUIET
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -47,22 +47,7 @@ class Hundred(lg.Task):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.manual_backward(self.loss(batch[0], self.global_rank))
-        counts, originals = {}, {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-
-        def counting(name):
-            def call(*arguments, **options):
-                counts[name] = counts.get(name, 0) + 1
-                return originals[name](*arguments, **options)
-
-            return call
-
-        for name in originals:
-            setattr(dist, name, counting(name))
-        try:
-            optimizer.step()
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+        _, counts = count_collectives(COLLECTIVES, optimizer.step)
         self.counts.append(counts)
         found = {name: one.grad for name, one in self.named_parameters()}
         self.gradients.append({name: None if one is None else one.to_dense().clone() for name, one in found.items()})

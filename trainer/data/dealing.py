@@ -19,6 +19,8 @@ class DealtData:
 
     forward_is_keyed = False
     """False: the batch may have been loaded by a worker or prefetched, so the forward must be seeded."""
+    amount_read = ""
+    """Empty: what each rank reads follows from lengths that all ranks compared at set-up."""
 
     def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, in_order: bool = False) -> None:
         """Wrap a loader for which `can_deal` is True."""

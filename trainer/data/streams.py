@@ -36,8 +36,8 @@ class StreamData:
         self.restored: dict[str, Any] = {}
         self.opened, self.ended = -1, False
         """`opened` is the epoch that was opened last, `ended` whether it was read to its end."""
-        self.length = ""
-        """Description of the number of batches read, once an epoch is over."""
+        self.amount_read = ""
+        """Description of the batches read, once an epoch is over; all ranks must have read the same."""
 
     @property
     def rounds(self) -> int | None:
@@ -71,7 +71,7 @@ class StreamData:
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
-        position, turns, theirs, samples, read, self.length = start_step * batches_of_step, [], [], 0, 0, ""
+        position, turns, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
         while end is None or position < end:
             if keyed:
                 seed_generators(key + position)
@@ -92,7 +92,7 @@ class StreamData:
                 masked = theirs[: max(0, len(theirs) - len(turns))]
                 yield StepInput(arranged(turns), samples, dealing.accumulate, masked=masked)
                 turns, theirs, samples = [], [], 0
-        self.length = f"{position} batches, {read} samples read"
+        self.amount_read = f"{position} batches, {read} samples read"
         rest = position % batches_of_step
         if rest and not (dealing.whole_rounds and rest % replicas):
             masked = theirs[: max(0, len(theirs) - len(turns))]

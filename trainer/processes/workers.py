@@ -327,9 +327,10 @@ class WorkerGroup:
         if end == RESUME_ME:
             self._preempted_at = self._preempted_at or time.monotonic()
         elif isinstance(end, Failure):
-            by = end.killed_by if end.forced_by is None or self._relay.received else end.forced_by
-            if self._stopped_at is not None and by in (signal.SIGTERM, signal.SIGKILL):
-                return  # stopped by this process
+            # where no signal came from outside, a worker that ended itself for not answering one was sent it from here
+            ended_by = end.killed_by or (None if self._relay.received else end.forced_by)
+            if self._stopped_at is not None and ended_by in (signal.SIGTERM, signal.SIGKILL):
+                return
             end.rank, end.world_size = rank, self._world_size
             self._failures.append(end)
 
