@@ -45,6 +45,11 @@ COMMANDS = {
     "export": Command(
         "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", ".commands.export", "run_export"
     ),
+    "lightning": Command(
+        "Run a script written for PyTorch Lightning, unchanged: SCRIPT.py [arguments].",
+        "..compat.lightning.script",
+        "run_lightning",
+    ),
 }
 
 
@@ -84,7 +89,7 @@ def _dispatch(words: Sequence[str]) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f" The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{name!r} is not a command.{hint}")
-    if {"-h", "--help"} & set(rest):
+    if {"-h", "--help"} & set(rest) and name != "lightning":  # whose arguments are the script's
         from .commands.config import help_text
 
         print(help_text(name, COMMANDS[name].summary))

@@ -124,6 +124,13 @@ def wants_public_torch() -> bool:
     return os.environ.get("LEGATO_PUBLIC_TORCH", "") not in ("", "0")
 
 
+def lead_python_path(folder: str) -> None:
+    """Put a folder first on the module path of every Python process that is started from here on."""
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if folder not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, *paths])
+
+
 def slurm_job() -> str | None:
     """Return the id of the SLURM job of this process; None outside of one."""
     return os.environ.get("SLURM_JOB_ID") or None

@@ -1,0 +1,1 @@
+"""Rooms for programs that were written for other trainers; the rest of Legato knows nothing of them."""

@@ -1,0 +1,1 @@
+"""Lightning's callbacks whose arguments or effects differ from Legato's own."""

@@ -1,0 +1,3 @@
+"""Callback, as programs for Lightning subclass it."""
+
+from ....callbacks.callback import Callback as Callback

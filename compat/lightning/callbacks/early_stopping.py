@@ -1,0 +1,3 @@
+"""EarlyStopping, with Lightning's arguments."""
+
+from ....callbacks.early_stopping import EarlyStopping as EarlyStopping

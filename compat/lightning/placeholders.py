@@ -1,0 +1,29 @@
+"""Placeholders: names that can be imported, used as types and subclassed, and whose use raises the way out."""
+
+from typing import Any
+
+from ...trainer.errors import LegatoError
+
+
+class UnsupportedError(LegatoError, NotImplementedError):
+    """A part of Lightning that Legato does without; the message says what to do instead."""
+
+
+class Placeholder(type):
+    """The class of placeholders: calling one, or reading an attribute of it, raises UnsupportedError."""
+
+    way_out: str
+
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        """Raise UnsupportedError, also for a subclass."""
+        raise UnsupportedError(f"{cls.__name__}: {cls.way_out}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+        raise UnsupportedError(f"{cls.__name__}.{name}: {cls.way_out}")
+
+
+def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
+    """Return a placeholder for a name of `module`; `way_out` is the sentence that its use raises."""
+    return Placeholder(name, (), {"__module__": module, "__doc__": f"Placeholder: {way_out}", "way_out": way_out})

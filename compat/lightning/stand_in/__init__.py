@@ -1,0 +1,72 @@
+"""`import lightning` means Legato: the folder that goes to the front of the path of a program and its processes.
+
+In it lie packages named `lightning`, `pytorch_lightning` and `lightning_fabric`. Each, when it is imported, puts the
+module of `legato.compat.lightning` in its place.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+from ....trainer.errors import ConfigError
+from ....trainer.processes.environment import lead_python_path
+
+FOLDER = str(Path(__file__).parent)
+ROOT = __name__.rpartition(".")[0]
+STANDS_FOR = {"lightning": ROOT, "pytorch_lightning": f"{ROOT}.pytorch", "lightning_fabric": f"{ROOT}.fabric"}
+
+
+class Aliases(MetaPathFinder, Loader):
+    """Finds `lightning.x` as the module `legato.compat.lightning.x` itself, not as a second copy."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of Lightning's, else None."""
+        top, _, below = fullname.partition(".")
+        if top not in STANDS_FOR:
+            return None
+        real = f"{STANDS_FOR[top]}.{below}" if below else STANDS_FOR[top]
+        try:
+            module = import_module(real)
+        except ModuleNotFoundError as error:
+            if error.name != real:
+                raise
+            return None
+        return ModuleSpec(
+            fullname, self, is_package=hasattr(module, "__path__"), loader_state=(module, module.__spec__)
+        )
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the module that this name stands for."""
+        module: ModuleType = spec.loader_state[0]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import system has replaced by the alias."""
+        spec = module.__spec__
+        if spec is not None and isinstance(spec.loader, Aliases):
+            module.__spec__ = spec.loader_state[1]
+
+
+def install() -> None:
+    """Let `lightning`, `pytorch_lightning` and `lightning_fabric` mean this package, also in processes started later.
+
+    Raises ConfigError if the real Lightning has been imported already.
+    """
+    for top, real in STANDS_FOR.items():
+        module = sys.modules.get(top)
+        if module is not None and module.__name__ != real:
+            raise ConfigError(
+                f"{top} is imported already, from {getattr(module, '__file__', None)}. Call "
+                f"legato.compat.lightning.install() before the first import of it."
+            )
+    if not any(isinstance(finder, Aliases) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Aliases())
+    if FOLDER not in sys.path:
+        sys.path.insert(0, FOLDER)
+    lead_python_path(FOLDER)

@@ -1,0 +1,93 @@
+"""Modules made from the table of names, so that each of Lightning's public modules can be imported."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from .names import EXPORTS, NAMES, Entry
+from .placeholders import make_placeholder
+
+ROOT = __package__ or ""
+"""This package: the module `ROOT.pytorch.callbacks` stands for `lightning.pytorch.callbacks`."""
+ABOVE = {path.rsplit(".", depth)[0] for path in (*NAMES, *EXPORTS) for depth in range(1, path.count(".") + 1)}
+"""Modules that have modules below them, as paths below ROOT."""
+MODULES = {path for path in (*NAMES, *EXPORTS) if path} | ABOVE
+
+resolved: dict[str, Entry] = {}
+"""The names that the program has asked for, by full path: `pytorch.callbacks.timer.Timer`."""
+
+
+def find_entry(path: str, name: str) -> tuple[str, Entry] | None:
+    """Return the module that defines a name, as a path below ROOT, and the name's entry; None if there is none."""
+    if name in NAMES.get(path, {}):
+        return path, NAMES[path][name]
+    if name not in EXPORTS.get(path, "").split():
+        return None
+    homes = [home for home, entries in NAMES.items() if name in entries]
+    below = [home for home in homes if home.startswith(f"{path}.")] or homes
+    return below[0], NAMES[below[0]][name]
+
+
+def names_of(path: str) -> list[str]:
+    """Return the public names of a module, given as a path below ROOT."""
+    return sorted({*NAMES.get(path, {}), *EXPORTS.get(path, "").split()})
+
+
+def resolve(path: str, name: str) -> Any:
+    """Return what a module's name stands for. Raises AttributeError if the module has no such name."""
+    found = find_entry(path, name)
+    if found is None:
+        inner = f"{path}.{name}" if path else name
+        if inner in MODULES:
+            return import_module(f"{ROOT}.{inner}")
+        raise AttributeError(f"module 'lightning{path and '.' + path}' has no public name {name!r}")
+    home, entry = found
+    resolved[f"{home}.{name}"] = entry
+    if not entry.home:
+        return make_placeholder(f"{ROOT}.{home}", name, entry.text)
+    module, _, attribute = entry.home.partition(":")
+    return getattr(import_module(module, ROOT), attribute or name)
+
+
+def fill(module_name: str) -> None:
+    """Give a module the names that the table has for it, each resolved when it is first used."""
+    module, path = sys.modules[module_name], module_name.removeprefix(ROOT).removeprefix(".")
+
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
+        value = resolve(path, name)
+        setattr(module, name, value)
+        return value
+
+    lazy: Callable[[str], Any] = get
+    module.__dict__.update(__getattr__=lazy, __all__=names_of(path), __dir__=lambda: names_of(path))
+
+
+class Tree(MetaPathFinder, Loader):
+    """Finds and fills the modules below ROOT that the table has and that no file defines."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a module of the table, else None."""
+        below = fullname.removeprefix(f"{ROOT}.")
+        if below == fullname or below not in MODULES:
+            return None
+        return ModuleSpec(fullname, self, origin="legato.compat.lightning.names", is_package=below in ABOVE)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave the creation of modules to Python."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Fill a new module."""
+        module.__doc__ = f"What `{module.__name__.removeprefix(ROOT.removesuffix('lightning'))}` is on Legato."
+        fill(module.__name__)
+
+
+if not any(isinstance(finder, Tree) for finder in sys.meta_path):
+    sys.meta_path.append(Tree())

@@ -1,0 +1,162 @@
+"""The module tree of Lightning's names, and `import lightning` meaning Legato."""
+
+import ast
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from legato.compat.lightning.names import EXPORTS, NAMES
+from legato.compat.lightning.placeholders import UnsupportedError
+from legato.compat.lightning.tree import ABOVE, MODULES, find_entry, names_of, resolve
+
+
+def public_names(path):
+    """Return what a module of Lightning's defines, and passes on if it is a package, without importing it."""
+    defined, passed_on = set(), set()
+    statements = list(ast.parse(path.read_text()).body)
+    for node in statements:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.add(node.name)
+        elif isinstance(node, ast.Assign):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            defined.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom) and path.name == "__init__.py" and node.module.startswith("lightning."):
+            passed_on |= {name.asname or name.name for name in node.names}
+        elif isinstance(node, ast.If | ast.Try):
+            statements += [*node.body, *node.orelse]
+    every = defined | passed_on
+    return {name for name in every if not name.startswith("_")} - {"*", "log", "warning_cache", "T", "module_available"}
+
+
+@pytest.fixture(scope="session")
+def lightning():
+    """Return the folder of the installed package."""
+    from importlib.util import find_spec
+
+    return Path(find_spec("lightning").submodule_search_locations[0])
+
+
+NO_MODULES = ("demos", "_graveyard", "consolidate_checkpoint")
+
+
+def test_no_public_name_is_missing(lightning):
+    missing = []
+    for path in sorted((lightning / "pytorch").rglob("*.py")):
+        parts = path.relative_to(lightning).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if any(part.startswith("_") or part in NO_MODULES for part in parts):
+            continue
+        module = ".".join(parts)
+        missing += [f"{module}.{name}" for name in sorted(public_names(path)) if find_entry(module, name) is None]
+    assert missing == []
+
+
+def test_each_entry_says_what_it_must():
+    for module, entries in NAMES.items():
+        for name, entry in entries.items():
+            assert entry.kind in ("same", "better", "adapter", "placeholder"), name
+            assert (entry.kind == "placeholder") == (not entry.home), f"{module}.{name}"
+            if entry.kind in ("better", "placeholder"):
+                assert entry.text.endswith("."), f"{module}.{name} says nothing, or no sentence"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_each_module_can_be_imported_with_all_its_names(module):
+    found = import_module(f"legato.compat.lightning.{module}")
+    for name in names_of(module):
+        assert getattr(found, name) is getattr(found, name), name
+    assert set(names_of(module)) <= set(dir(found))
+
+
+def test_names_that_are_passed_on_are_the_same_objects():
+    for module, names in EXPORTS.items():
+        for name in names.split():
+            home, _ = find_entry(module, name)
+            assert resolve(module, name) is resolve(home, name) or find_entry(module, name)[1].kind == "placeholder"
+
+
+def test_a_placeholder_can_be_named_subclassed_and_not_used():
+    placeholders = [(module, name) for module in NAMES for name, entry in NAMES[module].items() if not entry.home]
+    assert placeholders
+    for module, name in placeholders:
+        found = getattr(import_module(f"legato.compat.lightning.{module}"), name)
+        assert isinstance(found, type)
+        assert not isinstance(3, found)
+        assert found | None
+        derived = type("Derived", (found,), {})
+        with pytest.raises(UnsupportedError, match=name):
+            found()
+        with pytest.raises(UnsupportedError):
+            derived(1, a=2)
+
+
+def test_packages_and_modules():
+    assert "pytorch.callbacks" in ABOVE
+    with pytest.raises(ModuleNotFoundError):
+        import_module("legato.compat.lightning.pytorch.callbacks.nothing")
+    with pytest.raises(ImportError, match="no_such"):
+        exec("from legato.compat.lightning.pytorch.callbacks import no_such")
+
+
+SCRIPT = """
+import pytorch_lightning as pl
+import lightning as L
+import lightning.pytorch.callbacks.timer as timer
+from lightning.pytorch.callbacks import Timer
+from lightning_fabric.utilities.seed import seed_everything
+import sys
+
+assert pl.Trainer is L.Trainer and timer.Timer is Timer and L.__version__.startswith("2.6")
+assert L.Trainer.__module__.startswith("legato.") and sys.modules["lightning.pytorch"] is pl
+print("ran", sys.argv[1:])
+"""
+
+
+def run(tmp_path, *command, script=SCRIPT):
+    (tmp_path / "train.py").write_text(script)
+    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_a_script_runs_unchanged(tmp_path):
+    done = run(tmp_path, "-m", "legato.trainer", "lightning", "train.py", "--lr", "3")
+    assert done.stdout == "ran ['--lr', '3']\n"
+    assert done.stderr.startswith("legato: Timer, Trainer, seed_everything of Lightning stood for Legato's")
+    done = run(tmp_path, "-m", "legato.compat.lightning", "-m", "train", "--help")
+    assert done.stdout == "ran ['--help']\n"
+
+
+CHILDREN = """
+import subprocess, sys
+import legato.compat.lightning
+legato.compat.lightning.install()
+from lightning.pytorch import Trainer
+import multiprocessing
+
+def child(queue):
+    import pytorch_lightning
+    queue.put(pytorch_lightning.Trainer.__module__)
+
+if __name__ == "__main__":
+    queue = multiprocessing.get_context("spawn").SimpleQueue()
+    process = multiprocessing.get_context("spawn").Process(target=child, args=(queue,))
+    process.start()
+    print(queue.get())
+    process.join()
+    command = [sys.executable, "-c", "import lightning as L; print(L.Trainer.__module__)"]
+    print(subprocess.check_output(command, text=True))
+    import importlib.metadata
+    print(importlib.metadata.version("lightning"), importlib.metadata.version("pytorch-lightning"))
+"""
+
+
+@pytest.mark.slow
+def test_processes_started_from_it_see_the_same(tmp_path):
+    done = run(tmp_path, "train.py", script=CHILDREN)
+    assert done.stdout.split() == ["legato.compat.lightning.trainer"] * 2 + ["2.6.6", "2.6.6"]
