@@ -274,20 +274,23 @@ def test_a_class_is_no_loader(refused):
 
 # --- workers of loaders ---------------------------------------------------------------------------------------------
 class Ends(torch.utils.data.Dataset):
+    def __init__(self, end):
+        self.end = end
+
     def __len__(self):
         return 64
 
     def __getitem__(self, index):
         if index == 40:
-            sys.exit(0)
+            self.end(0)
         return make_data(1)[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{}, TWO])
-def test_a_loaders_worker_that_exits_is_named_with_rank_code_and_dataset(trainer, layout):
+@pytest.mark.parametrize(("layout", "end"), [({}, sys.exit), (TWO, sys.exit), ({}, os._exit)])
+def test_a_loaders_worker_that_exits_is_named_with_rank_code_and_dataset(trainer, layout, end):
     with pytest.raises(DataError) as caught:
-        trainer(**layout).fit(Tiny(), DataLoader(Ends(), 4, num_workers=1))
+        trainer(**layout).fit(Tiny(), DataLoader(Ends(end), 4, num_workers=1))
     message = str(caught.value)
     assert "ended with exit code 0" in message
     assert "Ends" in message

@@ -1,6 +1,7 @@
 """Map-style DataLoaders: their order, a copy that loads this process's batches, and clear errors when workers fail."""
 
 import os
+import re
 import time
 import warnings
 import weakref
@@ -104,10 +105,13 @@ def _error_of_a_dead_worker(batches: Any, error: Exception) -> DataError | None:
     full = any(one in message for one in reasons) and ("shared memory" in message or "</torch_" in message)
     if workers and (full or "Bus error" in message):
         return _shared_memory_is_full(of_rank)
-    suspect = isinstance(error, (OSError, EOFError)) or message.startswith("DataLoader worker (pid")
+    by_torch = message.startswith("DataLoader worker (pid")
+    named = set(re.findall(r"\d+", message)) if by_torch else set[str]()  # torch expects nothing of these any more
+    suspect = isinstance(error, (OSError, EOFError)) or by_torch
     while workers and suspect and time.monotonic() < deadline:
         for worker, is_needed in loader_workers(batches):
-            if is_needed and not worker.is_alive():  # a worker whose stream has ended may exit
+            # a worker whose stream has ended may exit
+            if (is_needed or str(worker.pid) in named) and not worker.is_alive():
                 how = Failure.of_exit(worker.exitcode).what
                 return DataError(
                     f"A batch was on its way when DataLoader worker (pid {worker.pid}){of_rank} {how}."
