@@ -23,7 +23,8 @@ class Entry(NamedTuple):
 
 NAMES: dict[str, dict[str, Entry]] = {
     "fabric.accelerators.cuda": {
-        "find_usable_cuda_devices": Entry("placeholder", "", "Legato does without it."),
+        "find_usable_cuda_devices": Entry("same", ".utilities"),
+        "num_cuda_devices": Entry("same", ".utilities"),
     },
     "fabric.plugins.io.checkpoint_io": {
         "CheckpointIO": Entry("placeholder", "", "Legato does without it."),
@@ -35,10 +36,16 @@ NAMES: dict[str, dict[str, Entry]] = {
         "XLACheckpointIO": Entry("placeholder", "", "Legato does without it."),
     },
     "fabric.utilities.throughput": {
-        "measure_flops": Entry("placeholder", "", "Legato does without it."),
+        "measure_flops": Entry("same", ".utilities"),
     },
     "fabric.fabric": {
-        "Fabric": Entry("placeholder", "", "Legato does without it."),
+        "Fabric": Entry(
+            "placeholder",
+            "",
+            "Legato is the loop: make the code between the batches a training_step (with "
+            "automatic_optimization = False where it steps optimizers itself) and give the module to a "
+            "Trainer.",
+        ),
     },
     "fabric.plugins.environments.cluster_environment": {
         "ClusterEnvironment": Entry("placeholder", "", "Legato does without it."),
@@ -66,63 +73,90 @@ NAMES: dict[str, dict[str, Entry]] = {
         "XLAEnvironment": Entry("placeholder", "", "Legato does without it."),
     },
     "fabric.utilities.apply_func": {
-        "CONVERSION_DTYPES": Entry("placeholder", "", "Legato does without it."),
-        "move_data_to_device": Entry("placeholder", "", "Legato does without it."),
-        "convert_to_tensors": Entry("placeholder", "", "Legato does without it."),
-        "convert_tensors_to_scalars": Entry("placeholder", "", "Legato does without it."),
+        "CONVERSION_DTYPES": Entry("same", ".utilities"),
+        "move_data_to_device": Entry("same", ".utilities"),
+        "convert_to_tensors": Entry("same", ".utilities"),
+        "convert_tensors_to_scalars": Entry("same", ".utilities"),
+        "apply_to_collection": Entry("same", ".utilities"),
     },
     "fabric.utilities.cloud_io": {
-        "get_filesystem": Entry("placeholder", "", "Legato does without it."),
+        "get_filesystem": Entry("same", ".utilities"),
+        "_load": Entry("same", ".utilities:load_file"),
+        "_is_local_file_protocol": Entry("same", ".utilities:is_local_file_protocol"),
     },
     "fabric.utilities.data": {
-        "has_iterable_dataset": Entry("placeholder", "", "Legato does without it."),
-        "sized_len": Entry("placeholder", "", "Legato does without it."),
-        "has_len": Entry("placeholder", "", "Legato does without it."),
-        "suggested_max_num_workers": Entry("placeholder", "", "Legato does without it."),
-        "AttributeDict": Entry("placeholder", "", "Legato does without it."),
+        "has_iterable_dataset": Entry("same", ".utilities"),
+        "sized_len": Entry("same", ".utilities"),
+        "has_len": Entry("same", ".utilities"),
+        "suggested_max_num_workers": Entry("same", ".utilities"),
+        "AttributeDict": Entry("same", ".utilities"),
     },
     "fabric.utilities.distributed": {
-        "group": Entry("placeholder", "", "Legato does without it."),
-        "is_shared_filesystem": Entry("placeholder", "", "Legato does without it."),
-        "DistributedSamplerWrapper": Entry("placeholder", "", "Legato does without it."),
+        "group": Entry("same", ".utilities"),
+        "is_shared_filesystem": Entry("same", ".utilities"),
+        "DistributedSamplerWrapper": Entry("same", ".utilities"),
     },
     "fabric.utilities.exceptions": {
-        "MisconfigurationException": Entry("placeholder", "", "Legato does without it."),
+        "MisconfigurationException": Entry(
+            "better",
+            ".exceptions",
+            "It is the base of all errors that Legato raises on purpose, so that catching it catches each "
+            "of them; their message says what to do.",
+        ),
     },
     "fabric.utilities.enums": {
-        "LightningEnum": Entry("placeholder", "", "Legato does without it."),
+        "LightningEnum": Entry("same", ".utilities"),
     },
     "fabric.utilities.rank_zero": {
-        "rank_zero_deprecation": Entry("placeholder", "", "Legato does without it."),
-        "rank_zero_info": Entry("placeholder", "", "Legato does without it."),
-        "rank_zero_warn": Entry("placeholder", "", "Legato does without it."),
-        "rank_zero_debug": Entry("placeholder", "", "Legato does without it."),
-        "rank_zero_only": Entry("same", "legato.trainer.processes.environment", ""),
-        "LightningDeprecationWarning": Entry("placeholder", "", "Legato does without it."),
+        "rank_zero_deprecation": Entry("same", ".rank_zero"),
+        "rank_zero_info": Entry("same", ".rank_zero"),
+        "rank_zero_warn": Entry("same", ".rank_zero"),
+        "rank_zero_debug": Entry("same", ".rank_zero"),
+        "rank_zero_only": Entry(
+            "better",
+            ".rank_zero",
+            "Its rank is read from the process group or the launcher whenever it is asked for, also "
+            "before there is a Trainer.",
+        ),
+        "LightningDeprecationWarning": Entry("same", ".rank_zero"),
+        "rank_prefixed_message": Entry("same", ".rank_zero"),
+        "WarningCache": Entry("same", ".rank_zero"),
     },
     "fabric.utilities.seed": {
-        "max_seed_value": Entry("placeholder", "", "Legato does without it."),
-        "min_seed_value": Entry("placeholder", "", "Legato does without it."),
-        "seed_everything": Entry("adapter", ".utilities", ""),
-        "reset_seed": Entry("placeholder", "", "Legato does without it."),
-        "pl_worker_init_function": Entry("placeholder", "", "Legato does without it."),
+        "max_seed_value": Entry("same", ".utilities"),
+        "min_seed_value": Entry("same", ".utilities"),
+        "seed_everything": Entry("same", ".utilities"),
+        "reset_seed": Entry("same", ".utilities"),
+        "pl_worker_init_function": Entry(
+            "better",
+            ".utilities",
+            "Loader workers are seeded by the position of each batch, with any number of workers; called "
+            "by hand this function seeds them by worker and rank.",
+        ),
     },
     "fabric.utilities.types": {
-        "UntypedStorage": Entry("placeholder", "", "Legato does without it."),
-        "RedOpType": Entry("placeholder", "", "Legato does without it."),
-        "ProcessGroup": Entry("placeholder", "", "Legato does without it."),
-        "ReduceOp": Entry("placeholder", "", "Legato does without it."),
-        "CollectibleGroup": Entry("placeholder", "", "Legato does without it."),
-        "Steppable": Entry("placeholder", "", "Legato does without it."),
-        "Optimizable": Entry("placeholder", "", "Legato does without it."),
+        "UntypedStorage": Entry("same", ".types"),
+        "RedOpType": Entry("same", ".types"),
+        "ProcessGroup": Entry("same", ".types"),
+        "ReduceOp": Entry("same", ".types"),
+        "CollectibleGroup": Entry("same", ".types"),
+        "Steppable": Entry("same", ".types"),
+        "Optimizable": Entry("same", ".types"),
+        "_PATH": Entry("same", ".types:PATH"),
+        "_DEVICE": Entry("same", ".types:DEVICE"),
+        "_MAP_LOCATION_TYPE": Entry("same", ".types:MAP_LOCATION"),
+        "_PARAMETERS": Entry("same", ".types:PARAMETERS"),
+        "_Stateful": Entry("same", ".types:Stateful"),
     },
     "fabric.utilities.warnings": {
-        "disable_possible_user_warnings": Entry("placeholder", "", "Legato does without it."),
-        "PossibleUserWarning": Entry("placeholder", "", "Legato does without it."),
+        "disable_possible_user_warnings": Entry("same", ".rank_zero"),
+        "PossibleUserWarning": Entry("same", ".rank_zero"),
     },
     "pytorch": {
-        "LIGHTNING_LOGO": Entry("placeholder", "", "Legato does without it."),
-        "cli_lightning_logo": Entry("placeholder", "", "Legato does without it."),
+        "LIGHTNING_LOGO": Entry("same", ".utilities"),
+        "cli_lightning_logo": Entry("same", ".utilities"),
+        "_logger": Entry("same", ".rank_zero:log"),
+        "__version__": Entry("same", "legato.compat.lightning"),
     },
     "pytorch.accelerators": {
         "AcceleratorRegistry": Entry("placeholder", "", "Legato does without it."),
@@ -265,17 +299,18 @@ NAMES: dict[str, dict[str, Entry]] = {
         "LightningModule": Entry("adapter", ".module", ""),
     },
     "pytorch.core.optimizer": {
-        "do_nothing_closure": Entry("placeholder", "", "Legato does without it."),
-        "LightningOptimizer": Entry("same", "legato.trainer.optimization.optimizers:ManualOptimizer", ""),
+        "do_nothing_closure": Entry("same", ".utilities"),
+        "LightningOptimizer": Entry("same", "legato.trainer.optimization.optimizers:ManualOptimizer"),
     },
     "pytorch.core.saving": {
-        "CHECKPOINT_PAST_HPARAMS_KEYS": Entry("placeholder", "", "Legato does without it."),
-        "update_hparams": Entry("placeholder", "", "Legato does without it."),
-        "load_hparams_from_tags_csv": Entry("placeholder", "", "Legato does without it."),
-        "save_hparams_to_tags_csv": Entry("placeholder", "", "Legato does without it."),
-        "load_hparams_from_yaml": Entry("placeholder", "", "Legato does without it."),
-        "save_hparams_to_yaml": Entry("placeholder", "", "Legato does without it."),
-        "convert": Entry("placeholder", "", "Legato does without it."),
+        "CHECKPOINT_PAST_HPARAMS_KEYS": Entry("same", ".saving"),
+        "update_hparams": Entry("same", ".saving"),
+        "load_hparams_from_tags_csv": Entry("same", ".saving"),
+        "save_hparams_to_tags_csv": Entry("same", ".saving"),
+        "load_hparams_from_yaml": Entry("same", ".saving"),
+        "save_hparams_to_yaml": Entry("same", ".saving"),
+        "convert": Entry("same", ".saving"),
+        "_load_from_checkpoint": Entry("same", ".saving:load_from_checkpoint"),
     },
     "pytorch.loggers.comet": {
         "FRAMEWORK_NAME": Entry("placeholder", "", "Legato does without it."),
@@ -391,10 +426,18 @@ NAMES: dict[str, dict[str, Entry]] = {
         "XLAProfiler": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.serve.servable_module": {
-        "ServableModule": Entry("placeholder", "", "Legato does without it."),
+        "ServableModule": Entry(
+            "placeholder",
+            "",
+            "Write the weights with `legato export` and serve them with a server of your own.",
+        ),
     },
     "pytorch.serve.servable_module_validator": {
-        "ServableModuleValidator": Entry("placeholder", "", "Legato does without it."),
+        "ServableModuleValidator": Entry(
+            "placeholder",
+            "",
+            "Write the weights with `legato export` and serve them with a server of your own.",
+        ),
     },
     "pytorch.strategies": {
         "StrategyRegistry": Entry("placeholder", "", "Legato does without it."),
@@ -442,112 +485,190 @@ NAMES: dict[str, dict[str, Entry]] = {
         "Tuner": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.utilities": {
-        "FLOAT16_EPSILON": Entry("placeholder", "", "Legato does without it."),
-        "FLOAT32_EPSILON": Entry("placeholder", "", "Legato does without it."),
-        "FLOAT64_EPSILON": Entry("placeholder", "", "Legato does without it."),
+        "FLOAT16_EPSILON": Entry("same", ".utilities"),
+        "FLOAT32_EPSILON": Entry("same", ".utilities"),
+        "FLOAT64_EPSILON": Entry("same", ".utilities"),
     },
     "pytorch.utilities.combined_loader": {
-        "CombinedLoader": Entry("same", "legato.trainer.data.combined", ""),
+        "CombinedLoader": Entry(
+            "better",
+            "legato.trainer.data.combined",
+            "Each loader keeps its own order and resume position, a mode or a loader that cannot work is "
+            "refused at once, and it has a length before it is iterated.",
+        ),
     },
     "pytorch.utilities.compile": {
-        "from_compiled": Entry("placeholder", "", "Legato does without it."),
-        "to_uncompiled": Entry("placeholder", "", "Legato does without it."),
+        "from_compiled": Entry("same", ".utilities"),
+        "to_uncompiled": Entry("same", ".utilities"),
     },
     "pytorch.utilities.data": {
-        "BType": Entry("placeholder", "", "Legato does without it."),
-        "extract_batch_size": Entry("placeholder", "", "Legato does without it."),
-        "has_len_all_ranks": Entry("placeholder", "", "Legato does without it."),
+        "BType": Entry("same", ".types"),
+        "extract_batch_size": Entry("same", ".utilities"),
+        "has_len_all_ranks": Entry(
+            "better",
+            ".utilities",
+            "Lengths that differ between ranks are refused when the loaders are made, so this asks this rank alone.",
+        ),
+        "has_iterable_dataset": Entry("same", ".utilities"),
+        "sized_len": Entry("same", ".utilities"),
     },
     "pytorch.utilities.deepspeed": {
-        "CPU_DEVICE": Entry("placeholder", "", "Legato does without it."),
-        "ds_checkpoint_dir": Entry("placeholder", "", "Legato does without it."),
-        "convert_zero_checkpoint_to_fp32_state_dict": Entry("placeholder", "", "Legato does without it."),
+        "CPU_DEVICE": Entry("same", ".utilities"),
+        "ds_checkpoint_dir": Entry(
+            "placeholder",
+            "",
+            "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer "
+            "states, and their checkpoints are whole.",
+        ),
+        "convert_zero_checkpoint_to_fp32_state_dict": Entry(
+            "placeholder",
+            "",
+            "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer "
+            "states, and their checkpoints are whole.",
+        ),
     },
     "pytorch.utilities.enums": {
-        "GradClipAlgorithmType": Entry("placeholder", "", "Legato does without it."),
+        "GradClipAlgorithmType": Entry("same", ".utilities"),
     },
     "pytorch.utilities.exceptions": {
-        "SIGTERMException": Entry("placeholder", "", "Legato does without it."),
+        "SIGTERMException": Entry(
+            "adapter",
+            ".exceptions",
+            "Legato saves, runs the hooks that end a run and ends the process by SIGTERM itself; it "
+            "raises no exception in the program.",
+        ),
+        "_TunerExitException": Entry("same", ".exceptions:TunerExitException"),
     },
     "pytorch.utilities.grads": {
-        "grad_norm": Entry("placeholder", "", "Legato does without it."),
+        "grad_norm": Entry("same", ".utilities"),
     },
     "pytorch.utilities.memory": {
-        "recursive_detach": Entry("placeholder", "", "Legato does without it."),
-        "is_oom_error": Entry("placeholder", "", "Legato does without it."),
-        "is_cuda_out_of_memory": Entry("placeholder", "", "Legato does without it."),
-        "is_cudnn_snafu": Entry("placeholder", "", "Legato does without it."),
-        "is_out_of_cpu_memory": Entry("placeholder", "", "Legato does without it."),
-        "garbage_collection_cuda": Entry("placeholder", "", "Legato does without it."),
+        "recursive_detach": Entry("same", ".utilities"),
+        "is_oom_error": Entry("same", ".utilities"),
+        "is_cuda_out_of_memory": Entry("same", ".utilities"),
+        "is_cudnn_snafu": Entry("same", ".utilities"),
+        "is_out_of_cpu_memory": Entry("same", ".utilities"),
+        "garbage_collection_cuda": Entry("same", ".utilities"),
     },
     "pytorch.utilities.migration.utils": {
-        "migrate_checkpoint": Entry("placeholder", "", "Legato does without it."),
-        "pl_legacy_patch": Entry("placeholder", "", "Legato does without it."),
+        "migrate_checkpoint": Entry(
+            "placeholder",
+            "",
+            "Legato reads checkpoints of every Lightning 2 as they are; upgrade older ones with Lightning "
+            "itself: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE.",
+        ),
+        "pl_legacy_patch": Entry(
+            "placeholder",
+            "",
+            "Legato reads checkpoints of every Lightning 2 as they are; upgrade older ones with Lightning "
+            "itself: python -m lightning.pytorch.utilities.upgrade_checkpoint FILE.",
+        ),
     },
     "pytorch.utilities.model_helpers": {
-        "is_overridden": Entry("placeholder", "", "Legato does without it."),
-        "get_torchvision_model": Entry("placeholder", "", "Legato does without it."),
+        "is_overridden": Entry("same", ".utilities"),
+        "get_torchvision_model": Entry("same", ".utilities"),
     },
     "pytorch.utilities.model_registry": {
-        "find_model_local_ckpt_path": Entry("placeholder", "", "Legato does without it."),
-        "download_model_from_registry": Entry("placeholder", "", "Legato does without it."),
+        "find_model_local_ckpt_path": Entry(
+            "placeholder",
+            "",
+            "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
+        ),
+        "download_model_from_registry": Entry(
+            "placeholder",
+            "",
+            "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
+        ),
     },
     "pytorch.utilities.model_summary.model_summary": {
-        "PARAMETER_NUM_UNITS": Entry("placeholder", "", "Legato does without it."),
-        "UNKNOWN_SIZE": Entry("placeholder", "", "Legato does without it."),
-        "LEFTOVER_PARAMS_NAME": Entry("placeholder", "", "Legato does without it."),
-        "NOT_APPLICABLE": Entry("placeholder", "", "Legato does without it."),
-        "LayerSummary": Entry("placeholder", "", "Legato does without it."),
-        "ModelSummary": Entry("placeholder", "", "Legato does without it."),
-        "parse_batch_shape": Entry("placeholder", "", "Legato does without it."),
-        "get_formatted_model_size": Entry("placeholder", "", "Legato does without it."),
-        "get_human_readable_count": Entry("placeholder", "", "Legato does without it."),
-        "summarize": Entry("placeholder", "", "Legato does without it."),
+        "PARAMETER_NUM_UNITS": Entry("same", ".model_summary"),
+        "UNKNOWN_SIZE": Entry("same", ".model_summary"),
+        "LEFTOVER_PARAMS_NAME": Entry("same", ".model_summary"),
+        "NOT_APPLICABLE": Entry("same", ".model_summary"),
+        "LayerSummary": Entry("same", ".model_summary"),
+        "ModelSummary": Entry("same", ".model_summary"),
+        "parse_batch_shape": Entry("same", ".model_summary"),
+        "get_formatted_model_size": Entry("same", ".model_summary"),
+        "get_human_readable_count": Entry("same", ".model_summary"),
+        "summarize": Entry("same", ".model_summary"),
     },
     "pytorch.utilities.model_summary.model_summary_deepspeed": {
-        "deepspeed_param_size": Entry("placeholder", "", "Legato does without it."),
-        "DeepSpeedLayerSummary": Entry("placeholder", "", "Legato does without it."),
-        "DeepSpeedSummary": Entry("placeholder", "", "Legato does without it."),
+        "deepspeed_param_size": Entry(
+            "placeholder",
+            "",
+            "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer "
+            "states, and their checkpoints are whole.",
+        ),
+        "DeepSpeedLayerSummary": Entry(
+            "placeholder",
+            "",
+            "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer "
+            "states, and their checkpoints are whole.",
+        ),
+        "DeepSpeedSummary": Entry(
+            "placeholder",
+            "",
+            "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer "
+            "states, and their checkpoints are whole.",
+        ),
     },
     "pytorch.utilities.parameter_tying": {
-        "find_shared_parameters": Entry("placeholder", "", "Legato does without it."),
-        "set_shared_parameters": Entry("placeholder", "", "Legato does without it."),
+        "find_shared_parameters": Entry("same", ".utilities"),
+        "set_shared_parameters": Entry("same", ".utilities"),
     },
     "pytorch.utilities.parsing": {
-        "is_picklable": Entry("placeholder", "", "Legato does without it."),
-        "clean_namespace": Entry("placeholder", "", "Legato does without it."),
-        "parse_class_init_keys": Entry("placeholder", "", "Legato does without it."),
-        "get_init_args": Entry("placeholder", "", "Legato does without it."),
-        "collect_init_args": Entry("placeholder", "", "Legato does without it."),
-        "save_hyperparameters": Entry("placeholder", "", "Legato does without it."),
-        "AttributeDict": Entry("placeholder", "", "Legato does without it."),
-        "lightning_hasattr": Entry("placeholder", "", "Legato does without it."),
-        "lightning_getattr": Entry("placeholder", "", "Legato does without it."),
-        "lightning_setattr": Entry("placeholder", "", "Legato does without it."),
+        "is_picklable": Entry("same", ".utilities"),
+        "clean_namespace": Entry("same", ".utilities"),
+        "parse_class_init_keys": Entry("same", ".utilities"),
+        "get_init_args": Entry("same", ".utilities"),
+        "collect_init_args": Entry("same", ".utilities"),
+        "save_hyperparameters": Entry("same", ".utilities"),
+        "AttributeDict": Entry("same", ".utilities"),
+        "lightning_hasattr": Entry("same", ".utilities"),
+        "lightning_getattr": Entry("same", ".utilities"),
+        "lightning_setattr": Entry("same", ".utilities"),
     },
     "pytorch.utilities.seed": {
-        "isolate_rng": Entry("placeholder", "", "Legato does without it."),
+        "isolate_rng": Entry("same", ".utilities"),
     },
     "pytorch.utilities.signature_utils": {
-        "is_param_in_hook_signature": Entry("placeholder", "", "Legato does without it."),
+        "is_param_in_hook_signature": Entry("same", ".utilities"),
     },
     "pytorch.utilities.types": {
-        "STEP_OUTPUT": Entry("placeholder", "", "Legato does without it."),
-        "TRAIN_DATALOADERS": Entry("placeholder", "", "Legato does without it."),
-        "EVAL_DATALOADERS": Entry("placeholder", "", "Legato does without it."),
-        "DistributedDataParallel": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerTypeTuple": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerTypeUnion": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerType": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerPLType": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerConfig": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerConfigType": Entry("placeholder", "", "Legato does without it."),
-        "OptimizerConfig": Entry("placeholder", "", "Legato does without it."),
-        "OptimizerLRSchedulerConfig": Entry("placeholder", "", "Legato does without it."),
-        "OptimizerLRScheduler": Entry("placeholder", "", "Legato does without it."),
+        "STEP_OUTPUT": Entry("same", ".types"),
+        "TRAIN_DATALOADERS": Entry("same", ".types"),
+        "EVAL_DATALOADERS": Entry("same", ".types"),
+        "DistributedDataParallel": Entry("same", ".types"),
+        "LRSchedulerTypeTuple": Entry("same", ".types"),
+        "LRSchedulerTypeUnion": Entry("same", ".types"),
+        "LRSchedulerType": Entry("same", ".types"),
+        "LRSchedulerPLType": Entry("same", ".types"),
+        "LRSchedulerConfig": Entry("same", ".types"),
+        "LRSchedulerConfigType": Entry("same", ".types"),
+        "OptimizerConfig": Entry("same", ".types"),
+        "OptimizerLRSchedulerConfig": Entry("same", ".types"),
+        "OptimizerLRScheduler": Entry("same", ".types"),
+        "_NUMBER": Entry("same", ".types:NUMBER"),
+        "_METRIC": Entry("same", ".types:METRIC"),
+        "_EVALUATE_OUTPUT": Entry("same", ".types:EVALUATE_OUTPUT"),
+        "_PREDICT_OUTPUT": Entry("same", ".types:PREDICT_OUTPUT"),
     },
     "pytorch.utilities.upgrade_checkpoint": {
-        "main": Entry("placeholder", "", "Legato does without it."),
+        "main": Entry(
+            "adapter",
+            ".utilities",
+            "There is nothing to upgrade: checkpoints of every Lightning 2 are read as they are.",
+        ),
+    },
+    "fabric.utilities.imports": {
+        "package_available": Entry("same", ".utilities"),
+    },
+    "pytorch.utilities.apply_func": {
+        "apply_to_collection": Entry("same", ".utilities"),
+        "move_data_to_device": Entry("same", ".utilities"),
+    },
+    "pytorch.utilities.imports": {
+        "package_available": Entry("same", ".utilities"),
     },
 }
 
@@ -604,5 +725,20 @@ EXPORTS: dict[str, str] = {
         LayerSummary ModelSummary get_formatted_model_size get_human_readable_count parse_batch_shape
         summarize DeepSpeedSummary
     """,
-    "pytorch.utilities.rank_zero": "rank_zero_only rank_zero_info rank_zero_warn rank_zero_debug rank_zero_deprecation",
+    "pytorch.utilities.rank_zero": """
+        rank_zero_only rank_zero_info rank_zero_warn rank_zero_debug rank_zero_deprecation
+        LightningDeprecationWarning rank_prefixed_message WarningCache
+    """,
+    "fabric": "Fabric seed_everything",
+    "fabric.utilities": """
+        disable_possible_user_warnings is_shared_filesystem measure_flops move_data_to_device
+        suggested_max_num_workers LightningEnum rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn
+        apply_to_collection
+    """,
+    "pytorch.utilities.warnings": "PossibleUserWarning",
+    "pytorch.utilities.seed": "seed_everything reset_seed pl_worker_init_function",
+    "pytorch.utilities.cloud_io": "get_filesystem _load _is_local_file_protocol",
+    "pytorch.utilities.distributed": "rank_zero_only rank_zero_info rank_zero_warn rank_zero_deprecation",
+    "pytorch.core.saving": "get_filesystem",
+    "pytorch.callbacks.model_checkpoint": "_is_local_file_protocol",
 }

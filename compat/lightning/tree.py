@@ -58,14 +58,15 @@ def fill(module_name: str) -> None:
     module, path = sys.modules[module_name], module_name.removeprefix(ROOT).removeprefix(".")
 
     def get(name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and find_entry(path, name) is None:
             raise AttributeError(f"module {module_name!r} has no attribute {name!r}")
         value = resolve(path, name)
         setattr(module, name, value)
         return value
 
     lazy: Callable[[str], Any] = get
-    module.__dict__.update(__getattr__=lazy, __all__=names_of(path), __dir__=lambda: names_of(path))
+    public = [name for name in names_of(path) if not name.startswith("_")]
+    module.__dict__.update(__getattr__=lazy, __all__=public, __dir__=lambda: names_of(path))
 
 
 class Tree(MetaPathFinder, Loader):

@@ -1,3 +1,717 @@
 """Functions of lightning.pytorch.utilities and lightning.fabric.utilities."""
 
-from ...trainer.data.randomness import seed_everything as seed_everything
+import gc
+import importlib.util
+import inspect
+import logging
+import os
+import pickle
+import random
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass, replace
+from enum import Enum
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed import group as group
+from torch.utils.data import DistributedSampler, IterableDataset, Sampler
+from torch.utils.flop_counter import FlopCounterMode
+
+from ...tasks.data_module import DataModule
+from ...tasks.task import Task
+from ...trainer.data.sampling import mix
+from ...trainer.data.transfer import to_device
+from ...trainer.processes.environment import get_variable, set_variable
+from .exceptions import MisconfigurationException
+from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
+
+log = logging.getLogger("lightning.pytorch")
+
+max_seed_value, min_seed_value = (1 << 32) - 1, 0
+FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
+    torch.finfo(dtype).eps for dtype in (torch.float16, torch.float32, torch.float64)
+)
+LIGHTNING_LOGO = ""
+CPU_DEVICE = torch.device("cpu")
+
+
+def cli_lightning_logo() -> None:
+    """Print nothing: Legato has no logo."""
+
+
+def package_available(package_name: str) -> bool:
+    """Return whether a package is installed."""
+    return importlib.util.find_spec(package_name) is not None
+
+
+# --- seeds --------------------------------------------------------------------------------------------------------
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed Python's, NumPy's and torch's generators, set PL_GLOBAL_SEED, and return the seed.
+
+    seed: None takes PL_GLOBAL_SEED, or 0 if that is not set.
+    workers: remembered in PL_SEED_WORKERS; loader workers are seeded by the position of a batch anyway.
+
+    Raises ValueError for a seed that NumPy does not take.
+    """
+    if seed is None:
+        given = get_variable("PL_GLOBAL_SEED")
+        if given is None and verbose:
+            rank_zero_warn("No seed found, seed set to 0")
+        try:
+            seed = int(given or 0)
+        except ValueError:
+            raise ValueError(f"Invalid seed specified via PL_GLOBAL_SEED: {given!r}") from None
+    seed = int(seed)
+    if not min_seed_value <= seed <= max_seed_value:
+        raise ValueError(f"{seed} is not in bounds, numpy accepts from {min_seed_value} to {max_seed_value}")
+    if verbose:
+        log.info(rank_prefixed_message(f"Seed set to {seed}", _launched_rank()))
+    set_variable("PL_GLOBAL_SEED", str(seed))
+    set_variable("PL_SEED_WORKERS", str(int(workers)))
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return seed
+
+
+def _launched_rank() -> int | None:
+    return next((int(rank) for rank in map(get_variable, ("RANK", "LOCAL_RANK", "SLURM_PROCID")) if rank), None)
+
+
+def reset_seed() -> None:
+    """Seed all generators once more as `seed_everything` did; does nothing if it was not called."""
+    seed = get_variable("PL_GLOBAL_SEED")
+    if seed is not None:
+        seed_everything(int(seed), get_variable("PL_SEED_WORKERS") == "1", verbose=False)
+
+
+def pl_worker_init_function(worker_id: int, rank: int | None = None) -> None:
+    """Seed the generators of a loader's worker: each worker of each rank differently."""
+    key = mix(torch.initial_seed() - worker_id, worker_id, rank_zero_only.rank if rank is None else rank)
+    torch.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key % (1 << 32))
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """Restore the states of all random number generators on exit."""
+    cuda = torch.cuda.get_rng_state_all() if include_cuda and torch.cuda.is_available() else []
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+# --- batches and loaders --------------------------------------------------------------------------------------------
+
+
+def apply_to_collection(
+    data: Any,
+    dtype: Any,
+    function: Callable[..., Any],
+    *args: Any,
+    wrong_dtype: Any = None,
+    include_none: bool = True,
+    allow_frozen: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Return `data` with `function` applied to each object of type `dtype` in it, at any depth.
+
+    wrong_dtype: objects that are left as they are although they are of type `dtype`.
+    include_none: False leaves out what `function` returned None for.
+    allow_frozen: return a frozen dataclass as it is instead of raising.
+    """
+
+    def applied(item: Any) -> Any:
+        return apply_to_collection(
+            item,
+            dtype,
+            function,
+            *args,
+            wrong_dtype=wrong_dtype,
+            include_none=include_none,
+            allow_frozen=allow_frozen,
+            **kwargs,
+        )
+
+    if isinstance(data, dtype) and (wrong_dtype is None or not isinstance(data, wrong_dtype)):
+        return function(data, *args, **kwargs)
+    if isinstance(data, Mapping):
+        pairs = [(key, applied(item)) for key, item in data.items()]
+        kept = [(key, item) for key, item in pairs if include_none or item is not None]
+        default = getattr(data, "default_factory", None)
+        return type(data)(default, kept) if default is not None else type(data)(kept)  # type: ignore[call-arg]
+    if isinstance(data, (list, tuple, set)):
+        items = [item for item in map(applied, data) if include_none or item is not None]
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    if is_dataclass(data) and not isinstance(data, type):
+        frozen = type(data).__dataclass_params__.frozen  # type: ignore[attr-defined]
+        if frozen and not allow_frozen:
+            raise ValueError(
+                f"apply_to_collection was given a frozen dataclass, {type(data).__name__}, which cannot be changed; "
+                f"give allow_frozen=True to leave it as it is."
+            )
+        values = {one.name: applied(getattr(data, one.name)) for one in fields(data) if one.init}
+        return data if frozen else replace(data, **values)
+    return data
+
+
+def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
+    """Return a collection with each tensor, and each object that has `.to`, on a device."""
+    return to_device(batch, torch.device(device))
+
+
+CONVERSION_DTYPES: list[tuple[Any, Callable[..., Tensor]]] = [
+    (bool, lambda value, device: torch.tensor(value, dtype=torch.uint8, device=device)),
+    (int, lambda value, device: torch.tensor(value, dtype=torch.int, device=device)),
+    (float, lambda value, device: torch.tensor(value, dtype=torch.float, device=device)),
+    (np.ndarray, lambda value, device: torch.from_numpy(value).to(device)),
+]
+"""How numbers and arrays become tensors: bool before int, of which it is one."""
+
+
+def convert_to_tensors(data: Any, device: torch.device | str | int) -> Any:
+    """Return a collection with numbers and arrays as tensors, and all tensors on a device."""
+    for kind, convert in CONVERSION_DTYPES:
+        data = apply_to_collection(data, kind, convert, device=device)
+    return move_data_to_device(data, device)
+
+
+def convert_tensors_to_scalars(data: Any) -> Any:
+    """Return a collection with each tensor as a number. Raises ValueError for a tensor of several elements."""
+
+    def to_number(value: Tensor) -> Any:
+        if value.numel() != 1:
+            raise ValueError(f"The metric `{value}` does not contain a single element, so it is no scalar.")
+        return value.item()
+
+    return apply_to_collection(data, Tensor, to_number)
+
+
+def recursive_detach(in_dict: Any, to_cpu: bool = False) -> Any:
+    """Return a collection with each tensor detached, and on the CPU if so wished."""
+    return apply_to_collection(in_dict, Tensor, lambda tensor: tensor.detach().cpu() if to_cpu else tensor.detach())
+
+
+def extract_batch_size(batch: Any) -> int:
+    """Return the first dimension of the tensors in a batch: the first one's, with a warning if they differ.
+
+    Raises MisconfigurationException if there is no tensor.
+    """
+    sizes = list(_sizes(batch))
+    found = [size for size in sizes if size is not None]
+    if not found:
+        raise MisconfigurationException(
+            "The batch size is not known: there is no tensor in the batch. Give it: self.log(..., batch_size=...)."
+        )
+    if len(set(found)) > 1:
+        rank_zero_warn(
+            f"The tensors of the batch have different first dimensions; {found[0]} is taken as the batch size. Give it "
+            f"where another is meant: self.log(..., batch_size=...)."
+        )
+    return found[0]
+
+
+def _sizes(batch: Any) -> Iterator[int | None]:
+    if isinstance(batch, Tensor):
+        yield batch.size(0) if batch.ndim else 1
+    elif isinstance(batch, Mapping):
+        yield from (size for item in batch.values() for size in _sizes(item))
+    elif isinstance(batch, Iterable) and not isinstance(batch, (str, bytes)):
+        yield from (size for item in batch for size in _sizes(item))
+    elif is_dataclass(batch):
+        yield from (size for one in fields(batch) for size in _sizes(getattr(batch, one.name)))
+    else:
+        yield None
+
+
+def has_iterable_dataset(dataloader: object) -> bool:
+    """Return whether a loader's dataset is a stream."""
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+
+
+def sized_len(dataloader: object) -> int | None:
+    """Return the length of a loader; None if it has none."""
+    try:
+        return len(dataloader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def has_len(dataloader: object) -> bool:
+    """Return whether a loader has a length; warn if that is 0, or if its dataset is a stream."""
+    length = sized_len(dataloader)
+    if length == 0:
+        rank_zero_warn(f"`{type(dataloader).__name__}` returned 0 length. Please make sure this was your intention.")
+    if length is not None and has_iterable_dataset(dataloader):
+        rank_zero_warn("Your `IterableDataset` has `__len__` defined; with several workers it may be wrong.")
+    return length is not None
+
+
+def has_len_all_ranks(
+    dataloader: object, strategy: Any = None, allow_zero_length_dataloader_with_multiple_devices: bool = False
+) -> bool:
+    """Return whether a loader has a length."""
+    return has_len(dataloader)
+
+
+def suggested_max_num_workers(local_world_size: int) -> int:
+    """Return how many loader workers fit each of `local_world_size` processes: its share of the CPUs but one.
+
+    Raises ValueError for fewer processes than one.
+    """
+    if local_world_size < 1:
+        raise ValueError(f"`local_world_size` should be >= 1, got {local_world_size}.")
+    available = getattr(os, "sched_getaffinity", None)
+    cpus = len(available(0)) if available is not None else os.cpu_count() or 1
+    return max(1, cpus // local_world_size - 1)
+
+
+class DistributedSamplerWrapper(DistributedSampler[Any]):
+    """Deals out the samples of another sampler to the ranks."""
+
+    def __init__(self, sampler: Sampler[Any] | Iterable[Any], *args: Any, **kwargs: Any) -> None:
+        self._sampler: Any = sampler
+        listed: Any = _Listed(sampler)
+        super().__init__(listed, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        listed: Any = self.dataset
+        listed.items = list(self._sampler)
+        return (listed[index] for index in super().__iter__())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch, also of the other sampler if it has one."""
+        super().set_epoch(epoch)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
+
+class _Listed:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+        self.items: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+# --- modules --------------------------------------------------------------------------------------------------------
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Tensor]:
+    """Return the norm of each parameter's gradient, and as `grad_{norm_type}_norm_total` that of all together.
+
+    Raises ValueError for a norm that is not positive.
+    """
+    kind = float(norm_type)
+    if kind <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {kind}")
+    norms = {
+        f"grad_{kind}_norm{group_separator}{name}": parameter.grad.detach().norm(kind)
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+    if norms:
+        device = next(iter(norms.values())).device
+        norms[f"grad_{kind}_norm_total"] = torch.stack([one.to(device) for one in norms.values()]).norm(kind)
+    return norms
+
+
+def find_shared_parameters(module: nn.Module) -> list[list[str]]:
+    """Return the names of parameters that are one and the same, a list for each."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(parameter, []).append(f"{prefix}.{name}" if prefix else name)
+    return [shared for shared in names.values() if len(shared) > 1]
+
+
+def set_shared_parameters(module: nn.Module, shared_params: list[list[str]]) -> nn.Module:
+    """Make the parameters named in each list one and the same again: the first of it."""
+    for first, *others in shared_params:
+        owner, _, name = first.rpartition(".")
+        parameter = getattr(module.get_submodule(owner), name)
+        for other in others:
+            owner, _, name = other.rpartition(".")
+            setattr(module.get_submodule(owner), name, parameter)
+    return module
+
+
+def measure_flops(
+    model: nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
+) -> int:
+    """Return the floating point operations of a forward pass and, with a `loss_fn`, of the backward pass too."""
+    with FlopCounterMode(display=False) as counter:
+        output = forward_fn()
+        if loss_fn is not None:
+            loss_fn(output).backward()
+    return int(counter.get_total_flops())
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+    """Return whether an object's class overrides a method of `parent`: of the module, data module or callback class.
+
+    Raises ValueError if no parent is given and none is known.
+    """
+    if instance is None:
+        return False
+    from .callbacks.callback import Callback
+    from .module import LightningDataModule, LightningModule
+
+    known = (LightningModule, Task, LightningDataModule, DataModule, Callback)
+    parent = parent or next((kind for kind in known if isinstance(instance, kind)), None)
+    if parent is None:
+        raise ValueError("Expected a parent")
+    own, inherited = getattr(instance, method_name, None), getattr(parent, method_name, None)
+    if own is None:
+        return False
+    if inherited is None:
+        raise ValueError(f"The parent {parent.__name__} should define the method {method_name}")
+    return getattr(inspect.unwrap(own), "__func__", own) is not inherited and getattr(own, "__code__", 0) != getattr(
+        inherited, "__code__", None
+    )
+
+
+def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+    """Return a model of torchvision by its name."""
+    models: Any = importlib.import_module("torchvision.models")
+    found: nn.Module = models.get_model(model_name, **kwargs)
+    return found
+
+
+def from_compiled(model: Any) -> Any:
+    """Return the module that `torch.compile` was given, with its compiled forward. Raises ValueError for another."""
+    original = getattr(model, "_orig_mod", None)
+    if original is None:
+        raise ValueError(f"`model` is required to be a `OptimizedModule`. Found a `{type(model).__name__}` instead.")
+    compiled = model.dynamo_ctx
+    names = ("forward", "training_step", "validation_step", "test_step", "predict_step")
+    for name in names:
+        if getattr(original, name, None) is not None:
+            setattr(original, name, compiled(getattr(original, name)))
+    original.__dict__["_compiled_methods"] = names
+    return original
+
+
+def to_uncompiled(model: Any) -> Any:
+    """Return a module as it was before `torch.compile` and `from_compiled`. Raises ValueError for another."""
+    original = getattr(model, "_orig_mod", model)
+    names = original.__dict__.pop("_compiled_methods", None)
+    if names is None and original is model:
+        raise ValueError(f"`model` is required to be compiled. Found a `{type(model).__name__}` that is not.")
+    for name in names or ():
+        original.__dict__.pop(name, None)
+    return original
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+def is_oom_error(exception: BaseException) -> bool:
+    """Return whether an error says that memory ran out."""
+    return is_cuda_out_of_memory(exception) or is_cudnn_snafu(exception) or is_out_of_cpu_memory(exception)
+
+
+def is_cuda_out_of_memory(exception: BaseException) -> bool:
+    """Return whether an error says that a GPU's memory ran out."""
+    return _says(exception, "CUDA", "out of memory")
+
+
+def is_cudnn_snafu(exception: BaseException) -> bool:
+    """Return whether an error is cuDNN's for too little memory."""
+    return _says(exception, "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.")
+
+
+def is_out_of_cpu_memory(exception: BaseException) -> bool:
+    """Return whether an error says that the host's memory ran out."""
+    return _says(exception, "DefaultCPUAllocator: can't allocate memory")
+
+
+def _says(exception: BaseException, *words: str) -> bool:
+    text = str(exception.args[0]) if len(exception.args) == 1 else ""
+    return isinstance(exception, RuntimeError) and all(word in text for word in words)
+
+
+def garbage_collection_cuda() -> None:
+    """Free unused memory, also of GPUs."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# --- dictionaries, arguments and names ------------------------------------------------------------------------------
+
+
+class LightningEnum(str, Enum):
+    """Enumeration of words, compared without regard to upper and lower case."""
+
+    @classmethod
+    def from_str(cls, value: str, source: str = "key") -> Any:
+        """Return the member of this name or value; None if there is none. `source`: "key", "value" or "any"."""
+        word = value.replace("-", "_").lower()
+        for member in cls:
+            names = {"key": [member.name], "value": [member.value], "any": [member.name, member.value]}[source]
+            if word in (name.lower() for name in names):
+                return member
+        return None
+
+    def __eq__(self, other: object) -> bool:
+        other = other.value if isinstance(other, Enum) else other
+        return isinstance(other, str) and self.value.lower() == other.lower()
+
+    def __hash__(self) -> int:
+        return hash(self.value.lower())
+
+
+class GradClipAlgorithmType(LightningEnum):
+    """How gradients are clipped."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+    @staticmethod
+    def supported_type(val: str) -> bool:
+        """Return whether there is such a way."""
+        return val in GradClipAlgorithmType.supported_types()
+
+    @staticmethod
+    def supported_types() -> list[str]:
+        """Return the names of all ways."""
+        return [member.value for member in GradClipAlgorithmType]
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose keys are attributes too."""
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError as error:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{key}'") from error
+
+    def __setattr__(self, key: str, val: Any) -> None:
+        self[key] = val
+
+    def __delattr__(self, item: str) -> None:
+        del self[item]
+
+    def __repr__(self) -> str:
+        width = max((len(key) for key in self), default=0) + 3
+        return "\n".join(f"{quoted:{width}s} {self[key]}" for key in sorted(self) for quoted in [f'"{key}":'])
+
+
+def is_picklable(obj: object) -> bool:
+    """Return whether an object can be pickled."""
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+    """Remove what cannot be pickled, with a warning."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        rank_zero_warn(
+            f"Attribute '{name}' removed from hparams because it cannot be pickled. You can suppress this warning by"
+            f" setting `self.save_hyperparameters(ignore=['{name}'])`."
+        )
+        del hparams[name]
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """Return the names of `self`, `*args` and `**kwargs` in a class's `__init__`."""
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    names = {one.kind: one.name for one in reversed(parameters)}
+    kinds = inspect.Parameter
+    return parameters[0].name, names.get(kinds.VAR_POSITIONAL), names.get(kinds.VAR_KEYWORD)
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """Return the arguments of a running `__init__`; an empty dict for another function's frame."""
+    values = frame.f_locals
+    if "__class__" not in values or frame.f_code.co_name != "__init__":
+        return {}
+    this, args, kwargs = parse_class_init_keys(values["__class__"])
+    names = inspect.signature(values["__class__"].__init__).parameters
+    found = {name: values[name] for name in names if name not in (this, args, kwargs)}
+    return found | dict(values.get(kwargs, {})) if kwargs else found
+
+
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+) -> list[dict[str, Any]]:
+    """Return the arguments of each running `__init__` of one object, innermost class first."""
+    at: FrameType | None = frame
+    while at is not None and at.f_back is not None:
+        values = at.f_locals
+        this = next(iter(values.values()), None) if at.f_code.co_name == "__init__" else None
+        if "__class__" in values and (not classes or isinstance(this, classes)):
+            path_args.append(get_init_args(at))
+            inside = True
+        elif inside:
+            break
+        at = at.f_back
+    return path_args
+
+
+def save_hyperparameters(
+    obj: Any,
+    *args: Any,
+    ignore: Iterable[str] | str | None = None,
+    frame: FrameType | None = None,
+    given_hparams: dict[str, Any] | None = None,
+) -> None:
+    """Save the arguments of an object's running `__init__`, as its method `save_hyperparameters` does."""
+    current = inspect.currentframe()
+    names = {ignore} if isinstance(ignore, str) else set(ignore or ())
+    if given_hparams is not None:
+        obj.save_hyperparameters({name: value for name, value in given_hparams.items() if name not in names})
+        return
+    obj.save_hyperparameters(*args, ignore=ignore, frame=frame or (current.f_back if current else None))
+
+
+def _holders(model: Any, attribute: str) -> list[Any]:
+    trainer = getattr(model, "_trainer", None)
+    owners = [model, getattr(model, "hparams", {})]
+    datamodule = getattr(trainer, "datamodule", None)
+    if datamodule is not None:
+        owners += [datamodule, getattr(datamodule, "hparams", {})]
+    return [one for one in owners if (attribute in one if isinstance(one, Mapping) else hasattr(one, attribute))]
+
+
+def lightning_hasattr(model: Any, attribute: str) -> bool:
+    """Return whether a module, its hparams or those of its data module, or that itself, have an attribute."""
+    return bool(_holders(model, attribute))
+
+
+def lightning_getattr(model: Any, attribute: str) -> Any:
+    """Return an attribute of a module, its hparams or its data module, the last that has it. Raises AttributeError."""
+    holders = _holders(model, attribute)
+    if not holders:
+        raise AttributeError(f"{attribute} is neither an attribute of the module, its hparams, nor its data module.")
+    last = holders[-1]
+    return last[attribute] if isinstance(last, Mapping) else getattr(last, attribute)
+
+
+def lightning_setattr(model: Any, attribute: str, value: Any) -> None:
+    """Set an attribute wherever it is: module, hparams, data module. Raises AttributeError if nowhere."""
+    holders = _holders(model, attribute)
+    if not holders:
+        raise AttributeError(f"{attribute} is neither an attribute of the module, its hparams, nor its data module.")
+    for holder in holders:
+        if isinstance(holder, MutableMapping):
+            holder[attribute] = value
+        else:
+            setattr(holder, attribute, value)
+
+
+def is_param_in_hook_signature(
+    hook_fx: Callable[..., Any], param: str, explicit: bool = False, min_args: int | None = None
+) -> bool:
+    """Return whether a hook takes an argument: by name, by `*args`, or as one of at least `min_args`."""
+    found = inspect.getfullargspec(inspect.unwrap(hook_fx))
+    names = found.args[1:]
+    return param in names or (not explicit and found.varargs is not None) or (min_args or 1 << 30) <= len(names)
+
+
+def do_nothing_closure() -> None:
+    """Return nothing: a closure for an optimizer that needs none."""
+
+
+def main() -> None:
+    """Say that no checkpoint has to be upgraded."""
+    print("Legato reads checkpoints of every Lightning 2 as they are; there is nothing to upgrade.")
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
+    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError where fsspec is not installed."""
+    return importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
+
+
+def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    """Return what `torch.save` wrote to a file, an open file or an address; only weights unless told otherwise."""
+    safe = weights_only is not False
+    if not isinstance(path_or_url, (str, Path)):
+        return torch.load(path_or_url, map_location=map_location, weights_only=safe)
+    if str(path_or_url).startswith("http"):
+        return torch.hub.load_state_dict_from_url(str(path_or_url), map_location=map_location, weights_only=safe)
+    with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
+        return torch.load(file, map_location=map_location, weights_only=safe)
+
+
+def is_local_file_protocol(path: str | Path) -> bool:
+    """Return whether a path lies on this machine's file system."""
+    return "://" not in str(path) or str(path).startswith("file://")
+
+
+def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: float = 3) -> bool:
+    """Return whether all machines see one folder: rank 0 writes a file there, and the others look for it.
+
+    Every rank must call it.
+    """
+    folder = Path(os.getcwd() if path is None else path)
+    if not is_local_file_protocol(str(folder)):
+        return True
+    if not hasattr(strategy, "collectives") or getattr(strategy, "world_size", 1) == 1:
+        return True
+    word = strategy.collectives.broadcast(secrets.token_hex(8))
+    mark = folder / f".shared-{word}"
+    if rank_zero_only.rank == 0:
+        mark.touch()
+    strategy.collectives.barrier()
+    seen = all(strategy.collectives.gather_objects(mark.exists()))
+    strategy.collectives.barrier()
+    if rank_zero_only.rank == 0:
+        mark.unlink(missing_ok=True)
+    return seen
+
+
+def num_cuda_devices() -> int:
+    """Return how many CUDA devices there are."""
+    return torch.cuda.device_count()
+
+
+def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
+    """Return the indices of devices on which memory can be allocated; -1: of all such.
+
+    Raises ValueError for more devices than there are, RuntimeError if too few can be used.
+    """
+    if num_devices == 0:
+        return []
+    visible = torch.cuda.device_count()
+    if visible == 0 or num_devices > visible:
+        raise ValueError(f"You requested to find {num_devices} devices but there are {visible} on this machine.")
+    usable: list[int] = []
+    for index in range(visible):
+        try:
+            torch.tensor(0, device=torch.device("cuda", index))
+        except RuntimeError:
+            continue
+        usable.append(index)
+        if len(usable) == num_devices:
+            return usable
+    if num_devices != -1:
+        raise RuntimeError(f"You requested to find {num_devices} devices but only {usable} can be used.")
+    return usable

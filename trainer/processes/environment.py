@@ -97,12 +97,13 @@ def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def on_rank_zero(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _current_rank() == 0 else None
+        return function(*args, **kwargs) if current_rank() == 0 else None
 
     return on_rank_zero
 
 
-def _current_rank() -> int:
+def current_rank() -> int:
+    """Return this process's rank, of the process group or as the launcher gave it; 0 where there is none."""
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -122,6 +123,16 @@ def restart_count() -> int:
 def wants_public_torch() -> bool:
     """Return whether private names of torch must not be used (LEGATO_PUBLIC_TORCH=1; see torch_private)."""
     return os.environ.get("LEGATO_PUBLIC_TORCH", "") not in ("", "0")
+
+
+def get_variable(name: str) -> str | None:
+    """Return the value of an environment variable; None if it is not set."""
+    return os.environ.get(name)
+
+
+def set_variable(name: str, value: str) -> None:
+    """Set an environment variable, for this process and those that it starts."""
+    os.environ[name] = value
 
 
 def lead_python_path(folder: str) -> None:

@@ -1,0 +1,247 @@
+"""A module's layers with their parameters, shapes and operations, as an object and as a table."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.flop_counter import FlopCounterMode
+
+from .utilities import move_data_to_device
+
+PARAMETER_NUM_UNITS = [" ", "K", "M", "B", "T"]
+UNKNOWN_SIZE = "?"
+LEFTOVER_PARAMS_NAME = "other params"
+NOT_APPLICABLE = "n/a"
+
+
+class LayerSummary:
+    """One layer: its type, parameters, and the shapes of its input and output once it was called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.in_size: str | list[Any] = UNKNOWN_SIZE
+        self.out_size: str | list[Any] = UNKNOWN_SIZE
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        self._hook = None if scripted else module.register_forward_hook(self._take_shapes, with_kwargs=True)
+
+    def _take_shapes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = (*args, *kwargs.values())
+        self.in_size = parse_batch_shape(given[0] if len(given) == 1 else given)
+        self.out_size = parse_batch_shape(output)
+        self.detach_hook()
+
+    def detach_hook(self) -> None:
+        """Stop waiting for a call."""
+        if self._hook is not None:
+            self._hook.remove()
+
+    def __del__(self) -> None:
+        self.detach_hook()
+
+    @property
+    def layer_type(self) -> str:
+        """The name of the layer's class."""
+        return type(self.module).__name__
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of the layer's parameters."""
+        return sum(_count(parameter) for parameter in self.module.parameters())
+
+    @property
+    def training(self) -> bool:
+        """Whether the layer is in training mode."""
+        return self.module.training
+
+
+class ModelSummary:
+    """The layers of a module down to `max_depth` (-1: all, 0: none); its text is a table.
+
+    A module with `example_input_array` is called with it once, for shapes and operations.
+    """
+
+    def __init__(self, model: Any, max_depth: int = 1) -> None:
+        if not isinstance(max_depth, int) or max_depth < -1:
+            raise ValueError(f"`max_depth` can be -1, 0 or > 0, got {max_depth}.")
+        self.model, self.max_depth = model, max_depth
+        self._counter = FlopCounterMode(display=False, depth=max_depth + 1)
+        self._layers = self.summarize()
+
+    def summarize(self) -> dict[str, LayerSummary]:
+        """Return the layers by name."""
+        layers = {name: LayerSummary(module) for name, module in self.named_modules}
+        if self._example is not None:
+            self._call_with_example()
+        for layer in layers.values():
+            layer.detach_hook()
+        if self.max_depth >= 1:
+            layers = {name: layer for name, layer in layers.items() if name.count(".") < self.max_depth}
+        return layers
+
+    @property
+    def _example(self) -> Any:
+        return getattr(self.model, "example_input_array", None)
+
+    def _call_with_example(self) -> None:
+        parameter = next(self.model.parameters(), None)
+        given = self._example if parameter is None else move_data_to_device(self._example, parameter.device)
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        with torch.no_grad(), self._counter:
+            if isinstance(given, (list, tuple)):
+                self.model(*given)
+            elif isinstance(given, dict):
+                self.model(**given)
+            else:
+                self.model(given)
+        for module, mode in modes:
+            module.training = mode
+
+    @property
+    def named_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules with their names: none, the children, or all below the module itself."""
+        if self.max_depth == 0:
+            return []
+        return list(self.model.named_children()) if self.max_depth == 1 else list(self.model.named_modules())[1:]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """The name of each layer."""
+        return list(self._layers)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The class of each layer."""
+        return [layer.layer_type for layer in self._layers.values()]
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """The shape of each layer's input."""
+        return [layer.in_size for layer in self._layers.values()]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """The shape of each layer's output."""
+        return [layer.out_size for layer in self._layers.values()]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """The number of each layer's parameters."""
+        return [layer.num_parameters for layer in self._layers.values()]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Whether each layer is in training mode."""
+        return [layer.training for layer in self._layers.values()]
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """How many modules are in training and in evaluation mode."""
+        modes = [module.training for module in self.model.modules()][1:]
+        return {"train": modes.count(True), "eval": modes.count(False)}
+
+    @property
+    def total_parameters(self) -> int:
+        """The number of parameters."""
+        return sum(_count(parameter) for parameter in self.model.parameters())
+
+    @property
+    def trainable_parameters(self) -> int:
+        """The number of parameters that require gradients."""
+        return sum(_count(parameter) for parameter in self.model.parameters() if parameter.requires_grad)
+
+    @property
+    def total_layer_params(self) -> int:
+        """The number of parameters in the layers shown."""
+        return sum(self.param_nums)
+
+    @property
+    def model_size(self) -> float:
+        """The size of the parameters in MB, as they are."""
+        size: int = sum(_count(one) * one.element_size() for one in self.model.parameters())
+        return size * 1e-6
+
+    @property
+    def total_flops(self) -> int:
+        """The floating point operations of a call with the example; 0 without one."""
+        return int(self._counter.get_total_flops())
+
+    @property
+    def flop_counts(self) -> dict[str, dict[Any, int]]:
+        """The operations of each layer, by kind."""
+        counts, root = self._counter.get_flop_counts(), type(self.model).__name__
+        return {name: dict(counts.get(f"{root}.{name}", {})) for name in self.layer_names}
+
+    def columns(self) -> dict[str, list[str]]:
+        """Return the table's columns by their heads."""
+        flops = [sum(counts.values()) for counts in self.flop_counts.values()]
+        columns = {
+            " ": [str(index) for index in range(len(self._layers))],
+            "Name": self.layer_names,
+            "Type": self.layer_types,
+            "Params": [get_human_readable_count(count) for count in self.param_nums],
+            "Mode": ["train" if mode else "eval" for mode in self.training_modes],
+            "FLOPs": [get_human_readable_count(count) for count in flops],
+        }
+        if self._example is not None:
+            columns["In sizes"] = [str(size) for size in self.in_sizes]
+            columns["Out sizes"] = [str(size) for size in self.out_sizes]
+        left = self.total_parameters - self.total_layer_params
+        if left > 0:
+            known = {" ": " ", "Name": LEFTOVER_PARAMS_NAME, "Params": get_human_readable_count(left)}
+            for head, column in columns.items():
+                column.append(known.get(head, NOT_APPLICABLE))
+        return columns
+
+    def __str__(self) -> str:
+        columns = self.columns()
+        widths = {head: max(map(len, [head, *column])) for head, column in columns.items()}
+        rows = [" | ".join(f"{head:<{widths[head]}}" for head in columns)]
+        for cells in zip(*columns.values(), strict=True):
+            rows.append(" | ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths.values(), strict=True)))
+        line = "-" * (sum(widths.values()) + 3 * (len(widths) + 1))
+        total, trained, modes = self.total_parameters, self.trainable_parameters, self.total_training_modes
+        totals: list[tuple[Any, str]] = [
+            (get_human_readable_count(trained), "Trainable params"),
+            (get_human_readable_count(total - trained), "Non-trainable params"),
+            (get_human_readable_count(total), "Total params"),
+            (get_formatted_model_size(self.model_size), "Total estimated model params size (MB)"),
+            (modes["train"], "Modules in train mode"),
+            (modes["eval"], "Modules in eval mode"),
+            (get_human_readable_count(self.total_flops), "Total Flops"),
+        ]
+        return "\n".join([rows[0], line, *rows[1:], line, *(f"{value:<10}{what}" for value, what in totals)])
+
+    __repr__ = __str__
+
+
+def _count(parameter: Tensor) -> int:
+    return 0 if is_lazy(parameter) else parameter.numel()
+
+
+def parse_batch_shape(batch: Any) -> str | list[Any]:
+    """Return the shape of a tensor, or of each in a list or tuple; "?" for anything else."""
+    if hasattr(batch, "shape"):
+        return list(batch.shape)
+    return [parse_batch_shape(item) for item in batch] if isinstance(batch, (list, tuple)) else UNKNOWN_SIZE
+
+
+def get_formatted_model_size(total_model_size: float) -> str:
+    """Return a size in MB as text."""
+    return f"{total_model_size:,.3f}"
+
+
+def get_human_readable_count(number: int) -> str:
+    """Return a count in thousands (K), millions (M), billions (B) or trillions (T), as in "1.2 K"."""
+    if number < 0:
+        raise AssertionError(f"A count is not negative, got {number}.")
+    group = min(max(len(str(int(number))) - 1, 0) // 3, len(PARAMETER_NUM_UNITS) - 1)
+    scaled = number / 1000**group
+    shown = f"{int(scaled):,d}" if group == 0 or scaled >= 100 else f"{scaled:,.1f}"
+    return f"{shown} {PARAMETER_NUM_UNITS[group]}"
+
+
+def summarize(lightning_module: Any, max_depth: int = 1) -> ModelSummary:
+    """Return the summary of a module."""
+    return ModelSummary(lightning_module, max_depth=max_depth)

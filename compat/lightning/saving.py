@@ -1,0 +1,121 @@
+"""Functions of lightning.pytorch.core.saving: hyperparameters in files, and loading from a checkpoint."""
+
+import ast
+import csv
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .placeholders import UnsupportedError
+
+CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
+"""Where very old checkpoints keep hyperparameters."""
+
+
+def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:
+    """Take nested values over into hyperparameters."""
+    for name, value in updates.items():
+        if isinstance(value, Mapping) and isinstance(hparams.get(name), dict):
+            update_hparams(hparams[name], value)
+        else:
+            hparams[name] = value
+
+
+def load_hparams_from_tags_csv(tags_csv: str | Path) -> dict[str, Any]:
+    """Return the hyperparameters in a file of keys and values; an empty dict if there is no such file."""
+    if not Path(tags_csv).is_file():
+        return {}
+    with Path(tags_csv).open(newline="") as file:
+        return {row["key"]: convert(row["value"]) for row in csv.DictReader(file)}
+
+
+def save_hparams_to_tags_csv(tags_csv: str | Path, hparams: Mapping[str, Any] | Namespace) -> None:
+    """Write hyperparameters to a file of keys and values. Raises RuntimeError if there is no such folder."""
+    _require_folder(tags_csv)
+    with Path(tags_csv).open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=["key", "value"])
+        writer.writeheader()
+        writer.writerows({"key": name, "value": value} for name, value in _items(hparams).items())
+
+
+def load_hparams_from_yaml(config_yaml: str | Path, use_omegaconf: bool = True) -> Any:
+    """Return the hyperparameters in a YAML file; an empty dict if there is no such file."""
+    if not Path(config_yaml).is_file():
+        return {}
+    text = Path(config_yaml).read_text()
+    found: Any = yaml.full_load(text)
+    if use_omegaconf and isinstance(found, dict) and "${" in text:
+        from omegaconf import OmegaConf
+
+        return OmegaConf.create(found)
+    return found
+
+
+def save_hparams_to_yaml(config_yaml: str | Path, hparams: Any, use_omegaconf: bool = True) -> None:
+    """Write hyperparameters to a YAML file, those that YAML has no words for as text.
+
+    Raises RuntimeError if there is no such folder, TypeError for something that is no mapping.
+    """
+    _require_folder(config_yaml)
+    from omegaconf import OmegaConf
+
+    if OmegaConf.is_config(hparams):
+        Path(config_yaml).write_text(OmegaConf.to_yaml(hparams))
+        return
+    values = _items(hparams)
+    if not isinstance(values, dict):
+        raise TypeError("hparams must be dictionary")
+    Path(config_yaml).write_text(yaml.dump({name: _shown(value) for name, value in values.items()}))
+
+
+def convert(val: str) -> Any:
+    """Return the value that a text writes in Python, or the text itself."""
+    try:
+        return ast.literal_eval(val)
+    except (ValueError, SyntaxError):
+        return val
+
+
+def load_from_checkpoint(
+    cls: Any,
+    checkpoint_path: str | Path,
+    map_location: Any = None,
+    hparams_file: str | Path | None = None,
+    strict: bool | None = None,
+    weights_only: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Build a module or a data module from a checkpoint, as its class's `load_from_checkpoint` does.
+
+    Raises UnsupportedError for weights_only=False.
+    """
+    if weights_only is False:
+        raise UnsupportedError(
+            "weights_only=False would run code that lies in the file; Legato reads checkpoints without. Leave it out."
+        )
+    given = {} if strict is None else {"strict": strict}
+    return cls.load_from_checkpoint(
+        checkpoint_path, map_location=map_location, hparams_file=hparams_file, **given, **kwargs
+    )
+
+
+def _items(hparams: Any) -> Any:
+    if isinstance(hparams, Namespace):
+        return dict(vars(hparams))
+    return dict(hparams) if isinstance(hparams, Mapping) else hparams or {}
+
+
+def _shown(value: Any) -> Any:
+    try:
+        yaml.safe_dump(value)
+    except yaml.YAMLError:
+        return str(value)
+    return value
+
+
+def _require_folder(path: str | Path) -> None:
+    if not Path(path).parent.is_dir():
+        raise RuntimeError(f"Missing folder: {Path(path).parent}.")

@@ -1,0 +1,131 @@
+"""Names of types that programs written for Lightning annotate with."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType as ModuleType
+from typing import Any, Protocol, TypedDict, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup as ProcessGroup
+from torch.distributed import ReduceOp as ReduceOp
+from torch.nn.parallel import DistributedDataParallel as DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ...trainer.optimization.optimizers import SchedulerConfig
+
+UntypedStorage = torch.UntypedStorage
+RedOpType: Any = ReduceOp.RedOpType
+PATH = str | Path
+DEVICE = torch.device | str | int
+MAP_LOCATION = DEVICE | Callable[[UntypedStorage, str], UntypedStorage | None] | dict[DEVICE, DEVICE] | None
+PARAMETERS = Iterator[torch.nn.Parameter]
+NUMBER = int | float
+METRIC = Any
+"""A torchmetrics object, a tensor or a number."""
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+EVALUATE_OUTPUT = list[Mapping[str, float]]
+PREDICT_OUTPUT = list[Any] | list[list[Any]]
+TRAIN_DATALOADERS = Any
+EVAL_DATALOADERS = Any
+BType = Tensor | str | Mapping[Any, "BType"] | Iterable["BType"]
+
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+LRSchedulerPLType = LRScheduler | ReduceLROnPlateau
+LRSchedulerConfig = SchedulerConfig
+
+
+class LRSchedulerConfigType(TypedDict, total=False):
+    """A scheduler with how it is stepped, as `configure_optimizers` returns it."""
+
+    scheduler: LRSchedulerTypeUnion
+    name: str | None
+    interval: str
+    frequency: int
+    reduce_on_plateau: bool
+    monitor: str | None
+    strict: bool
+
+
+class OptimizerConfig(TypedDict):
+    """An optimizer, as `configure_optimizers` returns it."""
+
+    optimizer: Optimizer
+
+
+class OptimizerLRSchedulerConfig(TypedDict, total=False):
+    """An optimizer and its scheduler, as `configure_optimizers` returns them."""
+
+    optimizer: Optimizer
+    lr_scheduler: LRSchedulerTypeUnion | LRSchedulerConfigType
+    monitor: str
+
+
+OptimizerLRScheduler = (
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[LRSchedulerTypeUnion | LRSchedulerConfig]]
+    | OptimizerConfig
+    | OptimizerLRSchedulerConfig
+    | Sequence[OptimizerConfig]
+    | Sequence[OptimizerLRSchedulerConfig]
+    | None
+)
+MODULE_OPTIMIZERS = Any
+"""What `LightningModule.optimizers` returns: an optimizer, or a list of them."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything with a state that can be saved."""
+
+    def state_dict(self) -> dict[Any, Any]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[Any, Any]) -> None:
+        """Take over a state."""
+        ...
+
+
+@runtime_checkable
+class CollectibleGroup(Protocol):
+    """Anything like a process group."""
+
+    def size(self) -> int:
+        """Return how many processes there are."""
+        ...
+
+    def rank(self) -> int:
+        """Return this process's rank."""
+        ...
+
+
+@runtime_checkable
+class Steppable(Protocol):
+    """Anything with a `step`."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take a step."""
+        ...
+
+
+@runtime_checkable
+class Optimizable(Steppable, Protocol):
+    """Anything like an optimizer."""
+
+    param_groups: list[dict[Any, Any]]
+    defaults: dict[Any, Any]
+    state: defaultdict[Tensor, Any]
+
+    def state_dict(self) -> dict[str, dict[Any, Any]]:
+        """Return the state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, dict[Any, Any]]) -> None:
+        """Take over a state."""
+        ...

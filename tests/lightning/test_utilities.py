@@ -1,0 +1,433 @@
+"""Utilities of the room for Lightning, each beside the real package's."""
+
+import importlib
+import random
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+
+import cloudpickle
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import legato.compat.lightning.pytorch.utilities as ours
+from legato.compat.lightning.names import NAMES
+from legato.compat.lightning.pytorch import LightningModule, seed_everything
+from legato.trainer.errors import ConfigError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_warnings_at_the_import_of_lightning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("lightning.pytorch.cli")
+
+
+def real(path):
+    """Return a name of the real package."""
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"lightning.{module}"), name)
+
+
+def both(path):
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(f"legato.compat.lightning.{module}"), name), real(path)
+
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    name: str
+
+
+class Net(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.zeros(10, 256)
+        self.net = nn.Sequential(nn.Linear(256, 512), nn.BatchNorm1d(512))
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_seeding_returns_and_keeps_the_seed(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    assert seed_everything(None, verbose=False) == 17
+    drawn = random.random(), np.random.rand(), torch.rand(1).item()
+    assert real("pytorch.seed_everything")(17, verbose=False) == 17
+    assert (random.random(), np.random.rand(), torch.rand(1).item()) == drawn
+    assert seed_everything(5, workers=True, verbose=False) == 5
+    from legato.compat.lightning.fabric.utilities.seed import reset_seed
+    from legato.trainer.processes.environment import get_variable
+
+    assert (get_variable("PL_GLOBAL_SEED"), get_variable("PL_SEED_WORKERS")) == ("5", "1")
+    first = random.random()
+    reset_seed()
+    assert random.random() == first
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    with pytest.warns(UserWarning, match="No seed found, seed set to 0"):
+        assert seed_everything() == 0
+    with pytest.raises(ValueError, match="not in bounds"):
+        seed_everything(-1)
+
+
+def test_isolated_random_numbers():
+    from legato.compat.lightning.pytorch.utilities.seed import isolate_rng
+
+    torch.manual_seed(1)
+    with isolate_rng():
+        inside = torch.rand(1), random.random(), np.random.rand()
+    assert (torch.rand(1), random.random(), np.random.rand()) == inside
+
+
+def test_rank_zero_only_has_a_rank_that_can_be_set():
+    only = ours.rank_zero_only
+    assert only.rank == 0
+    assert cloudpickle.loads(cloudpickle.dumps(only)) is only
+
+    @only
+    def double(x):
+        return 2 * x
+
+    assert (double(2), double.__name__) == (4, "double")
+    try:
+        only.rank = 1
+        assert double(2) is None
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            ours.rank_zero_warn("not on this rank")
+    finally:
+        only.rank = None
+    assert double(2) == 4
+
+
+def test_a_warning_names_the_line_that_it_is_about():
+    def check():
+        ours.rank_zero_warn("careful")
+
+    def old():
+        ours.rank_zero_deprecation("late")
+
+    with pytest.warns(UserWarning, match="careful") as caught:
+        check()
+    assert caught[0].filename == __file__
+    from legato.compat.lightning.pytorch.utilities.rank_zero import LightningDeprecationWarning, WarningCache
+
+    with pytest.warns(LightningDeprecationWarning, match="late"):
+        old()
+    cache = WarningCache()
+    with pytest.warns(UserWarning, match="once") as caught:
+        [cache.warn("once") for _ in range(2)]
+    assert len(caught) == 1
+
+
+def test_misconfiguration_catches_our_own_errors():
+    from legato.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    with pytest.raises(MisconfigurationException):
+        raise ConfigError("no")
+    with pytest.raises(Exception, match="theirs"):
+        raise MisconfigurationException("theirs")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fabric.utilities.apply_func.move_data_to_device",
+        "fabric.utilities.apply_func.convert_to_tensors",
+    ],
+)
+def test_collections_on_a_device(path):
+    our, their = both(path)
+    data = OrderedDict(a=Pair(torch.ones(2), "word"), b=[torch.zeros(1), {"c": 3.5}], d=(True, 2, np.ones(2)))
+    found, expected = our(data, "cpu"), their(data, torch.device("cpu"))
+    assert repr(found) == repr(expected)
+    assert our(Batch(torch.ones(1), "n"), "cpu").name == "n"
+
+
+def test_apply_to_collection():
+    our, their = both("fabric.utilities.apply_func.apply_to_collection")
+    data = {"a": [1, 2.5, None], "b": Pair(3, "x"), "c": (4, {"d": 5})}
+    for options in ({}, {"wrong_dtype": bool}, {"include_none": False}):
+        assert our(data, int, lambda x: x * 2 or None, **options) == their(
+            data, int, lambda x: x * 2 or None, **options
+        )
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.ones(3, 2),
+        {"ids": [1, 2], "x": torch.ones(4)},
+        ["text", torch.ones(5, 1)],
+        torch.tensor(1.0),
+        Batch(torch.ones(6), "n"),
+        [[torch.ones(2), torch.ones(2)]],
+    ],
+)
+def test_the_size_of_a_batch(batch):
+    our, their = both("pytorch.utilities.data.extract_batch_size")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's is less sure
+        expected = their(batch)
+    assert our(batch) == (expected if expected is not None else 1)
+
+
+def test_no_size_and_two_sizes():
+    our, _ = both("pytorch.utilities.data.extract_batch_size")
+    with pytest.raises(ours.exceptions.MisconfigurationException, match="batch_size="):
+        our("text")
+    with pytest.warns(UserWarning, match="different first dimensions"):
+        assert our([torch.ones(2), torch.ones(3)]) == 2
+
+
+def test_gradient_norms():
+    model = Net()
+    model(torch.randn(4, 256)).square().mean().backward()
+    our, their = both("pytorch.utilities.grad_norm")
+    for kind in (1, 2, "inf"):
+        found, expected = our(model, kind), their(model, kind)
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(found[name], expected[name]) for name in found)
+    with pytest.raises(ValueError, match="positive"):
+        our(model, 0)
+    assert our(nn.Linear(1, 1), 2) == {}
+
+
+def test_shared_parameters_are_found_and_tied_again():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.b.weight = self.a.weight
+            self.c = self.a
+
+    our, their = both("pytorch.utilities.find_shared_parameters")
+    model = Tied()
+    found = our(model)
+    assert sorted(map(sorted, found)) == sorted(map(sorted, their(model)))
+    model.b.weight = nn.Parameter(torch.zeros(2, 2))
+    assert ours.set_shared_parameters(model, found).b.weight is model.a.weight
+
+
+def test_a_summary_is_the_same_table():
+    our, their = both("pytorch.utilities.model_summary.ModelSummary")
+
+    model = Net()
+    for depth in (-1, 0, 1, 2):
+        found = our(model, max_depth=depth)
+
+        class Theirs(real("pytorch.LightningModule")):
+            def forward(self, x):
+                return self.net(x)
+
+        other = Theirs()
+        other.example_input_array, other.net, other.scale = model.example_input_array, model.net, model.scale
+        Theirs.__name__ = "Net"
+        expected = their(other, max_depth=depth)
+        assert str(found) == str(expected)
+        names = ("layer_names", "in_sizes", "out_sizes", "param_nums", "total_parameters", "trainable_parameters")
+        for name in (*names, "total_flops", "total_training_modes", "model_size", "total_layer_params"):
+            assert getattr(found, name) == getattr(expected, name), name
+    with pytest.raises(ValueError, match="max_depth"):
+        our(model, max_depth=-2)
+    assert model.training
+
+
+def test_readable_counts():
+    our, their = both("pytorch.utilities.model_summary.get_human_readable_count")
+    for count in (0, 1, 123, 999, 1000, 1234, 99_999, 123_456, 2_000_000, 3 * 10**9, 4 * 10**14, 5 * 10**15):
+        assert our(count) == their(count)
+
+
+def test_dicts_with_attributes():
+    our, their = both("pytorch.utilities.AttributeDict")
+    found, expected = our({"a": 1}), their({"a": 1})
+    for one in (found, expected):
+        one.update({"my-key": 3.14})
+        one.b = 2
+    assert (repr(found), found) == (repr(expected), dict(expected))
+    with pytest.raises(AttributeError, match="c"):
+        _ = found.c
+    del found.b
+    assert "b" not in found
+
+
+def test_enumerations_compare_without_case():
+    algorithm = ours.GradClipAlgorithmType
+    assert algorithm.NORM == "NORM"
+    assert algorithm("value") is algorithm.VALUE
+    assert {algorithm.NORM: 1}["norm"] == 1
+    assert algorithm.supported_types() == ["value", "norm"]
+    assert algorithm.supported_type("norm")
+    assert algorithm.from_str("Value") is algorithm.VALUE
+    assert algorithm.from_str("other") is None
+
+
+def test_overridden_methods():
+    from legato.compat.lightning.pytorch import Callback
+    from legato.compat.lightning.pytorch.utilities.model_helpers import is_overridden
+
+    class Mine(Callback):
+        def on_fit_start(self, trainer, pl_module):
+            pass
+
+    assert is_overridden("forward", Net())
+    assert not is_overridden("training_step", Net())
+    assert is_overridden("on_fit_start", Mine())
+    assert not is_overridden("on_fit_end", Mine())
+    assert not is_overridden("x", None)
+    with pytest.raises(ValueError, match="parent"):
+        is_overridden("x", 3)
+
+
+def test_attributes_wherever_they_are():
+    from legato.compat.lightning.pytorch.utilities import parsing
+
+    class Model(LightningModule):
+        def __init__(self, lr=0.1, batch_size=2):
+            super().__init__()
+            self.save_hyperparameters("lr")
+            self.batch_size = batch_size
+
+    model = Model()
+    assert parsing.lightning_hasattr(model, "lr")
+    assert parsing.lightning_getattr(model, "lr") == 0.1
+    parsing.lightning_setattr(model, "lr", 0.2)
+    assert model.hparams.lr == 0.2
+    assert parsing.lightning_getattr(model, "batch_size") == 2
+    assert not parsing.lightning_hasattr(model, "nothing")
+    for function in (parsing.lightning_getattr, lambda *a: parsing.lightning_setattr(*a, 1)):
+        with pytest.raises(AttributeError, match="nothing"):
+            function(model, "nothing")
+
+
+def test_arguments_of_init():
+    import inspect
+
+    from legato.compat.lightning.pytorch.utilities import parsing
+
+    seen = {}
+
+    class Base:
+        def __init__(self, a, *args, b=2, **kwargs):
+            __class__  # noqa: B018
+            seen["base"] = parsing.get_init_args(inspect.currentframe())
+            seen["all"] = parsing.collect_init_args(inspect.currentframe(), [])
+
+    class Derived(Base):
+        def __init__(self, c):
+            super().__init__(c + 1, b=5, d=6)
+
+    Derived(1)
+    assert seen["base"] == {"a": 2, "b": 5, "d": 6}
+    assert seen["all"][:2] == [{"a": 2, "b": 5, "d": 6}, {"c": 1}]
+    assert parsing.parse_class_init_keys(Base) == real("pytorch.utilities.parsing.parse_class_init_keys")(Base)
+    assert not parsing.is_picklable(lambda: 0)
+    values = {"a": 1, "b": lambda: 0}
+    with pytest.warns(UserWarning, match="'b' removed"):
+        parsing.clean_namespace(values)
+    assert values == {"a": 1}
+
+
+def test_hyperparameters_in_files(tmp_path):
+    from legato.compat.lightning.pytorch.core import saving
+
+    values = {"lr": 0.1, "layers": [1, 2], "kind": nn.Linear, "name": "x"}
+    for kind, path in (("yaml", tmp_path / "h.yaml"), ("tags_csv", tmp_path / "h.csv")):
+        getattr(saving, f"save_hparams_to_{kind}")(path, values)
+        found = getattr(saving, f"load_hparams_from_{kind}")(path)
+        assert {**found, "kind": 0} == {**values, "kind": 0}
+        assert getattr(saving, f"load_hparams_from_{kind}")(tmp_path / "none") == {}
+        with pytest.raises(RuntimeError, match="Missing folder"):
+            getattr(saving, f"save_hparams_to_{kind}")(tmp_path / "no" / "x", values)
+    hparams = {"a": {"b": 1}, "c": 2}
+    saving.update_hparams(hparams, {"a": {"d": 3}, "c": 4})
+    assert hparams == {"a": {"b": 1, "d": 3}, "c": 4}
+
+
+def test_lengths_and_a_sampler_for_ranks():
+    from torch.utils.data import DataLoader, SequentialSampler
+
+    from legato.compat.lightning.fabric.utilities import data, distributed
+
+    assert data.sized_len(iter([])) is None
+    assert data.has_len([1])
+    with pytest.warns(UserWarning, match="0 length"):
+        assert data.has_len(DataLoader([]))
+    wrapped = distributed.DistributedSamplerWrapper(SequentialSampler(range(5)), num_replicas=2, rank=1, shuffle=False)
+    assert list(wrapped) == [1, 3, 0]
+    assert data.suggested_max_num_workers(1) == real("fabric.utilities.data.suggested_max_num_workers")(1)
+
+
+def test_memory():
+    from legato.compat.lightning.pytorch.utilities import memory
+
+    assert memory.is_oom_error(RuntimeError("CUDA error: out of memory"))
+    assert memory.is_oom_error(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 1"))
+    assert not memory.is_oom_error(ValueError("CUDA out of memory"))
+    x = torch.ones(1, requires_grad=True) * 2
+    assert not memory.recursive_detach({"a": [x]})["a"][0].requires_grad
+    memory.garbage_collection_cuda()
+
+
+def test_operations_are_counted():
+    model, x = nn.Linear(4, 3), torch.ones(2, 4)
+    our, their = both("pytorch.utilities.measure_flops")
+    for loss in (None, torch.sum):
+        assert our(model, lambda: model(x), loss) == their(model, lambda: model(x), loss) > 0
+
+
+ALIASES = """
+import legato.compat.lightning
+legato.compat.lightning.install()
+from lightning.fabric.utilities.types import _PATH, _MAP_LOCATION_TYPE
+from lightning_fabric.utilities.types import _DEVICE
+from lightning.pytorch.utilities.types import _EVALUATE_OUTPUT, STEP_OUTPUT, OptimizerLRScheduler
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, _TunerExitException
+from pytorch_lightning.utilities.cloud_io import get_filesystem
+from lightning.pytorch.utilities.warnings import PossibleUserWarning
+from lightning.fabric.utilities.cloud_io import _load
+from lightning.pytorch.utilities.rank_zero import rank_prefixed_message
+import pytorch_lightning as pl
+from pytorch_lightning import *
+assert pl.__version__ == "2.6.6" and not hasattr(pl, "__nothing__")
+pl.utilities.rank_zero_info("said")
+"""
+
+
+@pytest.mark.slow
+def test_names_that_public_code_imports():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", ALIASES], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+NO_SIGNATURE = ("MisconfigurationException", "DistributedDataParallel", "LRSchedulerConfig")
+
+
+def test_arguments_are_lightnings():
+    import inspect
+
+    differ = []
+    for module, entries in NAMES.items():
+        if not module.startswith(("pytorch.utilities", "fabric.utilities", "pytorch.core.saving")):
+            continue
+        for name, entry in entries.items():
+            if entry.kind == "placeholder" or name in NO_SIGNATURE:
+                continue
+            try:
+                our, their = both(f"{module}.{name}")
+                first, second = (list(inspect.signature(one).parameters) for one in (our, their))
+            except (TypeError, ValueError, AttributeError, ModuleNotFoundError):
+                continue  # no function, or one that Lightning passes on from elsewhere
+            if first != second and first != ["args", "kwargs"]:
+                differ.append((f"{module}.{name}", first, second))
+    assert differ == []
