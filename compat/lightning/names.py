@@ -482,7 +482,12 @@ NAMES: dict[str, dict[str, Entry]] = {
         "Trainer": Entry("adapter", ".trainer", ""),
     },
     "pytorch.tuner.tuning": {
-        "Tuner": Entry("placeholder", "", "Legato does without it."),
+        "Tuner": Entry(
+            "better",
+            ".tuner",
+            "Each trial trains a copy of the module with a copy of the trainer, so that weights, random "
+            "numbers, callbacks and files stay as they were; several processes may search, too.",
+        ),
     },
     "pytorch.utilities": {
         "FLOAT16_EPSILON": Entry("same", ".utilities"),
@@ -669,6 +674,9 @@ NAMES: dict[str, dict[str, Entry]] = {
     },
     "pytorch.utilities.imports": {
         "package_available": Entry("same", ".utilities"),
+    },
+    "pytorch.tuner.lr_finder": {
+        "_LRFinder": Entry("same", "legato.trainer.tuning:LearningRateSweep"),
     },
 }
 

@@ -1,0 +1,94 @@
+"""Tuner: the same search as Lightning's on the same data."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from legato.compat.lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from legato.compat.lightning.pytorch.tuner import Tuner
+from legato.compat.lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+
+def make_model(base, learning_rate=0.1):
+    class Model(base):
+        def __init__(self, learning_rate):
+            super().__init__()
+            self.save_hyperparameters()
+            torch.manual_seed(3)
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            return nn.functional.mse_loss(self.layer(batch[0]), batch[0].sum(1, keepdim=True))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=self.hparams.learning_rate)
+
+    return Model(learning_rate)
+
+
+def make_loader(batch_size=4):
+    data = torch.randn(48, 4, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(data), batch_size=batch_size)
+
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def real_lightning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("lightning.pytorch"), importlib.import_module("lightning.pytorch.tuner")
+
+
+def test_lr_find_is_lightnings(tmp_path):
+    lightning, tuner = real_lightning()
+    options = {"min_lr": 1e-4, "max_lr": 5.0, "num_training": 40}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = make_model(lightning.LightningModule)
+        trainer = lightning.Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, **QUIET)
+        expected = tuner.Tuner(trainer).lr_find(theirs, make_loader(), **options)
+    ours = make_model(LightningModule)
+    found = Tuner(
+        Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, reproducible="off", **QUIET)
+    ).lr_find(ours, make_loader(), **options)
+    count = min(len(found.results["lr"]), len(expected.results["lr"]))
+    assert count >= 30
+    assert found.results["lr"][:count] == pytest.approx(expected.results["lr"][:count])
+    assert found.results["loss"][:12] == pytest.approx(expected.results["loss"][:12], rel=1e-4)
+    assert ours.hparams.learning_rate == found.suggestion()
+    assert torch.equal(ours.layer.weight, make_model(LightningModule).layer.weight)
+
+
+class Data(LightningDataModule):
+    def __init__(self):
+        super().__init__()
+        self.batch_size = 4
+
+    def train_dataloader(self):
+        return make_loader(self.batch_size)
+
+
+def test_wishes_that_cannot_be_met(tmp_path):
+    tuner = Tuner(Trainer(accelerator="cpu", default_root_dir=tmp_path, **QUIET))
+    model = make_model(LightningModule)
+    with pytest.raises(MisconfigurationException, match="only valid"):
+        tuner.lr_find(model, method="test")
+    with pytest.raises(AttributeError, match="step_size"):
+        tuner.lr_find(model, make_loader(), attr_name="step_size")
+    with pytest.raises(ValueError, match="invalid"):
+        tuner.scale_batch_size(model, datamodule=Data(), method="fit_all")
+    with pytest.raises(MisconfigurationException, match="dataloaders"):
+        tuner.scale_batch_size(model, dataloaders=make_loader())
+    with pytest.raises(MisconfigurationException, match="made already"):
+        tuner.scale_batch_size(model, make_loader())
+
+
+def test_scale_batch_size(tmp_path):
+    tuner, data = Tuner(Trainer(accelerator="cpu", default_root_dir=tmp_path, **QUIET)), Data()
+    assert tuner.scale_batch_size(make_model(LightningModule), datamodule=data, max_trials=4) == 16
+    assert data.batch_size == 16

@@ -1,0 +1,162 @@
+"""Searches for a learning rate and a batch size: real runs that leave nothing behind."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tiny import Tiny, Two, assert_same_bits, make_data, make_loader, make_trainer
+from torch.utils.data import DataLoader
+
+import legato as lg
+from legato.trainer.errors import ConfigError
+from legato.trainer.tuning import LearningRateSweep, find_batch_size, is_out_of_memory, sweep_learning_rates
+
+
+class Data(lg.DataModule):
+    def __init__(self, batch_size=2, samples=40, **options):
+        super().__init__()
+        self.save_hyperparameters()
+        self.options = options
+
+    def train_dataloader(self):
+        return DataLoader(make_data(self.hparams.samples), batch_size=self.hparams.batch_size, **self.options)
+
+
+class Limited(Tiny):
+    """Has memory for batches of up to `most` samples."""
+
+    def __init__(self, most):
+        super().__init__()
+        self.most, self.tried = most, []
+
+    def training_step(self, batch, batch_idx):
+        if len(batch[0]) > self.most:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return self.loss(batch)
+
+    def configure_callbacks(self):
+        return lg.callbacks.Checkpoint(dirpath="not-in-a-trial")
+
+
+def states():
+    return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+
+def test_a_sweep_raises_the_rate_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer, task = make_trainer(tmp_path, logger=True, enable_checkpointing=True, max_epochs=3), Tiny()
+    before, generators, arguments = Tiny(), states(), dict(vars(trainer))
+    callbacks = list(trainer.callbacks)
+    sweep = sweep_learning_rates(trainer, task, make_loader(shuffle=True), lr_min=1e-4, lr_max=100.0, steps=60)
+    rates, losses = sweep.results["lr"], sweep.results["loss"]
+    assert rates[0] == 1e-4
+    assert rates == sorted(rates)
+    assert len(rates) == len(losses) <= 60
+    assert losses[-1] > 4 * min(losses)
+    assert 1e-4 < sweep.suggestion() < rates[-1]
+    assert_same_bits(task, before)
+    assert task.seen == []
+    assert states() == generators
+    assert {name: vars(trainer)[name] for name in arguments} == arguments
+    assert trainer.callbacks == callbacks
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(RuntimeError, match="not attached"):
+        _ = task.trainer
+    trainer.fit(task, make_loader())
+    assert (trainer.global_step, trainer.current_epoch) == (15, 3)
+
+
+def test_a_sweep_steps_over_the_end_of_epochs_and_schedulers(tmp_path):
+    class Scheduled(Tiny):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.1)
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    trainer = make_trainer(tmp_path, accumulate_grad_batches=2)
+    options = {"lr_min": 0.01, "lr_max": 0.1, "steps": 9, "diverges_at": None}
+    sweep = sweep_learning_rates(trainer, Scheduled(), train_dataloaders=make_loader(), mode="linear", **options)
+    assert sweep.results["lr"] == pytest.approx([0.01, *(0.01 + 0.09 * (step + 1) / 9 for step in range(1, 9))])
+
+
+def test_the_loss_that_a_sweep_records_is_that_of_the_step(tmp_path):
+    task, loader = Tiny(), make_loader()
+    sweep = sweep_learning_rates(make_trainer(tmp_path), task, loader, steps=5, lr_min=0.01, lr_max=0.2)
+    optimizer, average = torch.optim.SGD(task.parameters()), 0.0
+    for step, batch in enumerate(loader):
+        optimizer.param_groups[0]["lr"] = sweep.rate(step)
+        loss = task.loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        average = 0.98 * average + 0.02 * loss.item()
+        assert sweep.results["loss"][step] == pytest.approx(average / (1 - 0.98 ** (step + 2)))
+
+
+def test_too_few_points_and_wrong_wishes(tmp_path, caplog):
+    sweep = LearningRateSweep("linear", 0.1, 1.0, 5)
+    assert sweep.suggestion() is None
+    assert "too few points" in caplog.text
+    for wrong in (("cosine", 0.1, 1.0, 5), ("linear", 1.0, 0.1, 5), ("linear", 0.1, 1.0, 1)):
+        with pytest.raises(ConfigError):
+            LearningRateSweep(*wrong)
+    with pytest.raises(ConfigError, match="one optimizer"):
+        sweep_learning_rates(make_trainer(tmp_path), Two(), make_loader(), steps=2)
+
+
+@pytest.mark.slow
+def test_a_sweep_on_two_processes_is_that_of_two_replicas(tmp_path):
+    options = {"lr_min": 0.01, "lr_max": 0.5, "steps": 6}
+    trainers = make_trainer(tmp_path, strategy="ddp", devices=2), make_trainer(tmp_path, replicas=2)
+    first, second = (sweep_learning_rates(one, Tiny(), make_loader(), **options).results for one in trainers)
+    assert len(first["loss"]) == 6
+    assert first["lr"] == second["lr"]
+    assert first["loss"] == pytest.approx(second["loss"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "most", "size"),
+    [("power", 1000, 64), ("power", 17, 16), ("binsearch", 17, 17), ("binsearch", 1, 1), ("power", 1, 1)],
+)
+def test_the_largest_batch_that_fits(tmp_path, monkeypatch, mode, most, size):
+    monkeypatch.chdir(tmp_path)
+    task, data, trainer = Limited(most), Data(), make_trainer(tmp_path)
+    assert find_batch_size(trainer, task, datamodule=data, mode=mode, margin=0.0, start=2) == size
+    assert data.hparams.batch_size == size
+    assert_same_bits(task, Tiny())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_limits_of_the_search(tmp_path):
+    task, trainer = Limited(100), make_trainer(tmp_path)
+    assert find_batch_size(trainer, task, datamodule=Data(samples=400), trials=3) == 8
+    assert find_batch_size(trainer, task, datamodule=Data(samples=400), largest=30) == 30
+    assert find_batch_size(trainer, task, datamodule=Data(samples=400), mode="binsearch", margin=0.1) == 90
+    assert find_batch_size(trainer, task, datamodule=Data(drop_last=True)) == 32
+    with pytest.raises(ConfigError, match="Memory does not hold"):
+        find_batch_size(trainer, Limited(0), datamodule=Data())
+    with pytest.raises(ConfigError, match="'batch_size'"):
+        find_batch_size(trainer, Tiny(), make_loader())
+    with pytest.raises(ConfigError, match="'power' or 'binsearch'"):
+        find_batch_size(trainer, Tiny(), datamodule=Data(), mode="both")
+
+
+def test_an_error_that_is_not_of_memory_is_raised(tmp_path):
+    class Broken(Tiny):
+        batch_size = 2
+
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        find_batch_size(make_trainer(tmp_path), Broken(), make_loader())
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.slow
+def test_a_batch_size_on_two_processes(tmp_path):
+    data = Data()
+    trainer = make_trainer(tmp_path, strategy="ddp", devices=2)
+    assert find_batch_size(trainer, Limited(5), datamodule=data, mode="binsearch", margin=0.0) == 5
+    assert data.hparams.batch_size == 5
