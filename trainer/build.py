@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -41,7 +41,6 @@ from .hooks import (
 )
 from .loggers.logger import Logger
 from .messages import let_be_seen
-from .metrics.log import Metrics
 from .metrics.torchmetrics import MetricStates
 from .optimization import kernels
 from .optimization.nonfinite import make_guard
@@ -51,9 +50,7 @@ from .optimization.precision import Precision
 from .processes.environment import Place, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
-from .processes.script_collectives import ScriptCollectives
-from .processes.sync import Agreement
-from .run import DOING_OF_STAGE, Request, Run
+from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
 from .strategies import STRATEGIES
 from .strategies import __getattr__ as strategy_class
 from .strategies.strategy import Strategy
@@ -77,39 +74,62 @@ LIMIT_OF = {
 }
 
 
-def join(run: Run, request: Request) -> None:
-    """Check what can be checked, join the other processes, find the checkpoint and the run directory."""
-    trainer, strategy, state = run.trainer, run.strategy, run.state
+def set_up(call: Call, request: Request) -> Run:
+    """Take a call through its phases to a complete run; `trainer.run` is the newest of them, also for user's hooks."""
+    joined, saved = join(call, request)
+    call.trainer.run = joined
+    run = make_run(joined, saved)
+    call.trainer.run = run
+    start(run, saved)
+    return run
+
+
+def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | None]:
+    """Check what can be checked, join the other processes, and find the checkpoint, the run directory and the hooks.
+
+    Also returns the checkpoint's contents; None where there is none to start from.
+    """
+    trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
     if wants_public_torch():
         take_public_ways()
-    run.undo.callback(close_loaders, opened_loaders())  # last, when signals end workers again
-    run.undo.enter_context(run.preemption.handle_signals())
-    run.membership = strategy.elastic.for_stage(run.stage).membership(run)
-    run.watchdog.place = located(find_place(trainer.cluster) or Place())
-    run.undo.enter_context(run.watchdog)
-    place = run.membership.connect(run.watchdog.place)
+    undo.callback(close_loaders, opened_loaders())  # last, when signals end workers again
+    undo.enter_context(call.preemption.handle_signals())
+    membership = strategy.elastic.for_stage(call.stage).membership(trainer)
+    call.watchdog.place = located(find_place(trainer.cluster) or Place())
+    undo.enter_context(call.watchdog)
+    place = membership.connect(call.watchdog.place)
     check_place(trainer, place)
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy)
-    threads = trainer.threads or (1 if run.bitwise else None)
-    run.undo.enter_context(kernels.settings(trainer.deterministic or run.bitwise, trainer.detect_anomaly, threads))
-    run.undo.callback(strategy.teardown)
+    threads = trainer.threads or (1 if call.bitwise else None)
+    undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
+    undo.callback(strategy.teardown)
     seed_generators(mix(trainer.seed))
-    run.undo.callback(trainer.saver.release)
-    find_directory(run, request)
-    run.membership.adopt_settings()
-    restore.start_state(trainer, run.checkpoint if run.stage == "fit" else None)
-    run.undo.callback(setattr, trainer, "replicas", trainer.replicas)
+    undo.callback(trainer.saver.release)
+    source, goes_on, saved = find_directory(call, request)
+    membership.adopt_settings()
+    restore.start_state(trainer, saved if call.stage == "fit" else None)
+    undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
-    run.metrics = Metrics(strategy.data_ranks, strategy.data_ranks.size, run.task, run.membership.changes)
-    run.metrics.describe_place = run.describe_place
-    run.metrics.first_replica = run.metrics.replica = run.layout.owned(strategy.data_ranks.rank).start
-    newest = run.membership.newest
-    run.agreement = Agreement(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed, newest)
+    call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank), call.members_change)
+    call.agreement.join(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed)
+    call.agreement.newest = membership.newest
     if strategy.leaves_default_group:
-        script = run.script_collectives = ScriptCollectives(strategy)
-        run.agreement.count, run.agreement.require_same = lambda: script.count, script.require_same
+        call.script_collectives.start(strategy.collectives)
+        call.agreement.count = lambda: call.script_collectives.count
+        call.agreement.require_same = call.script_collectives.require_same
+    trainer.saver.join(trainer.run_dir)
+    if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
+        store.write_identity(trainer.run_dir, trainer.saver.run_id)
+    call.task.trainer = trainer
+    if call.datamodule is not None:
+        call.datamodule.trainer = trainer
+    trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
+    for callback in trainer.callbacks:
+        check_names(callback, Callback, CALLBACK_HOOKS)
+    parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
+    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
 
 
 def check_task(task: Any, request: Request) -> None:
@@ -155,15 +175,15 @@ def nearest(task: Task, name: str) -> str:
     return did_you_mean(name, (one for one in own if not one.startswith("__")), 0.8)
 
 
-def find_directory(run: Run, request: Request) -> None:
-    """Find and read the checkpoint to resume from, and find the run directory.
+def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dict[str, Any] | None]:
+    """Find the run directory; return the checkpoint to start from, whether it is of this run, and its contents.
 
     Rank 0 decides for all. If the newest checkpoint, which it has chosen, is damaged, it chooses the one before.
     """
-    trainer, damaged = run.trainer, list[Path]()
+    trainer, strategy, damaged = call.trainer, call.strategy, list[Path]()
     while True:
         decided = Decision()
-        if run.strategy.place.rank == 0:
+        if strategy.place.rank == 0:
             try:
                 decided.directory, decided.source = decide_directory(trainer, request, damaged)
                 decided.is_chosen = request.source_is_chosen
@@ -171,33 +191,33 @@ def find_directory(run: Run, request: Request) -> None:
                 decided.identity = store.identity_of(decided.directory) or new_identity()
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
-        decided = run.strategy.collectives.broadcast(decided)
+        decided = strategy.collectives.broadcast(decided)
         if decided.problem is not None:
             raise decided.problem
-        trainer.run_dir, run.source, run.watchdog.token = decided.directory, decided.source, decided.token
+        trainer.run_dir, call.watchdog.token = decided.directory, decided.token
         if request.stage == "fit":
             trainer.saver.run_id = decided.identity  # unless the checkpoint to go on from has one
-        if run.source is None:
-            return
-        run.goes_on = decided.goes_on
+        if decided.source is None:
+            return None, False, None
         try:
-            run.checkpoint = read_for_all(
-                run.strategy.collectives,
-                run.source,
-                run.task.state_dict().keys(),
-                run.strategy.state_dicts.read_in_parts,
+            saved = read_for_all(
+                strategy.collectives,
+                decided.source,
+                call.task.state_dict().keys(),
+                strategy.state_dicts.read_in_parts,
             )
         except CheckpointError as error:
             if not decided.is_chosen:
                 raise
-            damaged.append(run.source)
+            damaged.append(decided.source)
             if trainer.is_global_zero:
-                log.warning("The checkpoint %s is passed over, it is not whole. %s", run.source.name, error)
+                log.warning("The checkpoint %s is passed over, it is not whole. %s", decided.source.name, error)
             trainer.run_dir = trainer.given_dir
         else:
             break
     if trainer.is_global_zero:
-        log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", run.source)
+        log.info("%s from %s", "Going on" if request.stage == "fit" else "Weights", decided.source)
+    return decided.source, decided.goes_on, saved
 
 
 @dataclass
@@ -308,104 +328,135 @@ def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path 
     return str(path)
 
 
-def set_up(run: Run) -> None:
-    """Call the set-up hooks, place the task, make loaders and optimizers, and load the checkpoint."""
-    trainer, task, stage, strategy = run.trainer, run.task, run.stage, run.strategy
-    trainer.saver.join(trainer.run_dir)
-    if stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
-        store.write_identity(trainer.run_dir, trainer.saver.run_id)
-    task.trainer = trainer
-    if run.datamodule is not None:
-        run.datamodule.trainer = trainer
-    trainer.callbacks = with_callbacks_of(task, trainer.callbacks)
-    for callback in trainer.callbacks:
-        check_names(callback, Callback, CALLBACK_HOOKS)
-    run.hooks = Hooks(trainer, task, trainer.callbacks)
-    prepare_data(run)
-    for hook in run.hooks.of_callbacks["setup"]:
+def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
+    """Call the set-up hooks, place the task with the checkpoint's weights, and make loaders, optimizers and the run.
+
+    `saved`: the checkpoint's contents, of which the weights are dropped once they are loaded.
+    """
+    trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
+    prepare_data(call)
+    for hook in call.hooks.of_callbacks["setup"]:
         hook(stage)
-    if run.datamodule is not None:
-        run.datamodule.setup(stage)
-    for hook in run.hooks.of_task["setup"]:
+    if call.datamodule is not None:
+        call.datamodule.setup(stage)
+    for hook in call.hooks.of_task["setup"]:
         hook(stage)
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
         strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
     if trainer.sync_batchnorm and stage == "fit":
-        run.undo.callback(strategy.sync_batch_norm(task, run.state.replicas))
+        call.undo.callback(strategy.sync_batch_norm(task, call.state.replicas))
     strategy.place_task(task)
-    owned, shares = run.layout.owned(strategy.data_ranks.rank), run.metrics.shares
-    run.metrics.states = MetricStates(task, owned, by_replica=run.bitwise or shares, shared=shares)
-    if run.checkpoint is not None:
-        run.hooks.call("on_load_checkpoint", run.checkpoint)
-        run.other_dtypes = fingerprint.other_dtypes(task, run.checkpoint)
-        restore.load_task_weights(task, run.checkpoint, task.strict_loading, strategy.state_dicts)
-        del run.checkpoint["state_dict"]  # before there are optimizers
-    make_loaders(run)
-    if stage == "fit":
-        make_optimizers(run)
-    choose_transfer(run)
-    one_order = run.bitwise or run.membership.changes
-    run.by_replica = stage == "fit" and task.automatic_optimization and (run.local_replicas > 1 or one_order)
-    strategy.setup(task, run.optimization.optimizers, run.layout, one_order and run.by_replica)
-    run.gradient_scale = strategy.reducer.scale
-    if stage == "fit":
-        run.numerics = contents.numerics_of(trainer)
-    if run.bitwise and stage == "fit":
-        kernels.require_same_ranks(strategy.collectives.gather_objects(run.numerics))
+    owned, shares = call.layout.owned(strategy.data_ranks.rank), call.metrics.shares
+    call.metrics.states = MetricStates(task, owned, by_replica=call.bitwise or shares, shared=shares)
+    other_dtypes: list[fingerprint.SettingChange] = []
+    if saved is not None:
+        call.hooks.call("on_load_checkpoint", saved)
+        other_dtypes = fingerprint.other_dtypes(task, saved)
+        restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
+        del saved["state_dict"]  # before there are optimizers
+    make_loaders(call)
+    arity = count_arguments(task, "training_step") if stage == "fit" else 1
+    optimization = make_optimizers(call) if stage == "fit" else Optimization(call)
+    described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
+    transfer = make_transfer(call)
+    one_order = call.bitwise or call.members_change
+    by_replica = stage == "fit" and task.automatic_optimization and (call.local_replicas > 1 or one_order)
+    strategy.setup(task, optimization.optimizers, call.layout, one_order and by_replica)
+    numerics = contents.numerics_of(strategy, optimization.optimizers, trainer.compile) if stage == "fit" else {}
+    if call.bitwise and stage == "fit":
+        kernels.require_same_ranks(strategy.collectives.gather_objects(numerics))
     if not strategy.compiles_blocks:
         kernels.compile_in_place(task, trainer.compile)
-    if run.checkpoint is not None and stage == "fit":
-        restore.load_rest(trainer, run.checkpoint)
-    run.checkpoint = None
-    run.complete()
+    return Run(
+        **vars(call),
+        optimization=optimization,
+        transfer=transfer,
+        by_replica=by_replica,
+        arity=arity,
+        gradient_scale=strategy.reducer.scale,
+        fingerprint=described,
+        other_dtypes=other_dtypes,
+        numerics=numerics,
+    )
+
+
+def start(run: Run, saved: dict[str, Any] | None) -> None:
+    """Load the rest of the checkpoint into a complete run, open its loggers, and start the watchdog."""
+    trainer = run.trainer
+    if saved is not None and run.stage == "fit":
+        restore.load_rest(trainer, saved, resumes=True)
     open_loggers(run)
     if trainer.hang_timeout is not None:
-        strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
+        run.strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
     run.watchdog.begin()
 
 
-def prepare_data(run: Run) -> None:
+def prepare_data(call: Call) -> None:
     """Prepare the data in one process of each machine (or one in all) while the others wait."""
-    place = run.strategy.place
-    if place.local_rank == 0 and (place.node_rank == 0 or getattr(run.datamodule, "prepare_data_per_node", True)):
-        if run.datamodule is not None:
-            run.datamodule.prepare_data()
-        run.task.prepare_data()
-    run.strategy.collectives.barrier()
+    place = call.strategy.place
+    if place.local_rank == 0 and (place.node_rank == 0 or getattr(call.datamodule, "prepare_data_per_node", True)):
+        if call.datamodule is not None:
+            call.datamodule.prepare_data()
+        call.task.prepare_data()
+    call.strategy.collectives.barrier()
 
 
-def make_loaders(run: Run) -> None:
+def make_loaders(call: Call) -> None:
     """Get the loaders of this stage and deal them out."""
-    trainer = run.trainer
-    if run.loop.doing == "train":
-        with epoch_of_loaders(run):
-            make_training_data(run)
+    trainer = call.trainer
+    if call.loop.doing == "train":
+        with epoch_of_loaders(call):
+            make_training_data(call)
             limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
-            if limit and overrides(run.task, Task, "validation_step"):
-                make_evaluation_data(run, "validation", limit)
-        require_same_lengths(run)
-        run.plan_validation()
+            if limit and overrides(call.task, Task, "validation_step"):
+                make_evaluation_data(call, "validation", limit)
+        require_same_lengths(call)
+        plan_validation(call)
         return
-    make_evaluation_data(run, run.loop.doing, getattr(trainer, LIMIT_OF[run.loop.doing]), required=True)
-    require_same_lengths(run)
+    make_evaluation_data(call, call.loop.doing, getattr(trainer, LIMIT_OF[call.loop.doing]), required=True)
+    require_same_lengths(call)
 
 
-def require_same_lengths(run: Run) -> None:
+def plan_validation(call: Call) -> None:
+    """Compute after how many batches of a replica validation is due; None: at the end of epochs."""
+    trainer, interval = call.trainer, call.trainer.val_check_interval
+    if "validation" not in call.data.evaluations or (interval == 1.0 and isinstance(interval, float)):
+        if trainer.check_val_every_n_epoch is None and "validation" in call.data.evaluations:
+            raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
+        return
+    rounds = call.training_data.rounds
+    if isinstance(interval, float):
+        if rounds is None:
+            raise ConfigError(
+                f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
+                f"how long an epoch is; give a count of batches (int)."
+            )
+        call.data.validation_rounds = max(1, int(rounds * interval))
+        return
+    if rounds is not None and interval > rounds and trainer.check_val_every_n_epoch is not None:
+        raise ConfigError(
+            f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
+            f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
+        )
+    call.data.validation_rounds = interval
+
+
+def require_same_lengths(call: Call) -> None:
     """Raise DataError where data that is dealt out by position differs in length between ranks; every rank calls it.
 
     Such ranks would end an epoch after different steps, and wait for each other forever.
     """
-    if run.strategy.place.world_size == 1 or not run.trainer.use_distributed_sampler:
+    if call.strategy.place.world_size == 1 or not call.trainer.use_distributed_sampler:
         return
     own: dict[str, int | None] = {}
-    if isinstance(run.data.training, DealtData):
-        own["training"] = run.data.training.source.positions(0)
-    for word, data in run.data.evaluations.items():
+    if isinstance(call.data.training, DealtData):
+        own["training"] = call.data.training.source.positions(0)
+    for word, data in call.data.evaluations.items():
         for index, source in enumerate(data.sources):
             if isinstance(source, DealtData):
                 own[f"{word} (loader {index})"] = source.source.positions(0)
-    every = run.strategy.collectives.gather_objects(own)
+    every = call.strategy.collectives.gather_objects(own)
     for rank, other in enumerate(every):
         if other != every[0]:
             told = "; ".join(f"{name}: {every[0].get(name)} and {other.get(name)}" for name in {**every[0], **other})
@@ -417,9 +468,9 @@ def require_same_lengths(run: Run) -> None:
 
 
 @contextmanager
-def epoch_of_loaders(run: Run) -> Iterator[None]:
+def epoch_of_loaders(call: Call) -> Iterator[None]:
     """Set `current_epoch` to the epoch in which an uninterrupted run asks for the loaders of this one."""
-    state, every = run.state, run.trainer.reload_dataloaders_every_n_epochs
+    state, every = call.state, call.trainer.reload_dataloaders_every_n_epochs
     epoch = state.epoch
     state.epoch = epoch - epoch % every if every else 0
     try:
@@ -428,9 +479,9 @@ def epoch_of_loaders(run: Run) -> Iterator[None]:
         state.epoch = epoch
 
 
-def make_training_data(run: Run) -> None:
+def make_training_data(call: Call) -> None:
     """Get the training loader and deal it out."""
-    trainer, given = run.trainer, find_loader(run, "train")
+    trainer, given = call.trainer, find_loader(call, "train")
     loader = combined(given)
     if loader is None:
         raise DataError(
@@ -439,43 +490,44 @@ def make_training_data(run: Run) -> None:
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
-    shares = replace(dealing(run), whole_rounds=not run.task.automatic_optimization or trainer.sync_batchnorm)
-    ranks = run.strategy.collectives if brings_own_shares(run) else None
-    run.data.loaders["train"] = given
-    run.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
-    run.trainer.lengths["train"] = run.data.training.rounds
-    run.data.keys_forward = run.keyed and not run.data.training.forward_is_keyed
-    run.data.samples = fingerprint.samples_of(run)
-    if run.data.training.rounds == 0:
+    shares = replace(dealing(call), whole_rounds=not call.task.automatic_optimization or trainer.sync_batchnorm)
+    ranks = call.strategy.collectives if brings_own_shares(call) else None
+    call.data.loaders["train"] = given
+    call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    call.trainer.lengths["train"] = call.data.training.rounds
+    call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
+    call.data.samples = fingerprint.samples_of(call)
+    if call.data.training.rounds == 0:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
-            f"{run.state.replicas} replicas. With drop_last every replica needs a full batch."
+            f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
         )
 
 
-def make_evaluation_data(run: Run, word: str, limit: int | float, required: bool = False) -> None:
+def make_evaluation_data(call: Call, word: str, limit: int | float, required: bool = False) -> None:
     """Get the loaders of an evaluation and deal them out."""
-    overfit = word == "validation" and bool(run.trainer.overfit_batches)
-    found = [combined(run.data.loaders["train"])] if overfit and "train" in run.data.loaders else find_loader(run, word)
+    overfit = word == "validation" and bool(call.trainer.overfit_batches)
+    given = call.data.loaders
+    found = [combined(given["train"])] if overfit and "train" in given else find_loader(call, word)
     if found is None and required:
-        raise DataError(f"{run.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
+        raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
     for index, loader in enumerate(loaders):
         require_iterable(loader, f"The {word} loader" + (f" {index}" if len(loaders) > 1 else ""))
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
-    run.data.loaders[word] = found
+    given[word] = found
     if loaders:
-        run.data.evaluations[word] = EvaluationData(
-            loaders, dealing(run), limit, brings_own_shares(run), in_order=overfit
+        call.data.evaluations[word] = EvaluationData(
+            loaders, dealing(call), limit, brings_own_shares(call), in_order=overfit
         )
-        run.trainer.lengths[word] = run.data.evaluations[word].counts()
+        call.trainer.lengths[word] = call.data.evaluations[word].counts()
 
 
-def find_loader(run: Run, word: str) -> Any:
+def find_loader(call: Call, word: str) -> Any:
     """Return the given loader, or the data module's, or the task's."""
-    if word in run.given:
-        return run.given[word]
-    for source in (run.datamodule, run.task):
+    if word in call.given:
+        return call.given[word]
+    for source in (call.datamodule, call.task):
         method = getattr(source, LOADERS[word], None)
         found = method() if method is not None else None
         if found is not None:
@@ -492,59 +544,55 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
         )
 
 
-def brings_own_shares(run: Run) -> bool:
+def brings_own_shares(call: Call) -> bool:
     """Return whether each process's loader yields its own share already."""
-    own = not run.trainer.use_distributed_sampler and run.strategy.data_ranks.size > 1
-    if own and run.strategy.lockstep:
+    own = not call.trainer.use_distributed_sampler and call.strategy.data_ranks.size > 1
+    if own and call.strategy.lockstep:
         raise ConfigError(
             f"use_distributed_sampler=False: the shares that processes bring may be uneven, but under strategy "
-            f"{run.strategy.name!r} all must take equally many turns. Let Legato deal the samples out, or use ddp."
+            f"{call.strategy.name!r} all must take equally many turns. Let Legato deal the samples out, or use ddp."
         )
     return own
 
 
-def dealing(run: Run) -> Dealing:
+def dealing(call: Call) -> Dealing:
     """Return how batches are dealt out to replicas and processes."""
-    accumulate, seed = run.trainer.accumulate_grad_batches, run.state.seed
+    accumulate, seed = call.trainer.accumulate_grad_batches, call.state.seed
     return Dealing(
-        run.layout, run.strategy.data_ranks.rank, accumulate, seed, keyed=run.keyed, lockstep=run.strategy.lockstep
+        call.layout, call.strategy.data_ranks.rank, accumulate, seed, keyed=call.keyed, lockstep=call.strategy.lockstep
     )
 
 
-def make_optimizers(run: Run) -> None:
+def make_optimizers(call: JoinedCall) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
-    task, trainer = run.task, run.trainer
-    run.arity = count_arguments(task, "training_step")
+    task, trainer, strategy = call.task, call.trainer, call.strategy
     optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
-    optimizers = [run.strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
-    run.optimization = Optimization(run, optimizers, schedulers)
-    run.fingerprint = fingerprint.fingerprint_of(run)
-    run.watches_losses |= run.optimization.own_optimizer_step  # which is given the loss
-    run.optimization.guard = guard = make_guard(run)
-    run.watches_losses |= guard is not None and guard.needs_losses
-    if not task.automatic_optimization and (run.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
+    optimization = Optimization(call, [strategy.wrap_optimizer(optimizer) for optimizer in optimizers], schedulers)
+    optimization.use_guard(make_guard(call, optimization))
+    if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
             f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "
-            f"the optimizers itself; here are {run.state.replicas} replicas on {run.strategy.data_ranks.size} "
+            f"the optimizers itself; here are {call.state.replicas} replicas on {strategy.data_ranks.size} "
             f"processes and accumulate_grad_batches={trainer.accumulate_grad_batches}."
         )
     if not task.automatic_optimization and trainer.gradient_clip_val is not None and trainer.is_global_zero:
         log.info(
             "Manual optimization: gradient_clip_val is what clip_gradients(optimizer) clips by, where it is called."
         )
+    return optimization
 
 
-def choose_transfer(run: Run) -> None:
-    """Choose the function that moves batches, if any is needed: the data module's hooks come before the task's."""
+def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
+    """Return the function that moves batches, None if none is needed; the data module's hooks precede the task's."""
     owners: list[DataHooks | None] = []
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-        sources = ((run.datamodule, DataModule), (run.task, Task))
+        sources = ((call.datamodule, DataModule), (call.task, Task))
         owners.append(next((source for source, kind in sources if source and overrides(source, kind, name)), None))
     before, move, after = owners
-    device, precision = run.strategy.device, run.strategy.precision
-    bitwise = run.bitwise
+    device, precision = call.strategy.device, call.strategy.precision
+    bitwise = call.bitwise
     if owners == [None] * 3 and device.type == "cpu" and precision.weights_dtype is None and not bitwise:
-        return
+        return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
         if before is not None:
@@ -558,7 +606,7 @@ def choose_transfer(run: Run) -> None:
             batch = with_allocated_memory(batch)
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
 
-    run.transfer = transfer
+    return transfer
 
 
 def open_loggers(run: Run) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from . import build
 from .errors import TaskError
-from .run import Request, Run
+from .run import Call, Request, Run
 from .undo import Errors
 
 if TYPE_CHECKING:
@@ -29,26 +29,24 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
             f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
         )
     build.check_task(request.task, request)
-    run = trainer.run = Run(trainer, request)
+    call = trainer.run = Call.of(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     trainer.lengths = {}
     errors = Errors()
     try:
-        build.join(run, request)
-        build.set_up(run)
-        yield run
+        yield build.set_up(call, request)
     except BaseException as caught:
-        errors.first = error = named(run, caught)
-        close(run, errors)
+        errors.first = error = named(trainer.run, caught)
+        close(trainer.run, errors)
         if error is not caught:
             raise error from caught
         raise
-    close(run, errors)
+    close(trainer.run, errors)
     if errors.first is not None:
         raise errors.first
 
 
-def named(run: Run, error: BaseException) -> BaseException:
+def named(run: Call, error: BaseException) -> BaseException:
     """Return the error to raise: for one of a collective or a debugger, an error that names ranks and cause."""
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
         return run.watchdog.explain(error)
@@ -60,7 +58,7 @@ def named(run: Run, error: BaseException) -> BaseException:
     )
 
 
-def close(run: Run, errors: Errors) -> None:
+def close(run: Call, errors: Errors) -> None:
     """Call the hooks that end a run, also a failed one, and undo what it changed in the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
     run.preemption.expect_end(failed=errors.first is not None)
@@ -89,7 +87,7 @@ def close(run: Run, errors: Errors) -> None:
     run.undo.close(errors)
 
 
-def tell_of_error(run: Run, errors: Errors) -> None:
+def tell_of_error(run: Call, errors: Errors) -> None:
     """Call all on_exception hooks, and restore the training mode of modules after a failed evaluation."""
     error = errors.first
     assert error is not None

@@ -18,11 +18,12 @@ from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
 from .processes.environment import slurm_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
+from .processes.sync import Agreement
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from .run import Run
+    from .trainer import Trainer
 
 log = logging.getLogger("legato")
 
@@ -37,8 +38,8 @@ class Preempted(BaseException):
 class Preemption:
     """Signal handling of one call of fit; as a context manager it turns Preempted into a checkpoint and an exit."""
 
-    def __init__(self, run: "Run") -> None:
-        self.run = run
+    def __init__(self, trainer: "Trainer", stage: str, agreement: Agreement) -> None:
+        self.trainer, self.stage, self.agreement = trainer, stage, agreement
         self.signal = 0
         """Signal that asked this process to end; 0: none."""
         self.started = False
@@ -46,12 +47,12 @@ class Preemption:
         self.leaving = False
         """Whether the run is ending early already."""
         self.first_step = 0
-        self.watch = SignalWatch(run.trainer.signal_grace_seconds, attends=run.stage == "fit")
+        self.watch = SignalWatch(trainer.signal_grace_seconds, attends=stage == "fit")
 
     @contextmanager
     def handle_signals(self) -> Iterator[None]:
         """Handle signals in this context; an evaluation has nothing to save and ends at once."""
-        if self.run.stage != "fit":
+        if self.stage != "fit":
             with self.watch:
                 yield
             return
@@ -65,11 +66,11 @@ class Preemption:
         if not self.started and not self.leaving:
             self.leaving = True
             raise_for_signal(number)
-        self.run.agreement.agree_next()
+        self.agreement.agree_next()
 
     def start(self) -> None:
         """From now on leave signals to the agreement of the ranks."""
-        self.started, self.first_step = True, self.run.state.global_step
+        self.started, self.first_step = True, self.trainer.state.global_step
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
@@ -82,7 +83,7 @@ class Preemption:
 
     def stop_if_agreed(self) -> None:
         """Raise Preempted if the ranks have agreed to end the run."""
-        if self.run.agreement.signal:
+        if self.agreement.signal:
             raise Preempted
 
     def until_preempted(self, turns: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
@@ -91,7 +92,7 @@ class Preemption:
             yield from turns
             return
         self.stop_if_agreed()
-        agreement, rounds, place = self.run.agreement, 0, None
+        agreement, rounds, place = self.agreement, 0, None
         agreement.begin_evaluation()
         for turn in turns:
             if (turn.dataloader_idx, turn.batch_idx) != place:
@@ -117,12 +118,12 @@ class Preemption:
             self.watch.answer()
             self.leave_evaluation()
             self.log_end(self.save())
-            end = KeyboardInterrupt() if self.run.agreement.signal == signal.SIGINT else SystemExit(RESUME_ME)
+            end = KeyboardInterrupt() if self.agreement.signal == signal.SIGINT else SystemExit(RESUME_ME)
             raise end from None
 
     def leave_evaluation(self) -> None:
         """Discard a validation under way and return to the state of training."""
-        run = self.run
+        run = self.trainer.current_run
         if run.loop.doing == "train":
             return
         for series in run.metrics.stages.pop(run.loop.doing, {}).values():
@@ -135,11 +136,11 @@ class Preemption:
 
     def save(self) -> "Path | None":
         """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
-        run, trainer = self.run, self.run.trainer
-        if trainer.run_dir is None or trainer.fast_dev_run or run.state.global_step == self.first_step:
+        trainer, step = self.trainer, self.trainer.global_step
+        if trainer.run_dir is None or trainer.fast_dev_run or step == self.first_step:
             return None
         folder = trainer.run_dir / CHECKPOINTS
-        path = folder / directory_name(run.state.global_step)
+        path = folder / directory_name(step)
         saved = False
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath == folder and not callback.save_weights_only:
@@ -154,7 +155,7 @@ class Preemption:
 
     def log_end(self, path: "Path | None") -> None:
         """Log how the run ended, and requeue the SLURM job if so configured."""
-        trainer, number = self.run.trainer, self.run.agreement.signal
+        trainer, number = self.trainer, self.agreement.signal
         if not trainer.is_global_zero:
             return
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -1,13 +1,14 @@
 """Run: the parts of one call of fit, validate, test or predict, and what the loop asks of them between steps.
 
-`build.py` makes the parts in the order in which they need each other.
+A call grows by phases, none of which changes once it is made: a `Call` has what is there from the first moment, a
+`JoinedCall` what is known when its processes have met, a `Run` everything. `build.py` makes one from the other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,9 +31,11 @@ from .processes.collectives import SINGLE
 from .processes.script_collectives import ScriptCollectives
 from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
+from .state import State
 from .undo import Undo
 
 if TYPE_CHECKING:
+    from .strategies.strategy import Strategy
     from .trainer import Trainer
 
 DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
@@ -149,58 +152,56 @@ class RunData:
     """After how many batches of a replica validation is due; None: at the end of epochs."""
 
 
-class Run:
-    """Everything that one fit, validate, test or predict call owns; built by `build`, torn down by `lifecycle.close`.
+@dataclass(frozen=True, eq=False, repr=False)
+class Call:
+    """What one call of fit, validate, test or predict owns from its first moment, before its processes meet."""
 
-    After `complete` its attributes do not change any more: what changes is in `loop`, `state` and `data`.
-    """
+    is_complete: ClassVar[bool] = False
+    trainer: "Trainer"
+    stage: str
+    task: Task
+    datamodule: DataModule | None
+    given: dict[str, Any]
+    """The loaders that were handed over."""
+    state: State
+    strategy: "Strategy"
+    loop: LoopState
+    data: RunData
+    undo: Undo
+    hooks: Hooks
+    """Those of the task; those of callbacks too once processes have met, which they may ask about."""
+    agreement: Agreement
+    metrics: Metrics
+    preemption: Preemption
+    script_collectives: ScriptCollectives
+    watchdog: Watchdog
 
-    def __init__(self, trainer: "Trainer", request: Request) -> None:
-        self.is_complete = False
-        self.stage, self.task, self.datamodule = request.stage, request.task, request.datamodule
-        self.trainer, self.state, self.strategy = trainer, trainer.state, trainer.strategy
-        self.loop = LoopState(DOING_OF_STAGE[request.stage])
-        self.given = request.loaders
-        self.undo = Undo()
-        self.checkpoint: dict[str, Any] | None = None
-        """The contents of the checkpoint to resume from, until they are loaded."""
-        self.source: Path | None = None
-        """The path of that checkpoint."""
-        self.goes_on = False
-        """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
-        self.fingerprint: dict[str, Any] = {}
-        """What defines the run, see checkpoints.fingerprint."""
-        self.other_dtypes: list[Any] = []
-        """The dtypes of weights that differ from the checkpoint's."""
-        self.hooks = Hooks(trainer, self.task, [])
-        self.metrics = Metrics(SINGLE, 1, self.task)
-        self.agreement = Agreement(SINGLE, 1, 0, 0.0)
-        self.preemption = Preemption(self)
-        self.script_collectives = ScriptCollectives()
-        self.watchdog = Watchdog(self)
-        self.membership = Membership()
-        self.keyed = trainer.reproducible != "off"
-        """Whether the random numbers of loading a batch, and of its forward, are keyed."""
-        self.data = RunData(self.keyed)
-        self.transfer: Callable[[Any, int], Any] | None = None
-        """Moves a batch to its device; None: it is there."""
-        self.optimization = Optimization(self)
-        self.watches_losses = trainer.nan == "raise"
-        self.by_replica = False
-        """Whether the strategy must know where one replica's turns end and the next one's begin."""
-        self.arity = 1
-        self.gradient_scale = 1.0
-        self.numerics: dict[str, Any] = {}
-        """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
-
-    def complete(self) -> None:
-        """Refuse changes of attributes from now on."""
-        self.is_complete = True
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if self.__dict__.get("is_complete"):
-            raise AttributeError(f"Run.{name} does not change once the run is built; run.loop has what changes.")
-        super().__setattr__(name, value)
+    @classmethod
+    def of(cls, trainer: "Trainer", request: Request) -> "Call":
+        """Make the parts of a requested call; nothing is started or opened yet."""
+        state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
+        agreement, metrics = Agreement(SINGLE, 1, 0, state.elapsed), Metrics(SINGLE, 1, request.task)
+        script = ScriptCollectives()
+        found = cls(
+            trainer,
+            request.stage,
+            request.task,
+            request.datamodule,
+            request.loaders,
+            state,
+            strategy,
+            loop,
+            RunData(keys_forward=trainer.reproducible != "off"),
+            Undo(),
+            Hooks(trainer, request.task, []),
+            agreement,
+            metrics,
+            Preemption(trainer, request.stage, agreement),
+            script,
+            Watchdog(trainer, loop, metrics, script),
+        )
+        metrics.describe_place = found.describe_place
+        return found
 
     @property
     def layout(self) -> Layout:
@@ -212,11 +213,20 @@ class Run:
         """The number of replicas of this process."""
         return len(self.layout.owned(self.strategy.data_ranks.rank))
 
-    # --- the step ---------------------------------------------------------------------------------------------------
     @property
     def bitwise(self) -> bool:
         """Whether results must have the same bits on any number of processes."""
         return self.trainer.reproducible == "bitwise"
+
+    @property
+    def keyed(self) -> bool:
+        """Whether the random numbers of loading a batch, and of its forward, are keyed."""
+        return self.trainer.reproducible != "off"
+
+    @property
+    def members_change(self) -> bool:
+        """Whether processes may leave and join during this call."""
+        return self.strategy.elastic.for_stage(self.stage).changes
 
     @property
     def training_data(self) -> TrainingData:
@@ -224,6 +234,61 @@ class Run:
         assert self.data.training is not None
         return self.data.training
 
+    def describe_place(self) -> str:
+        """Describe the current stage, for messages about logged values."""
+        if self.loop.doing == "sanity_check":
+            return "the sanity check"
+        return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
+
+    def check_losses(self) -> None:
+        """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
+        self.strategy.timeouts.end_startup()
+        if self.trainer.nan == "raise":
+            try:
+                self.metrics.check_losses()
+            except NonFiniteError as error:
+                raise explained(self.trainer.current_run, error) from None
+
+    def restore_training_mode(self) -> None:
+        """Give each module of the task the mode that it had before `evaluation_mode`."""
+        for module, mode in self.loop.training_modes:
+            module.training = mode
+        self.loop.training_modes = []
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class JoinedCall(Call):
+    """A call whose processes have met: what exists when the set-up hooks of tasks and callbacks run."""
+
+    membership: Membership
+    source: Path | None
+    """The checkpoint to resume from, or to take weights from."""
+    goes_on: bool
+    """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Run(JoinedCall):
+    """All parts of a call, complete when `build.make_run` makes it; what changes is in `loop`, `state` and `data`."""
+
+    is_complete: ClassVar[bool] = True
+    optimization: Optimization
+    transfer: Callable[[Any, int], Any] | None
+    """Moves a batch to its device; None: it is there."""
+    by_replica: bool
+    """Whether the strategy must know where one replica's turns end and the next one's begin."""
+    arity: int
+    """How many of (batch, batch_idx) training_step takes."""
+    gradient_scale: float
+    """What the strategy multiplies gradients by, beyond their mean over the samples of a step."""
+    fingerprint: dict[str, Any]
+    """What defines the run, see checkpoints.fingerprint."""
+    other_dtypes: list[Any]
+    """The dtypes of weights that differ from the checkpoint's."""
+    numerics: dict[str, Any]
+    """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
+
+    # --- the step ---------------------------------------------------------------------------------------------------
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
         """Call on_train_batch_start; return whether a hook answered -1, which leaves out the rest of the epoch."""
         self.loop.epoch_skipped = False
@@ -296,21 +361,6 @@ class Run:
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
         return reduced
-
-    def describe_place(self) -> str:
-        """Describe the current stage, for messages about logged values."""
-        if self.loop.doing == "sanity_check":
-            return "the sanity check"
-        return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
-
-    def check_losses(self) -> None:
-        """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
-        self.strategy.timeouts.end_startup()
-        if self.trainer.nan == "raise":
-            try:
-                self.metrics.check_losses()
-            except NonFiniteError as error:
-                raise explained(self, error) from None
 
     def bad_weights(self) -> list[str]:
         """Return the names of trained parameters that are not finite; every rank calls it."""
@@ -409,29 +459,6 @@ class Run:
             return False
         return state.validated_at != state.global_step and epochs is not None and (state.epoch + 1) % epochs == 0
 
-    def plan_validation(self) -> None:
-        """Compute after how many batches of a replica validation is due; None: at the end of epochs."""
-        trainer, interval = self.trainer, self.trainer.val_check_interval
-        if "validation" not in self.data.evaluations or (interval == 1.0 and isinstance(interval, float)):
-            if trainer.check_val_every_n_epoch is None and "validation" in self.data.evaluations:
-                raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
-            return
-        rounds = self.training_data.rounds
-        if isinstance(interval, float):
-            if rounds is None:
-                raise ConfigError(
-                    f"val_check_interval={interval} is a fraction of an epoch, but the training loader does not say "
-                    f"how long an epoch is; give a count of batches (int)."
-                )
-            self.data.validation_rounds = max(1, int(rounds * interval))
-            return
-        if rounds is not None and interval > rounds and trainer.check_val_every_n_epoch is not None:
-            raise ConfigError(
-                f"val_check_interval={interval} batches is more than the {rounds} batches of an epoch, so validation "
-                f"would never run; lower it, or count over epochs with check_val_every_n_epoch=null."
-            )
-        self.data.validation_rounds = interval
-
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
         """Skip the rest of a resumed epoch: it was dealt out by other settings, `samples`."""
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
@@ -461,12 +488,6 @@ class Run:
         """Switch the task to evaluation mode, and remember the mode of each of its modules."""
         self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
         self.task.eval()
-
-    def restore_training_mode(self) -> None:
-        """Give each module of the task the mode that it had before `evaluation_mode`."""
-        for module, mode in self.loop.training_modes:
-            module.training = mode
-        self.loop.training_modes = []
 
     def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""

@@ -153,7 +153,7 @@ class Trainer(TrainerView):
                 for index, loss in enumerate(losses):
                     for hook in hooks["on_before_backward"]:
                         hook(loss)
-                    if run.watches_losses:
+                    if optimization.watches_losses:
                         metrics.watch(loss)
                     scaled = loss if weight == 1.0 else loss * weight
                     strategy.backward(scaled, left == 0, optimization.loss_inputs[index], index + 1 < len(losses))

@@ -1,7 +1,7 @@
 """Read-only properties of a trainer for callbacks, tasks and scripts, under Lightning's names."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .checkpoints.saver import Saver
     from .loggers.logger import Logger
     from .metrics.log import Metrics
-    from .run import Run
+    from .run import Call, Run
     from .strategies.strategy import Strategy
 
 Value = TypeVar("Value")
@@ -26,7 +26,8 @@ Value = TypeVar("Value")
 class TrainerView(TrainerArguments):
     """Read-only properties of a trainer and its run."""
 
-    run: "Run | None"
+    run: "Call | None"
+    """The newest run; while it is set up, the phase that it has reached."""
     state: State
     run_dir: Path | None
     lengths: dict[str, Any]
@@ -134,10 +135,10 @@ class TrainerView(TrainerArguments):
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
     def current_run(self) -> "Run":
-        """The parts of the run. Raises RuntimeError outside of one."""
+        """The parts of the run; while it is set up, those that are made. Raises RuntimeError where there is none."""
         if self.run is None:
             raise RuntimeError("There is no run yet: call fit, validate, test or predict first.")
-        return self.run
+        return cast("Run", self.run)
 
     @property
     def task(self) -> "Task":
@@ -158,18 +159,18 @@ class TrainerView(TrainerArguments):
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The task's optimizers."""
-        return self.current_run.optimization.optimizers
+        """The task's optimizers; none before the run is complete."""
+        return self.current_run.optimization.optimizers if self.current_run.is_complete else []
 
     @property
     def manual_optimizers(self) -> list[ManualOptimizer]:
         """The task's optimizers, as manual optimization uses them."""
-        return self.current_run.optimization.manual_optimizers
+        return self.current_run.optimization.manual_optimizers if self.current_run.is_complete else []
 
     @property
     def lr_scheduler_configs(self) -> list[SchedulerConfig]:
         """The task's learning rate schedulers and when they step."""
-        return self.current_run.optimization.schedulers
+        return self.current_run.optimization.schedulers if self.current_run.is_complete else []
 
     @property
     def log_dir(self) -> str | None:

@@ -1,12 +1,12 @@
-"""A run is complete when it is built; what changes afterwards is a small loop state."""
+"""A run is complete when it is made; what changes afterwards is a small loop state."""
 
-from dataclasses import fields
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 from tiny import Validated, make_loader
 
 import legato as lg
-from legato.trainer.run import LoopState, RunData
+from legato.trainer.run import Call, JoinedCall, LoopState, Run, RunData
 
 HOOKS = [
     "on_fit_start",
@@ -45,9 +45,62 @@ def test_a_run_does_not_change_once_it_is_built(trainer, options):
     made = trainer(max_epochs=2, callbacks=[watching], **options)
     made.fit(task, make_loader(18), make_loader(18))
     assert set(watching.seen) == set(HOOKS)
-    with pytest.raises(AttributeError, match=r"Run\.arity does not change once the run is built"):
+    with pytest.raises(FrozenInstanceError, match="arity"):
         made.current_run.arity = 3
 
 
 def test_the_loop_state_is_small():
     assert len(fields(LoopState)) + len(fields(RunData)) <= 15
+
+
+class SetUp(Validated):
+    """Notes at each set-up hook which phase the run has reached, and what can be read of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.phases = {}
+
+    def note(self, name):
+        run = self.trainer.current_run
+        assert (run.task, run.stage, self.trainer.stage) == (self, "fit", "fit")
+        assert self.trainer.optimizers == self.trainer.lr_scheduler_configs == []
+        with pytest.raises(lg.trainer.errors.TaskError, match="outside of any step"):
+            self.log("early", 1.0)
+        self.phases[name] = type(run)
+
+    def configure_callbacks(self):
+        self.note("configure_callbacks")
+        return []
+
+    def prepare_data(self):
+        self.note("prepare_data")
+
+    def setup(self, stage):
+        self.note("setup")
+
+    def configure_model(self):
+        self.note("configure_model")
+
+    def train_dataloader(self):
+        self.note("train_dataloader")
+        return make_loader(4)
+
+    def configure_optimizers(self):
+        self.note("configure_optimizers")
+        assert self.trainer.num_training_batches == 1
+        self.trainer.save_checkpoint(self.trainer.default_root_dir / "early.weights", weights_only=True)
+        with pytest.raises(lg.trainer.errors.TaskError, match="while the run is set up"):
+            self.trainer.save_checkpoint(self.trainer.default_root_dir / "early")
+        return super().configure_optimizers()
+
+    def on_fit_start(self):
+        self.phases["on_fit_start"] = type(self.trainer.current_run)
+
+
+def test_the_phases_of_a_run_are_there_for_the_hooks_of_its_set_up(trainer):
+    task = SetUp()
+    trainer(max_epochs=1, limit_val_batches=0).fit(task)
+    assert task.phases.pop("configure_callbacks") is Call
+    assert task.phases.pop("on_fit_start") is Run
+    assert set(task.phases.values()) == {JoinedCall}
+    assert len(task.phases) == 5

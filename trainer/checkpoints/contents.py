@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import Optimizer
 
 from ..errors import ConfigError, TaskError
 from ..optimization import kernels
@@ -11,6 +12,7 @@ from . import store
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
+    from ..strategies.strategy import Strategy
     from ..trainer import Trainer
 
 
@@ -69,7 +71,12 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
 
 
 def require_step_done(trainer: "Trainer") -> None:
-    """Refuse to save in the middle of a step: its batches are read and logged, but it does not count yet."""
+    """Refuse to save before the run is complete, and in the middle of a step, whose batches do not count yet."""
+    if not trainer.current_run.is_complete:
+        raise TaskError(
+            "save_checkpoint was called while the run is set up, before it has optimizers: call it from on_fit_start "
+            "on, or with weights_only=True."
+        )
     if trainer.training and trainer.metrics.step == trainer.global_step:
         raise TaskError(
             f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run could go "
@@ -100,10 +107,9 @@ def _plain_containers(value: Any) -> Any:
     return value
 
 
-def numerics_of(trainer: "Trainer") -> dict[str, Any]:
-    """Return the settings, besides config, data and seed, on which the bits of this run depend."""
-    strategy = trainer.strategy
-    found = kernels.numerics(trainer.optimizers, strategy.precision.name, strategy.device, bool(trainer.compile))
+def numerics_of(strategy: "Strategy", optimizers: Sequence[Optimizer], compiled: object) -> dict[str, Any]:
+    """Return the settings, besides config, data and seed, on which the bits of a run depend."""
+    found = kernels.numerics(optimizers, strategy.precision.name, strategy.device, bool(compiled))
     return {**found, "micro_batches": strategy.micro_batches}
 
 

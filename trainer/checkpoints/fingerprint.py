@@ -18,8 +18,10 @@ from ..data.loaders import is_plain_shuffle, length_of
 from ..optimization import kernels
 
 if TYPE_CHECKING:
+    from ..optimization.optimization import Optimization
     from ..optimization.optimizers import SchedulerConfig
-    from ..run import Run
+    from ..run import Call
+    from ..trainer import Trainer
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}
@@ -58,9 +60,9 @@ class Changes:
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------
-def fingerprint_of(run: "Run") -> dict[str, Any]:
+def fingerprint_of(trainer: "Trainer", optimization: "Optimization") -> dict[str, Any]:
     """Return the fingerprint of a run whose optimizers were just made; for its samples see `samples_of`."""
-    trainer, optimization = run.trainer, run.optimization
+    names = trainer.strategy.state_dicts.parameter_names
     limit = trainer.gradient_clip_val or None
     return {
         "training": {
@@ -69,22 +71,24 @@ def fingerprint_of(run: "Run") -> dict[str, Any]:
             "gradient_clip_algorithm": None if limit is None else trainer.gradient_clip_algorithm,
             "nan": trainer.nan,
             "sync_batchnorm": trainer.sync_batchnorm,
-            "automatic_optimization": run.task.automatic_optimization,
+            "automatic_optimization": optimization.automatic,
         },
-        "optimizers": [_describe_optimizer(run, optimizer) for optimizer in optimization.optimizers],
+        "optimizers": [
+            _describe_optimizer(optimizer, names(optimization.task, optimizer)) for optimizer in optimization.optimizers
+        ],
         "schedulers": [_describe_scheduler(config) for config in optimization.schedulers],
     }
 
 
-def samples_of(run: "Run") -> dict[str, Any]:
+def samples_of(call: "Call") -> dict[str, Any]:
     """Return the settings that decide which samples make up a step, as far as the training loader has them."""
-    trainer, loader = run.trainer, combined(run.data.loaders["train"])
+    trainer, loader = call.trainer, combined(call.data.loaders["train"])
     found: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "limit_train_batches": trainer.limit_train_batches,
         "overfit_batches": trainer.overfit_batches,
         "use_distributed_sampler": trainer.use_distributed_sampler,
-        "batches of an epoch": run.training_data.rounds,
+        "batches of an epoch": call.training_data.rounds,
     }
     several = isinstance(loader, CombinedLoader)
     if several:
@@ -114,8 +118,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
     }
 
 
-def _describe_optimizer(run: "Run", optimizer: Optimizer) -> dict[str, Any]:
-    names = run.strategy.state_dicts.parameter_names(run.task, optimizer)
+def _describe_optimizer(optimizer: Optimizer, names: Any) -> dict[str, Any]:
     return {
         "class": kernels.class_of(optimizer),
         "groups": [settings_of(group) for group in optimizer.param_groups],

@@ -16,7 +16,6 @@ from ..optimization import kernels
 from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import fingerprint, foreign, store
-from .contents import numerics_of
 from .fingerprint import Changes, SettingChange
 
 if TYPE_CHECKING:
@@ -235,7 +234,7 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
     changes = None
     if trainer.is_global_zero:
         changes = fingerprint.compare(saved, run.data.samples, run.fingerprint, rescheduled)
-        changes.changed += fingerprint.numerics_changed(saved.get("numerics", {}), numerics_of(trainer), run.bitwise)
+        changes.changed += fingerprint.numerics_changed(saved.get("numerics", {}), run.numerics, run.bitwise)
         changes.changed += run.other_dtypes
     found: Changes = trainer.strategy.collectives.broadcast(changes)
     before = (saved.get("fingerprint") or {}).get("samples")
@@ -348,8 +347,11 @@ def record_settings(trainer: "Trainer", saved: Mapping[str, Any], replays: Mappi
             other |= {name: one[name] for name in (one.keys() & other.keys()) - new}
 
 
-def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
-    """Load optimizers, schedulers, metrics, data position and callbacks from a checkpoint."""
+def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> None:
+    """Load optimizers, schedulers, metrics, data position and callbacks from a checkpoint.
+
+    `resumes`: the run resumes from it; else another process of an elastic run sent it.
+    """
     run, strategy = trainer.current_run, trainer.strategy
     if "optimizer_states" not in saved:
         raise CheckpointError("The checkpoint holds weights only (save_weights_only), so a run cannot go on from it.")
@@ -360,7 +362,6 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
         if len(own) != len(states):
             raise CheckpointError(f"The checkpoint has {len(states)} {what}, the task now has {len(own)}.")
     require_same_optimizers(run.optimization.optimizers, saved)
-    resumes = saved is run.checkpoint  # else another process of an elastic run sends it
     replays = replay_schedules(trainer, saved) if resumes else {}
     changes = find_changes(trainer, saved, {replay.optimizer for replay in replays.values()}) if resumes else Changes()
     load_optimizers(trainer, saved)

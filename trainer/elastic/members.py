@@ -12,12 +12,11 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from ..checkpoints import contents
 from ..errors import ConfigError, WorkerError
 from ..optimization.kernels import require_same_numerics
 from ..processes import environment
@@ -31,6 +30,9 @@ from . import recovery
 from .membership import Elasticity, Membership, RunFinished
 from .recovery import MetricSnapshot
 from .store import ElasticOptions, ElasticWorker, Generation, MembershipStore, connect_to_store
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
 
 log = logging.getLogger("legato")
 T = TypeVar("T")
@@ -58,9 +60,9 @@ class ElasticMembership(Membership):
 
     changes = True
 
-    def __init__(self, run: Run, elastic_worker: ElasticWorker, timeout: float) -> None:
+    def __init__(self, trainer: "Trainer", elastic_worker: ElasticWorker, timeout: float) -> None:
         """`timeout`: seconds that a collective may take."""
-        self.run, self.member, self.timeout = run, elastic_worker.member, timeout
+        self.trainer, self.member, self.timeout = trainer, elastic_worker.member, timeout
         self.store = MembershipStore(connect_to_store(elastic_worker.address, timeout=60.0), elastic_worker.attempt)
         self.joins = elastic_worker.joins
         """Whether this process joined a run under way and has not taken part yet."""
@@ -71,7 +73,7 @@ class ElasticMembership(Membership):
         """Whether weights and loop state of this process are consistent with each other and belong to this run."""
         self.loggers_open = False
         """Whether the loggers of this process are open."""
-        self.snapshot = MetricSnapshot(run)
+        self.snapshot = MetricSnapshot(trainer)
         self.broke_at, self.breaks = -1, 0
 
     # --- before training --------------------------------------------------------------------------------------------
@@ -84,7 +86,7 @@ class ElasticMembership(Membership):
 
     def adopt_settings(self) -> None:
         """Take replicas and run directory from the run to join. Raises ConfigError where its settings differ."""
-        trainer = self.run.trainer
+        trainer = self.trainer
         if not trainer.use_distributed_sampler:
             raise ConfigError(
                 "elastic: true deals the samples of a process that has gone to the others, so it needs "
@@ -109,8 +111,8 @@ class ElasticMembership(Membership):
 
     def _take_part(self) -> None:
         """Take part: first members have a group already; others wait for a generation with them."""
-        run, trainer = self.run, self.run.trainer
-        self.taking_part, numerics = True, contents.numerics_of(trainer)
+        trainer, run = self.trainer, self.trainer.current_run
+        self.taking_part, numerics = True, run.numerics
         self.snapshot.start()
         if self.joins:
             if run.bitwise:
@@ -150,7 +152,7 @@ class ElasticMembership(Membership):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         """Suppress errors of a broken group; the next `__enter__` recovers, once no traceback holds its objects."""
-        if error is None or self.run.loop.ended:
+        if error is None or self.trainer.current_run.loop.ended:
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True
@@ -166,7 +168,7 @@ class ElasticMembership(Membership):
             return False
         if self._newer_generation_within(GENERATION_WAIT):
             return True
-        step = self.run.state.global_step
+        step = self.trainer.state.global_step
         self.breaks = self.breaks + 1 if step == self.broke_at else 1
         self.broke_at = step
         if self.breaks > MAX_BREAKS:
@@ -178,7 +180,7 @@ class ElasticMembership(Membership):
     def _newer_generation_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self.store.version() <= self.generation.version:
-            if time.monotonic() > deadline or self.run.preemption.signal:
+            if time.monotonic() > deadline or self.trainer.current_run.preemption.signal:
                 return False
             time.sleep(_STORE_POLL)
         return True
@@ -186,7 +188,7 @@ class ElasticMembership(Membership):
     # --- from one group to the next ---------------------------------------------------------------------------------
     def _recover(self) -> None:
         """Form the group of the newest generation and take over its newest state."""
-        run = self.run
+        run = self.trainer.current_run
         recovery.release(run.strategy)
         environment.leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
@@ -221,8 +223,8 @@ class ElasticMembership(Membership):
                 and self.store.is_complete(generation)
             ):
                 return generation
-            if self.run.preemption.signal and time.monotonic() > began + RECOVERY_TIMEOUT:
-                raise_for_signal(self.run.preemption.signal)
+            if self.trainer.current_run.preemption.signal and time.monotonic() > began + RECOVERY_TIMEOUT:
+                raise_for_signal(self.trainer.current_run.preemption.signal)
             time.sleep(_STORE_POLL)
 
     def _raise_if_over(self, generation: Generation) -> None:
@@ -247,7 +249,7 @@ class ElasticMembership(Membership):
 
     def _leave(self) -> None:
         """Save the run and exit: fewer members than min_processes are left."""
-        run = self.run
+        run = self.trainer.current_run
         path = run.preemption.save()
         if self.place.rank == 0:
             log.warning(
@@ -283,7 +285,7 @@ class ElasticProcesses(Elasticity):
         """Raise ConfigError."""
         raise ConfigError(reason)
 
-    def membership(self, run: Run) -> Membership:
+    def membership(self, trainer: "Trainer") -> Membership:
         """Return this process's membership. Raises ConfigError if another program started it."""
         elastic_worker = environment.find_elastic_worker()
         if elastic_worker is None:
@@ -291,7 +293,7 @@ class ElasticProcesses(Elasticity):
                 "elastic: true needs processes that Legato has started and watches: start the script itself (or "
                 "`legato fit`) instead of torchrun, srun or mpirun, and let it make no process group of its own."
             )
-        return ElasticMembership(run, elastic_worker, self.options.timeout)
+        return ElasticMembership(trainer, elastic_worker, self.options.timeout)
 
     def launch(
         self, function: Callable[[], T], processes: int, *, nodes: int, max_restarts: int, grace: float

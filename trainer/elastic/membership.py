@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from ..processes.environment import Place
-    from ..run import Run
+    from ..trainer import Trainer
 
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ class Elasticity:
     def refuse(self, reason: str) -> None:
         """Raise ConfigError, with the reason, where processes may leave and join."""
 
-    def membership(self, run: "Run") -> Membership:
+    def membership(self, trainer: "Trainer") -> Membership:
         """Return this process's membership in a run."""
         return Membership()
 

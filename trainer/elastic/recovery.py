@@ -15,13 +15,14 @@ from ..processes.environment import Place
 if TYPE_CHECKING:
     from ..run import Run
     from ..strategies.strategy import Strategy
+    from ..trainer import Trainer
 
 
 class MetricSnapshot:
     """Snapshots of a task's metrics before each step and validation, as an update cannot be undone."""
 
-    def __init__(self, run: "Run") -> None:
-        self.run = run
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
         self.saved: Any = None
         self.step = -1
         """Step within which, or validation after which, the snapshot was taken."""
@@ -29,28 +30,28 @@ class MetricSnapshot:
 
     def start(self) -> None:
         """Take a snapshot whenever a step or a validation begins."""
-        hooks = self.run.hooks
-        if self.run.metrics.states.by_path:
+        hooks = self.trainer.current_run.hooks
+        if self.trainer.metrics.states.by_path:
             hooks["on_train_batch_start"] += (self._before_batch,)
             hooks["on_validation_start"] += (self._before_validation,)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
-        if self.run.metrics.turns_of_step == 1:
+        if self.trainer.metrics.turns_of_step == 1:
             self._take(in_validation=False)
-            if self.run.metrics.states.taking_turns:
-                self.run.metrics.states.open_replica(self.run.metrics.replica)
+            if self.trainer.metrics.states.taking_turns:
+                self.trainer.metrics.states.open_replica(self.trainer.metrics.replica)
 
     def _before_validation(self) -> None:
         self._take(in_validation=True)
 
     def _take(self, in_validation: bool) -> None:
-        self.saved, self.step = self.run.metrics.states.snapshot(), self.run.state.global_step
+        self.saved, self.step = self.trainer.metrics.states.snapshot(), self.trainer.state.global_step
         self.in_validation = in_validation
 
     def rewind(self, step: int, validating: bool) -> None:
         """Restore the snapshot if it was taken before the step or validation that is repeated."""
         if self.saved is not None and self.step == step and self.in_validation == validating:
-            self.run.metrics.states.restore(self.saved)
+            self.trainer.metrics.states.restore(self.saved)
         self.saved = None
 
 
@@ -148,7 +149,7 @@ def _load_state(run: "Run", saved: dict[str, Any]) -> None:
     restore.load_task_weights(run.task, saved, run.task.strict_loading)
     restore.start_state(trainer, saved)
     trainer.callback_metrics.clear()
-    restore.load_rest(trainer, saved)
+    restore.load_rest(trainer, saved, resumes=False)
 
 
 def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
@@ -159,7 +160,8 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     trainer.should_stop |= newest.should_stop
     run.loop.point, run.preemption.first_step = newest.point, newest.first_step
     run.loop.epoch_skipped = False
-    run.optimization.guard = make_guard(run)  # one checks the first step of its process, on which the ranks must agree
+    # One checks the first step of its process, on which the ranks must agree.
+    run.optimization.guard = make_guard(run, run.optimization)
     if state.epoch_ended:
         run.count_epoch()
     sources = [run.training_data, *(source for data in run.data.evaluations.values() for source in data.sources)]

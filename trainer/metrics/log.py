@@ -580,6 +580,11 @@ class Metrics:
             metric.reset()
         self.open("train")
 
+    def join(self, collectives: Collectives, replicas: range, shares: bool) -> None:
+        """Reduce values with the other ranks from now on; `replicas` are those of this process."""
+        self.collectives, self.shares, self.exchange = collectives, shares, Exchange(collectives)
+        self.set_layout(collectives.size, replicas)
+
     def set_layout(self, processes: int, replicas: range) -> None:
         """Set the number of processes and the replicas of this process."""
         self.processes, self.states.replicas = processes, list(replicas)

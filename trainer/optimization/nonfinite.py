@@ -18,7 +18,8 @@ from ..torch_private import local_part, mark_stepped
 
 if TYPE_CHECKING:
     from ..data.steps import ReplicaBatch
-    from ..run import Run
+    from ..run import JoinedCall, Run
+    from .optimization import Optimization
 
 log = logging.getLogger("legato")
 
@@ -32,8 +33,8 @@ class StepGuard:
     needs_losses = False
     """Whether the losses of the step must be watched."""
 
-    def __init__(self, run: "Run") -> None:
-        self.run = run
+    def __init__(self, call: "JoinedCall", optimization: "Optimization") -> None:
+        self.trainer, self.optimization = call.trainer, optimization
 
     def begin_step(self) -> None:
         """Prepare for a step, before its first forward."""
@@ -51,8 +52,8 @@ class FirstStepGuard(StepGuard):
 
     def drops_step(self) -> bool:
         """Return False, or raise NonFiniteError."""
-        self.run.optimization.guard = None  # a check of every step would wait for the device
-        self.run.check_losses()
+        self.optimization.guard = None  # a check of every step would wait for the device
+        self.trainer.current_run.check_losses()
         return False
 
 
@@ -63,48 +64,48 @@ class SkippingGuard(StepGuard):
     torchmetrics states and logged values of a skipped step are rolled back. The step still counts.
     """
 
-    def __init__(self, run: "Run") -> None:
-        super().__init__(run)
-        if not run.task.automatic_optimization:
+    def __init__(self, call: "JoinedCall", optimization: "Optimization") -> None:
+        super().__init__(call, optimization)
+        if not call.task.automatic_optimization:
             raise ConfigError(
                 "trainer.nan=skip skips the update of a step, which manual optimization leaves to training_step: check "
                 "the gradients there, before optimizer.step(), or set nan to raise or ignore."
             )
-        self.state = run.state
-        groups = [group for optimizer in run.optimization.optimizers for group in optimizer.param_groups]
+        self.task, self.state, self.strategy, self.metrics = call.task, call.state, call.strategy, call.metrics
+        groups = [group for optimizer in optimization.optimizers for group in optimizer.param_groups]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self.buffers: list[Tensor] = []
         self.before: list[Tensor] = []
-        self.metrics_before = run.metrics.states.snapshot()
+        self.metrics_before = self.metrics.states.snapshot()
         # A scaled gradient may overflow harmlessly; only a non-finite loss shows a real problem.
-        self.needs_losses = run.strategy.precision.scaler is not None
+        self.needs_losses = self.strategy.precision.scaler is not None
 
     def begin_step(self) -> None:
         """Snapshot everything that a step changes besides the weights."""
-        metrics = self.run.metrics
+        metrics = self.metrics
         if len(metrics.pending) > PENDING_LIMIT // 2:
             metrics.flush()  # a flush within the step would make its values impossible to drop
         metrics.losses.clear()
         self.metrics_before = metrics.states.snapshot()
-        self.buffers = list(self.run.task.buffers())
+        self.buffers = list(self.task.buffers())
         self.before = [buffer.detach().clone() for buffer in self.buffers]
 
     def drops_step(self) -> bool:
         """Return whether the step is skipped. Raises NonFiniteError after too many in a row."""
-        run, state = self.run, self.state
-        if run.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
+        metrics, state = self.metrics, self.state
+        if self.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
             state.skipped_in_a_row = 0
             return False
         with torch.no_grad():
             for buffer, value in zip(self.buffers, self.before, strict=True):
                 buffer.copy_(value)
-        run.metrics.drop_step()
-        run.metrics.states.restore(self.metrics_before)
-        for optimizer in run.optimization.optimizers:
+        metrics.drop_step()
+        metrics.states.restore(self.metrics_before)
+        for optimizer in self.optimization.optimizers:
             mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
         state.skipped_steps += 1
         state.skipped_in_a_row += 1
-        limit = run.trainer.nan_skips
+        limit = self.trainer.nan_skips
         if state.skipped_in_a_row > limit:
             step, skipped = state.global_step + 1, state.skipped_in_a_row
             error = NonFiniteError(
@@ -112,27 +113,26 @@ class SkippingGuard(StepGuard):
                 f"allows {limit}. Lower the learning rate or clip gradients (gradient_clip_val). The weights are those "
                 f"of step {step - skipped}."
             )
-            raise explained(run, error)
+            raise explained(self.trainer.current_run, error)
         return True
 
     def _is_to_blame(self) -> bool:
         """Return whether the loss is non-finite, rather than only its scaled gradient."""
-        run = self.run
-        if run.strategy.precision.scaler is None:
+        if self.strategy.precision.scaler is None:
             return True
-        values = to_floats([loss for loss, _ in run.metrics.losses])
+        values = to_floats([loss for loss, _ in self.metrics.losses])
         bad = torch.tensor([float(any(value - value != 0.0 for value in values))])
-        return bool(run.strategy.collectives.all_reduce(bad, "max").item())
+        return bool(self.strategy.collectives.all_reduce(bad, "max").item())
 
     def report(self, reduced: Reduced) -> None:
         """Add the number of skipped steps to a logging point."""
         reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
 
 
-def make_guard(run: "Run") -> StepGuard | None:
+def make_guard(call: "JoinedCall", optimization: "Optimization") -> StepGuard | None:
     """Return the guard for the argument `nan`, or None."""
     kinds: dict[str, type[StepGuard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
-    return kinds[run.trainer.nan](run) if run.trainer.nan in kinds else None
+    return kinds[call.trainer.nan](call, optimization) if call.trainer.nan in kinds else None
 
 
 def bad_weights(run: "Run") -> list[str]:

@@ -15,7 +15,7 @@ from .optimizers import ManualOptimizer, SchedulerConfig
 from .outputs import describe_bad_loss
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import JoinedCall
     from .nonfinite import StepGuard
 
 
@@ -23,29 +23,31 @@ class Optimization:
     """The optimizers and learning rate schedulers of a run."""
 
     def __init__(
-        self, run: "Run", optimizers: Sequence[Optimizer] = (), schedulers: Sequence[SchedulerConfig] = ()
+        self, call: "JoinedCall", optimizers: Sequence[Optimizer] = (), schedulers: Sequence[SchedulerConfig] = ()
     ) -> None:
-        self.run, self.trainer, self.task = run, run.trainer, run.task
+        task, trainer, hooks = call.task, call.trainer, call.hooks
+        self.trainer, self.task, self.hooks = trainer, task, hooks
+        self.state, self.strategy, self.metrics = call.state, call.strategy, call.metrics
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
         self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
-        self.automatic = run.task.automatic_optimization
-        self.own_optimizer_step = overrides(run.task, Task, "optimizer_step")
-        self.own_scheduler_step = overrides(run.task, Task, "lr_scheduler_step")
+        self.automatic = task.automatic_optimization
+        self.own_optimizer_step = overrides(task, Task, "optimizer_step")
+        self.own_scheduler_step = overrides(task, Task, "lr_scheduler_step")
         self.own_zero_grad = (
-            overrides(run.task, Task, "optimizer_zero_grad")
-            or bool(run.hooks["on_before_zero_grad"])
+            overrides(task, Task, "optimizer_zero_grad")
+            or bool(hooks["on_before_zero_grad"])
             or any(overrides(optimizer, Optimizer, "zero_grad") for optimizer in self.optimizers)
         )
         self.looks_at_gradients = (
-            run.trainer.gradient_clip_val is not None
-            or overrides(run.task, Task, "configure_gradient_clipping")
-            or bool(run.hooks["on_before_optimizer_step"])
+            trainer.gradient_clip_val is not None
+            or overrides(task, Task, "configure_gradient_clipping")
+            or bool(hooks["on_before_optimizer_step"])
         )
         self.prepares_steps = (
             self.looks_at_gradients
             or self.own_optimizer_step
-            or run.strategy.precision.scaler is not None
-            or run.metrics.shares
+            or call.strategy.precision.scaler is not None
+            or call.metrics.shares
         )
         """Whether anything runs right before or after an optimizer step."""
         self.epoch = -1
@@ -54,19 +56,25 @@ class Optimization:
         """Under manual optimization: optimizers that have stepped since the loss scale was last updated."""
         self.guard: StepGuard | None = None
         """Check of the gradients before a step, or None."""
+        self.watches_losses = trainer.nan == "raise" or self.own_optimizer_step  # to which the loss is given
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """For each loss the parameters that its gradient reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
+
+    def use_guard(self, guard: "StepGuard | None") -> None:
+        """Check the gradients of each step by `guard`."""
+        self.guard = guard
+        self.watches_losses |= guard is not None and guard.needs_losses
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def zero_gradients(self, step: StepInput) -> None:
         """Clear the gradients before a step's first backward, and follow parameters frozen or unfrozen by hooks."""
         if self.guard is not None:
             self.guard.begin_step()
-        strategy = self.run.strategy
-        if strategy.reducer.has_frozen or self.epoch != self.run.state.epoch:
-            self.epoch = self.run.state.epoch
+        strategy = self.strategy
+        if strategy.reducer.has_frozen or self.epoch != self.state.epoch:
+            self.epoch = self.state.epoch
             if strategy.reducer.is_outdated():
                 strategy.make_reducer()
         if self.own_zero_grad:
@@ -77,18 +85,18 @@ class Optimization:
                     for parameter in group["params"]:
                         parameter.grad = None
         if step.masked:  # after clearing: they may add other processes' gradients to this rank's shard
-            masked.train(self.run, step.masked if step.turns else step.masked[:-1], last=False)
+            masked.train(self.trainer.current_run, step.masked if step.turns else step.masked[:-1], last=False)
 
     def _call_zero_grad(self, step: StepInput) -> None:
-        batch_idx = step.turns[0].batch_idx if step.turns else self.run.state.epoch_rounds
-        self.run.metrics.leave_turns(step.samples)
+        batch_idx = step.turns[0].batch_idx if step.turns else self.state.epoch_rounds
+        self.metrics.leave_turns(step.samples)
         for optimizer in self.optimizers:
-            self.run.hooks.call("on_before_zero_grad", optimizer)
-            self.task.optimizer_zero_grad(self.run.state.epoch, batch_idx, optimizer)
+            self.hooks.call("on_before_zero_grad", optimizer)
+            self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
 
     def due(self, step: StepInput) -> Iterable[Optimizer]:
         """Return the optimizers to step now; iterate to prepare each right before its step."""
-        strategy = self.run.strategy
+        strategy = self.strategy
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
         if self.guard is not None and self.guard.drops_step():
@@ -96,17 +104,17 @@ class Optimization:
         return self._prepared(step) if self.prepares_steps else self.optimizers
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
-        strategy, trainer, shares = self.run.strategy, self.trainer, self.run.metrics.shares
-        self.run.metrics.leave_turns(step.samples)
+        strategy, trainer, shares = self.strategy, self.trainer, self.metrics.shares
+        self.metrics.leave_turns(step.samples)
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
                 strategy.precision.unscale(optimizer)
-                self.run.hooks.call("on_before_optimizer_step", optimizer)
+                self.hooks.call("on_before_optimizer_step", optimizer)
                 self.task.configure_gradient_clipping(
                     optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
                 )
             if shares:  # once a step, before any of its updates
-                self.run.metrics.share_step()
+                self.metrics.share_step()
                 shares = False
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
@@ -116,10 +124,10 @@ class Optimization:
             strategy.precision.update()
 
     def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
-        batch_idx = step.turns[-1].batch_idx if step.turns else self.run.state.epoch_rounds
-        loss = self.run.metrics.loss
+        batch_idx = step.turns[-1].batch_idx if step.turns else self.state.epoch_rounds
+        loss = self.metrics.loss
         wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
-        self.task.optimizer_step(self.run.state.epoch, batch_idx, wrapped, lambda: loss)
+        self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: loss)
 
     def step_schedulers(self, interval: str, count: int) -> None:
         """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch")."""
@@ -128,7 +136,7 @@ class Optimization:
         for config in self.schedulers:
             if config.is_due(interval, count):
                 if config.reduce_on_plateau and interval == "step":  # callback_metrics may be log_every_n_steps old
-                    self.trainer.callback_metrics.update(self.run.metrics.newest_values().tensors())
+                    self.trainer.callback_metrics.update(self.metrics.newest_values().tensors())
                 metric = self._monitored(config) if config.reduce_on_plateau else None
                 if metric is not None or not config.reduce_on_plateau:
                     self.task.lr_scheduler_step(config.scheduler, metric)
@@ -157,22 +165,22 @@ class Optimization:
             raise TaskError(describe_bad_loss(loss))
         if self.stepped:
             self.update_scale()
-        self.run.hooks.call("on_before_backward", loss)
-        if self.run.watches_losses and loss.numel() == 1:
-            self.run.metrics.watch(loss)
-        self.task.backward(self.run.strategy.precision.scale(loss), *arguments, **options)
-        self.run.hooks.call("on_after_backward")
+        self.hooks.call("on_before_backward", loss)
+        if self.watches_losses and loss.numel() == 1:
+            self.metrics.watch(loss)
+        self.task.backward(self.strategy.precision.scale(loss), *arguments, **options)
+        self.hooks.call("on_after_backward")
 
     def manual_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
         """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
-        strategy = self.run.strategy
+        strategy = self.strategy
         if self.automatic:
             return strategy.optimizer_step(optimizer, closure)
         # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
         strategy.reducer.average(optimizer_parameters(optimizer))
         if self.guard is not None:
             self.guard.drops_step()
-        self.run.hooks.call("on_before_optimizer_step", optimizer)
+        self.hooks.call("on_before_optimizer_step", optimizer)
         if strategy.precision.scaler is not None:
             if optimizer in self.stepped:
                 self.update_scale()
@@ -185,14 +193,14 @@ class Optimization:
         Called before the first backward after a step, and at the end of training_step.
         """
         self.stepped.clear()
-        self.run.strategy.precision.update()
+        self.strategy.precision.update()
 
     def clip_gradients(self, optimizer: Any, limit: float | None = None, algorithm: str | None = None) -> None:
         """Clip the gradients of an optimizer's parameters; defaults are the Trainer's arguments."""
         limit = self.trainer.gradient_clip_val if limit is None else limit
         if limit is None:
             return
-        optimizer, strategy = getattr(optimizer, "optimizer", optimizer), self.run.strategy
+        optimizer, strategy = getattr(optimizer, "optimizer", optimizer), self.strategy
         if not self.automatic:
             strategy.reducer.average(optimizer_parameters(optimizer))
             strategy.precision.unscale(optimizer)

@@ -19,7 +19,7 @@ from .collectives import Collectives, GroupCollectives
 from .own_group import serves_host
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..run import Call
     from ..strategies.strategy import Strategy
     from ..trainer import Trainer
 
@@ -116,8 +116,8 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
             f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. Use "
             f"strategy ddp, whose processes have whole batches."
         )
-    if run.loop.doing == "train" and (run.local_replicas > 1 or run.membership.changes):
-        processes = f"{strategy.data_ranks.size} processes" + (" that may die" if run.membership.changes else "")
+    if run.loop.doing == "train" and (run.local_replicas > 1 or run.members_change):
+        processes = f"{strategy.data_ranks.size} processes" + (" that may die" if run.members_change else "")
         raise TaskError(
             f"training_step calls all_gather {how}over {run.state.replicas} replicas, which run on {processes}, one "
             f"after the other: what a later one computes is not there yet. Start {run.state.replicas} processes "
@@ -134,7 +134,7 @@ def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
         )
 
 
-def _all_take_part(run: "Run") -> bool:
+def _all_take_part(run: "Call") -> bool:
     """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
     if run.loop.doing == "train":
         return run.training_data.is_whole is not False and run.loop.step is not None and run.loop.step.whole

@@ -12,7 +12,7 @@ from .. import build
 from ..checkpoints import store
 from ..checkpoints.store import check_sizes
 from ..elastic.membership import RunFinished
-from ..run import Request, Run
+from ..run import Call, Request, Run
 from ..state import State
 from ..torch_private import ModuleParts, module_parts, set_module_parts
 from . import environment
@@ -102,9 +102,10 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     elif outcome.parts is not None:
         set_module_parts(request.task, outcome.parts)
     request.task.trainer = trainer
-    trainer.run = Run(trainer, request)
+    trainer.state = outcome.state
+    trainer.run = Call.of(trainer, request)
     trainer.run.loop.open, trainer.lengths = False, outcome.lengths
-    trainer.state, trainer.callback_metrics = outcome.state, outcome.callback_metrics
+    trainer.callback_metrics = outcome.callback_metrics
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics = outcome.logged_metrics
     trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
@@ -144,7 +145,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         return None
     finally:
         environment.leave_process_group()
-    if trainer.run is None or not trainer.run.membership.returns_result(trainer.global_rank):
+    if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
         return None  # a server, or another worker returns the result
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
     weights = {} if emptied else task.cpu().state_dict()

@@ -5,13 +5,11 @@ with nothing of Legato's. Where the ranks meet anyway they compare how many ther
 """
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import DisagreementError
 from ..torch_private import collectives_called, count_collectives
-
-if TYPE_CHECKING:
-    from ..strategies.strategy import Strategy
+from .collectives import SINGLE, Collectives
 
 PATIENCE = 2.0
 """Seconds for which counts may differ: a thread of the script may be about to call its own."""
@@ -20,13 +18,17 @@ PATIENCE = 2.0
 class ScriptCollectives:
     """Counts this process's collectives on the default process group, from the beginning of a run."""
 
-    def __init__(self, strategy: "Strategy | None" = None) -> None:
-        """Without a strategy that leaves the default group to the script there is nothing to count."""
+    def __init__(self) -> None:
+        self.collectives: Collectives = SINGLE
+        self.group: Any = None
+        """The group that is watched; None: nothing is counted."""
+        self.before = 0
+
+    def start(self, collectives: Collectives) -> None:
+        """Count from now on; `collectives` are Legato's own, by which the ranks compare their counts."""
         from torch import distributed
 
-        self.strategy = strategy if strategy is not None and strategy.leaves_default_group else None
-        self.group: Any = None if self.strategy is None else distributed.group.WORLD
-        self.before = 0
+        self.collectives, self.group = collectives, distributed.group.WORLD
         if self.group is not None:
             count_collectives()
             self.before = collectives_called([self.group])
@@ -38,10 +40,9 @@ class ScriptCollectives:
 
     def require_same(self) -> None:
         """Raise DisagreementError where ranks have called different numbers; all call it once some differ."""
-        assert self.strategy is not None
         began = time.monotonic()
         while True:
-            told = self.strategy.collectives.gather_objects((self.count, time.monotonic() - began > PATIENCE))
+            told = self.collectives.gather_objects((self.count, time.monotonic() - began > PATIENCE))
             counts = [count for count, _ in told]
             if len(set(counts)) == 1:
                 return

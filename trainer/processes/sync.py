@@ -81,11 +81,14 @@ class Agreement:
     in the last rounds continues to take part until all are done.
     """
 
-    def __init__(
-        self, collectives: Collectives, processes: int, step: int, elapsed: float, newest: Callable[[], int] = int
-    ) -> None:
-        """`newest` returns the newest generation of an elastic run that this rank knows of."""
-        self.collectives, self.newest = collectives, newest
+    def __init__(self, collectives: Collectives, processes: int, step: int, elapsed: float) -> None:
+        self.newest: Callable[[], int] = int
+        """Returns the newest generation of an elastic run that this rank knows of."""
+        self.join(collectives, processes, step, elapsed)
+
+    def join(self, collectives: Collectives, processes: int, step: int, elapsed: float) -> None:
+        """Agree with these ranks from now on."""
+        self.collectives = collectives
         self.restart(processes, step, elapsed)
 
     def restart(self, processes: int, step: int, elapsed: float) -> None:

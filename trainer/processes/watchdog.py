@@ -11,21 +11,23 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import distributed
 
 from ..data.workers import dump_stacks_to
 from ..errors import DisagreementError, HangError, LegatoError
+from ..metrics.log import Metrics
+from ..state import State
 from ..torch_private import collectives_called, default_store
 from .environment import Place
 from .failures import end_process
-from .script_collectives import describe_counts
+from .script_collectives import ScriptCollectives, describe_counts
 from .stacks import Frame, collective_of, describe_stack, stack_of, stack_of_error, users_frame, worker_stacks
 from .transport import is_communication
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from ..strategies.strategy import Strategy
 
 log = logging.getLogger("legato")
 
@@ -43,6 +45,22 @@ SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
 
 Position = dict[str, Any]
 """Position of a rank: where it is, whether it waits for others, and for how many seconds it has been there."""
+
+
+class Watched(Protocol):
+    """What a watchdog reads of a trainer."""
+
+    hang_timeout: float | None
+    hang_report_seconds: float | None
+    run_dir: Path | None
+    state: State
+    strategy: "Strategy"
+
+
+class Doing(Protocol):
+    """What a watchdog reads of the loop: its stage."""
+
+    doing: str
 
 
 class Waiting:
@@ -91,13 +109,13 @@ class Waiting:
 class Watchdog:
     """Thread that watches this process's progress through a run, from before the rendezvous."""
 
-    def __init__(self, run: "Run") -> None:
-        self.run = run
+    def __init__(self, trainer: Watched, loop: Doing, metrics: Metrics, script_collectives: ScriptCollectives) -> None:
+        self.trainer, self.loop, self.metrics, self.script_collectives = trainer, loop, metrics, script_collectives
         self.place = Place()
         """Place of this process, set before the rendezvous."""
-        self.end_after: float | None = run.trainer.hang_timeout
+        self.end_after: float | None = trainer.hang_timeout
         """Seconds without progress after which the run ends, once start-up is over; None: never."""
-        self.report_after = float("inf") if run.trainer.hang_report_seconds is None else run.trainer.hang_report_seconds
+        self.report_after = float("inf") if trainer.hang_report_seconds is None else trainer.hang_report_seconds
         self.begun = False
         """Whether start-up is over."""
         self.longest = 0.0
@@ -178,7 +196,7 @@ class Watchdog:
         if stays:
             others = [rank for rank, said in enumerate(told) if said is None]
             raise DisagreementError(
-                f"on_train_batch_start returned -1 on rank {self._rank} at step {self.run.state.global_step + 1} "
+                f"on_train_batch_start returned -1 on rank {self._rank} at step {self.trainer.state.global_step + 1} "
                 f"(batch_idx {batch_idx}), but {name_ranks(others)} went on: {stays}. All ranks must leave an epoch "
                 f"together; decide by something that is the same on all of them."
             )
@@ -192,16 +210,16 @@ class Watchdog:
         if stays or any(said != length for said in told):
             every = [f"rank {rank}: {said or f'more ({stays})'}" for rank, said in enumerate(told)]
             raise DisagreementError(
-                f"The training stream has different lengths on different ranks in epoch {self.run.state.epoch}: "
+                f"The training stream has different lengths on different ranks in epoch {self.trainer.state.epoch}: "
                 f"{'; '.join(every)}. Each rank must read all of it, of which its own batches are kept; where each "
                 f"brings its own share, set trainer.use_distributed_sampler=false."
             )
 
     def _wait_for_all(self, what: str, said: str) -> tuple[list[str | None], str]:
         """Wait for every rank in this step; return each one's `said`, and the position of one that does not come."""
-        state, size = self.run.state, self._size
+        state, size = self.trainer.state, self._size
         self._connect()
-        if self.store is None or size == 1 or self.run.membership.changes:
+        if self.store is None or size == 1 or self.trainer.strategy.elastic.changes:
             return [said], ""
         topic = f"{what} {state.epoch} {state.global_step} {self.token}"
         self.left = topic
@@ -221,14 +239,14 @@ class Watchdog:
             return
         topic = self.store.get("leaving").decode()
         where, waits = describe_stack(stack_of(self.watched), alone=False)
-        if waits and topic != self.left and topic.split()[2] == str(self.run.state.global_step):
+        if waits and topic != self.left and topic.split()[2] == str(self.trainer.state.global_step):
             self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
 
     def _is_deadlocked(self, stalled: float) -> bool:
         """Return whether all ranks wait for ever, in collectives that do not match."""
-        if stalled < LISTEN_AFTER or self.store is None or not self.run.strategy.leaves_default_group:
+        if stalled < LISTEN_AFTER or self.store is None or not self.trainer.strategy.leaves_default_group:
             return False
-        return self.waiting.look(self.store, self._rank, self._size, self.run.script_collectives.count)
+        return self.waiting.look(self.store, self._rank, self._size, self.script_collectives.count)
 
     def _end_deadlock(self, stalled: float) -> None:
         """End the process with each rank's number of collectives."""
@@ -245,9 +263,8 @@ class Watchdog:
 
     def _progress(self) -> tuple[Any, ...]:
         """Return values that change with every step, batch and stage."""
-        run = self.run
-        turns = tuple(run.metrics.turns.values())
-        return self.begun, run.loop.doing, run.state.global_step, run.state.epoch, run.state.epoch_ended, *turns
+        state, batches = self.trainer.state, tuple(self.metrics.turns.values())
+        return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> None:
         """Open a second connection to the ranks' store; the first one's user may hang."""
@@ -302,7 +319,7 @@ class Watchdog:
                 "seconds": 0.0,
                 "at": self._describe_progress(stack_of_error(error)),
             }
-            timeouts = self.run.strategy.timeouts
+            timeouts = self.trainer.strategy.timeouts
             limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
             if late:
                 head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
@@ -318,23 +335,23 @@ class Watchdog:
 
     @property
     def _rank(self) -> int:
-        return (self.run.strategy.place if self.store is not None else self.place).rank
+        return (self.trainer.strategy.place if self.store is not None else self.place).rank
 
     @property
     def _size(self) -> int:
-        return (self.run.strategy.place if self.store is not None else self.place).world_size
+        return (self.trainer.strategy.place if self.store is not None else self.place).world_size
 
     def _describe_progress(self, stack: list[Frame]) -> str:
         """Describe the step or batch of this process, given its stack."""
-        run = self.run
+        state, doing = self.trainer.state, self.loop.doing
         if not self.begun:
             return "start-up"
-        at = f"step {run.state.global_step + 1}"
-        if run.loop.doing == "train":
+        at = f"step {state.global_step + 1}"
+        if doing == "train":
             ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
-            return f"the end of epoch {run.state.epoch}, after step {run.state.global_step}" if ended else at
-        stage = SHOWN_STAGE.get(run.loop.doing, run.loop.doing)
-        return f"{at}, batch {run.metrics.turns.get(run.metrics.stage, 0)} of {stage}"
+            return f"the end of epoch {state.epoch}, after step {state.global_step}" if ended else at
+        stage = SHOWN_STAGE.get(doing, doing)
+        return f"{at}, batch {self.metrics.turns.get(self.metrics.stage, 0)} of {stage}"
 
     def _write_stacks(self, stalled: float) -> Position:
         """Write the stacks of this process and its loader workers to a file; return its position."""
@@ -359,7 +376,7 @@ class Watchdog:
 
     @property
     def _folder(self) -> Path | None:
-        return None if self.run.trainer.run_dir is None else self.run.trainer.run_dir / "hang"
+        return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
 
     def _share_position(self, position: Position, topic: str) -> None:
         if self.store is not None:
