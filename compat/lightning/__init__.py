@@ -7,7 +7,4 @@ the modules from it. `install()`, or the command `legato lightning train.py`, le
 from .stand_in import install as install
 from .tree import fill
 
-__version__ = "2.6.6"
-"""The version of Lightning whose names this package has."""
-
 fill(__name__)

@@ -21,6 +21,9 @@ class Entry(NamedTuple):
     """What differs from Lightning; for a placeholder what to do instead."""
 
 
+VERSION = "2.6.6"
+"""The version of Lightning whose names these are."""
+
 NAMES: dict[str, dict[str, Entry]] = {
     "fabric.accelerators.cuda": {
         "find_usable_cuda_devices": Entry("same", ".utilities"),
@@ -750,3 +753,35 @@ EXPORTS: dict[str, str] = {
     "pytorch.core.saving": "get_filesystem",
     "pytorch.callbacks.model_checkpoint": "_is_local_file_protocol",
 }
+
+INTERNAL = """
+    fabric.accelerators.accelerator fabric.accelerators.cpu fabric.accelerators.mps fabric.accelerators.registry
+    fabric.accelerators.xla fabric.cli fabric.connector fabric.loggers fabric.loggers.csv_logs fabric.loggers.logger
+    fabric.loggers.tensorboard fabric.plugins.collectives fabric.plugins.collectives.collective
+    fabric.plugins.collectives.single_device fabric.plugins.collectives.torch_collective fabric.plugins.precision
+    fabric.plugins.precision.amp fabric.plugins.precision.bitsandbytes fabric.plugins.precision.deepspeed
+    fabric.plugins.precision.double fabric.plugins.precision.fsdp fabric.plugins.precision.half
+    fabric.plugins.precision.precision fabric.plugins.precision.transformer_engine fabric.plugins.precision.utils
+    fabric.plugins.precision.xla fabric.strategies fabric.strategies.ddp fabric.strategies.deepspeed
+    fabric.strategies.dp fabric.strategies.fsdp fabric.strategies.launchers fabric.strategies.launchers.launcher
+    fabric.strategies.launchers.multiprocessing fabric.strategies.launchers.subprocess_script
+    fabric.strategies.launchers.xla fabric.strategies.model_parallel fabric.strategies.parallel
+    fabric.strategies.registry fabric.strategies.single_device fabric.strategies.single_xla
+    fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp fabric.utilities.device_dtype_mixin
+    fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load fabric.utilities.logger
+    fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike fabric.utilities.testing
+    fabric.utilities.testing._runif fabric.wrappers pytorch.loggers.utilities pytorch.loops.fetchers
+    pytorch.loops.loop pytorch.loops.prediction_loop pytorch.loops.progress pytorch.plugins.io.checkpoint_plugin
+    pytorch.plugins.io.torch_plugin pytorch.plugins.io.wrapper pytorch.plugins.io.xla_plugin
+    pytorch.strategies.launchers pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing
+    pytorch.strategies.launchers.subprocess_script pytorch.strategies.launchers.xla pytorch.trainer.call
+    pytorch.trainer.configuration_validator pytorch.trainer.connectors
+    pytorch.trainer.connectors.accelerator_connector pytorch.trainer.connectors.callback_connector
+    pytorch.trainer.connectors.checkpoint_connector pytorch.trainer.connectors.data_connector
+    pytorch.trainer.connectors.logger_connector pytorch.trainer.connectors.logger_connector.fx_validator
+    pytorch.trainer.connectors.logger_connector.logger_connector pytorch.trainer.connectors.logger_connector.result
+    pytorch.trainer.connectors.signal_connector pytorch.trainer.setup pytorch.tuner.batch_size_scaling
+    pytorch.tuner.lr_finder pytorch.utilities._pytree pytorch.utilities.argparse
+    pytorch.utilities.migration.migration pytorch.utilities.testing pytorch.utilities.testing._runif
+"""
+"""Modules of Lightning's inner workings: they can be imported, and each name in them is a placeholder."""

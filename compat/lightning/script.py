@@ -5,12 +5,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 
 from ...trainer.errors import ConfigError
 from ...trainer.messages import STDERR
 from .stand_in import install
 from .tree import resolved
 
+FROZEN_RUNPY = "<frozen runpy>"
 USAGE = "legato lightning SCRIPT.py [arguments], or legato lightning -m MODULE [arguments]"
 
 
@@ -30,15 +32,25 @@ def run_lightning(arguments: Sequence[str]) -> None:
     install()
     sys.argv = words
     sys.path[:] = [path for path in sys.path if path != ""]
+    sys.path.insert(0, os.getcwd() if as_module else str(Path(words[0]).resolve().parent))
     try:
         if as_module:
-            sys.path.insert(0, os.getcwd())
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
-    finally:
-        print(summary(), file=STDERR, flush=True)
+    except Exception as error:
+        # a script's user expects Python's own report, from the first line of the script on
+        traceback = _from_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        raise SystemExit(1) from None
+    print(summary(), file=STDERR, flush=True)
+
+
+def _from_script(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames that led to the script."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, runpy.__file__, FROZEN_RUNPY):
+        traceback = traceback.tb_next
+    return traceback
 
 
 def summary() -> str:

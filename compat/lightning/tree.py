@@ -5,17 +5,19 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-from .names import EXPORTS, NAMES, Entry
+from .names import EXPORTS, INTERNAL, NAMES, VERSION, Entry
 from .placeholders import make_placeholder
 
 ROOT = __package__ or ""
 """This package: the module `ROOT.pytorch.callbacks` stands for `lightning.pytorch.callbacks`."""
-ABOVE = {path.rsplit(".", depth)[0] for path in (*NAMES, *EXPORTS) for depth in range(1, path.count(".") + 1)}
+_FILLED = {*NAMES, *EXPORTS, *INTERNAL.split()} - {""}
+ABOVE = {path.rsplit(".", depth)[0] for path in _FILLED for depth in range(1, path.count(".") + 1)}
 """Modules that have modules below them, as paths below ROOT."""
-MODULES = {path for path in (*NAMES, *EXPORTS) if path} | ABOVE
+MODULES = _FILLED | ABOVE
 
 resolved: dict[str, Entry] = {}
 """The names that the program has asked for, by full path: `pytorch.callbacks.timer.Timer`."""
@@ -44,13 +46,26 @@ def resolve(path: str, name: str) -> Any:
         inner = f"{path}.{name}" if path else name
         if inner in MODULES:
             return import_module(f"{ROOT}.{inner}")
-        raise AttributeError(f"module 'lightning{path and '.' + path}' has no public name {name!r}")
+        return _internal(path, name)
     home, entry = found
     resolved[f"{home}.{name}"] = entry
     if not entry.home:
         return make_placeholder(f"{ROOT}.{home}", name, entry.text)
     module, _, attribute = entry.home.partition(":")
     return getattr(import_module(module, ROOT), attribute or name)
+
+
+def _internal(path: str, name: str) -> Any:
+    """Return what a private name stands for, or any name of an internal module. Raises AttributeError for others."""
+    if name.endswith("_AVAILABLE"):
+        return find_spec(name.removesuffix("_AVAILABLE").strip("_").lower()) is not None
+    if name.startswith("_TORCH_GREATER_EQUAL"):
+        return True  # Legato's oldest torch is newer than what Lightning asks after
+    inner = path in INTERNAL.split() or path.startswith("fabric")
+    if not inner and (not name.startswith("_") or name.isupper()):
+        raise AttributeError(f"module 'lightning{path and '.' + path}' has no public name {name!r}")
+    way_out = "It is a part of Lightning's inner workings, and Legato has other ones; use the public names."
+    return make_placeholder(f"{ROOT}.{path}", name, way_out)
 
 
 def fill(module_name: str) -> None:
@@ -66,7 +81,7 @@ def fill(module_name: str) -> None:
 
     lazy: Callable[[str], Any] = get
     public = [name for name in names_of(path) if not name.startswith("_")]
-    module.__dict__.update(__getattr__=lazy, __all__=public, __dir__=lambda: names_of(path))
+    module.__dict__.update(__getattr__=lazy, __all__=public, __dir__=lambda: names_of(path), __version__=VERSION)
 
 
 class Tree(MetaPathFinder, Loader):

@@ -55,6 +55,27 @@ def test_no_public_name_is_missing(lightning):
     assert missing == []
 
 
+def test_no_module_is_missing(lightning):
+    missing = []
+    for path in [*(lightning / "pytorch").rglob("*.py"), *(lightning / "fabric").rglob("*.py")]:
+        parts = path.relative_to(lightning).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if not any(part in NO_MODULES or part.startswith("__") for part in parts):
+            missing += [".".join(parts)] if ".".join(parts) not in MODULES else []
+    assert missing == []
+
+
+def test_inner_workings_can_be_imported_and_not_used():
+    from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from legato.compat.lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
+
+    assert _OMEGACONF_AVAILABLE is True
+    with pytest.raises(UnsupportedError, match="_AcceleratorConnector: It is a part of Lightning's inner workings"):
+        _AcceleratorConnector(devices=1)
+    with pytest.raises(ImportError, match="cannot import name 'NoSuch'"):
+        exec("from legato.compat.lightning.pytorch.callbacks import NoSuch")
+
+
 def test_each_entry_says_what_it_must():
     for module, entries in NAMES.items():
         for name, entry in entries.items():
@@ -130,6 +151,24 @@ def test_a_script_runs_unchanged(tmp_path):
     assert done.stderr.startswith("legato: Timer, Trainer, seed_everything of Lightning stood for Legato's")
     done = run(tmp_path, "-m", "legato.compat.lightning", "-m", "train", "--help")
     assert done.stdout == "ran ['--help']\n"
+
+
+@pytest.mark.slow
+def test_an_error_of_a_script_is_told_as_by_python(tmp_path):
+    (tmp_path / "train.py").write_text("import lightning as L\ndef f():\n    L.Trainer(max_epochs=-5)\nf()\n")
+    command = [sys.executable, "-m", "legato.trainer", "lightning", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert 'train.py", line 3, in f' in done.stderr
+    assert "runpy" not in done.stderr
+    assert "max_epochs" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_an_exit_code_of_a_script_is_its_own(tmp_path):
+    (tmp_path / "train.py").write_text("import sys\nsys.exit(7)\n")
+    command = [sys.executable, "-m", "legato.trainer", "lightning", "train.py"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 7
 
 
 CHILDREN = """
