@@ -45,6 +45,11 @@ COMMANDS = {
     "export": Command(
         "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", ".commands.export", "run_export"
     ),
+    "convert": Command(
+        "Write a checkpoint as Lightning's file, or the reverse: CHECKPOINT OUT.ckpt, or FILE.ckpt DIRECTORY.",
+        ".commands.convert",
+        "run_convert",
+    ),
     "lightning": Command(
         "Run a script written for PyTorch Lightning, unchanged: SCRIPT.py [arguments].",
         "..compat.lightning.script",

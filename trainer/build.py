@@ -14,7 +14,7 @@ from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
-from .checkpoints import contents, fingerprint, restore, store
+from .checkpoints import contents, convert, fingerprint, restore, store
 from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
 from .checkpoints.run_names import name_problem
@@ -352,6 +352,8 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         call.hooks.call("on_load_checkpoint", saved)
+        if stage == "fit" and convert.is_lightning(saved):
+            convert.take_over(trainer, saved)
         other_dtypes = fingerprint.other_dtypes(task, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
         del saved["state_dict"]  # before there are optimizers

@@ -47,6 +47,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "data": run.data.training.state_dict() if run.data.training is not None else {},
             "callbacks": callback_states(trainer),
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
         }
     run.hooks.call("on_save_checkpoint", found)
     return found

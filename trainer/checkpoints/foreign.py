@@ -51,7 +51,8 @@ def _load_pickle(path: Path) -> Any:
         if unsafe:
             raise CheckpointError(
                 f"{path} holds more than tensors and plain values: {', '.join(unsafe)}. Reading it could run code, so "
-                f"it is refused. Save its weights alone, by torch.save(model.state_dict(), ...) where it came from."
+                f"it is refused. Save it without them where it came from; or, if you trust it, name the classes to "
+                f"torch.serialization.add_safe_globals([...]) before."
             ) from None
         # torch's own text begins with the advice to load it without weights_only
         lines = [line.strip() for line in str(error).split("\n") if line.strip() and "weights_only" not in line]

@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..optimization import kernels
 from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
-from . import fingerprint, foreign, store
+from . import convert, fingerprint, foreign, store
 from .fingerprint import Changes, SettingChange
 
 if TYPE_CHECKING:
@@ -143,7 +143,12 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
     """
     state = trainer.state
     asked = trainer.replicas
-    if saved is not None and "state" in saved:
+    if saved is not None and convert.is_lightning(saved):
+        automatic = trainer.current_run.task.automatic_optimization
+        for name, value in convert.progress_of(saved, automatic, trainer.accumulate_grad_batches).items():
+            setattr(state, name, value)
+        begin_state(trainer)
+    elif saved is not None and "state" in saved:
         restored = State.from_dict(saved["state"])
         if asked is not None and asked != restored.replicas:
             raise ConfigError(
@@ -159,10 +164,16 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
         run_id = saved.get("run_id")
         trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
     elif state.global_step == 0:
-        state.replicas = asked if asked is not None else trainer.strategy.data_ranks.size
-        state.seed = trainer.seed
+        begin_state(trainer)
     if asked is not None and asked < 1:
         raise ConfigError(f"trainer.replicas={asked}: expected at least 1.")
+
+
+def begin_state(trainer: "Trainer") -> None:
+    """Set what the trainer's arguments decide for a run, and no checkpoint of another does."""
+    asked = trainer.replicas
+    trainer.state.replicas = asked if asked is not None else trainer.strategy.data_ranks.size
+    trainer.state.seed = trainer.seed
 
 
 def load_task_weights(
@@ -354,7 +365,10 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     """
     run, strategy = trainer.current_run, trainer.strategy
     if "optimizer_states" not in saved:
-        raise CheckpointError("The checkpoint holds weights only (save_weights_only), so a run cannot go on from it.")
+        raise CheckpointError(
+            "The checkpoint holds weights only (save_weights_only), so a run cannot go on from it. Begin a new run "
+            "from them: load_from_checkpoint."
+        )
     for what, own, states in (
         ("optimizers", run.optimization.optimizers, saved["optimizer_states"]),
         ("learning rate schedulers", run.optimization.schedulers, saved["lr_schedulers"]),
@@ -373,11 +387,12 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         run.fingerprint.clear()
         run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
     strategy.precision.load_state_dict(saved["precision"])
-    run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
+    if "metrics" in saved:
+        run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
     trainer.callback_metrics.update({name: torch.tensor(value) for name, value in saved["callback_metrics"].items()})
     run.metrics.measured_at.update(dict.fromkeys(saved["callback_metrics"], -1))
     if run.data.training is not None:
-        run.data.training.load_state_dict(saved["data"])
+        run.data.training.load_state_dict(saved.get("data", {}))
     if run.datamodule is not None and saved["datamodule"]:
         run.datamodule.load_state_dict(saved["datamodule"])
     for callback in trainer.callbacks:
@@ -433,7 +448,7 @@ def _build_from_checkpoint(
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
     together: str | None = saved.get(f"{prefix}hparams_name")
-    if together is not None and together in known:
+    if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
         values |= {name: value for name, value in replaced.items() if name not in known}
         replaced = {name: value for name, value in replaced.items() if name in known}
         arguments: dict[str, Any] = {together: values}

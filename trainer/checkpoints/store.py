@@ -221,8 +221,8 @@ def resolve(path: Path, check: Check = verify) -> Path:
             return itself
     if path.is_file():
         raise CheckpointError(
-            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}, and a run resumes from "
-            f"nothing else. A file's weights are taken by load_from_checkpoint, and by validate, test and predict."
+            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}. Files of other "
+            f"programs are read by fit(ckpt_path=...), load_from_checkpoint, validate, test and predict."
         )
     for folder in (path / FOLDER, path):
         if (found := newest_complete(folder, check)) is not None:
@@ -346,7 +346,8 @@ def find(
     """Return the directory and the checkpoint for `resume`; None for a new directory, or for no checkpoint.
 
     "auto" continues in the newest run directory of this name with a complete checkpoint, there or in `folders`, if any.
-    From a path (a checkpoint, or a folder of some) a new run directory starts. Raises CheckpointError if it has none.
+    From a path (a checkpoint, a folder of some, or a file of Lightning's) a new run directory starts. Raises
+    CheckpointError if it has none.
     """
     if resume is None:
         return None, None
@@ -361,7 +362,7 @@ def find(
     path = Path(resume)
     if not path.exists():
         raise CheckpointError(f"There is no checkpoint at {path}. Expected a path, 'auto', 'last', 'best' or nothing.")
-    return None, resolve(path, check)
+    return None, path if path.is_file() else resolve(path, check)
 
 
 FRESH = "checkpoint=none takes fresh weights."

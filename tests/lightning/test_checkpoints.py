@@ -1,0 +1,352 @@
+"""Checkpoints both ways: a run that Lightning began goes on here, and one that began here goes on under Lightning."""
+
+import argparse
+import logging
+import subprocess
+import sys
+import warnings
+
+import lightning.pytorch as real
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping as RealEarlyStopping
+from lightning.pytorch.callbacks import ModelCheckpoint as RealCheckpoint
+from lightning.pytorch.callbacks import Timer as RealTimer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato as lg
+import legato.compat.lightning as room
+from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints.convert import as_lightning
+from legato.trainer.commands.convert import convert_checkpoint
+from legato.trainer.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:::torch.optim", "ignore:::torch.jit")
+EPOCHS, AT = 4, 2
+"""How many epochs there are, and after how many of them a checkpoint is saved."""
+
+
+def loader(batches=6):
+    inputs = torch.randn(4 * batches, 3, generator=torch.Generator().manual_seed(3))
+    return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), 4)
+
+
+def modules(L):
+    """Return module classes of one text for a package."""
+
+    class Plain(L.LightningModule):
+        def __init__(self, hidden: int = 4, **kwargs):
+            super().__init__()
+            self.save_hyperparameters()
+            torch.manual_seed(5)
+            self.net = nn.Sequential(nn.Linear(3, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+            self.rates, self.seen = [], []
+
+        def loss(self, batch):
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+        def training_step(self, batch, batch_idx):
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val", self.loss(batch))
+
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters(), 0.05)
+
+        def on_load_checkpoint(self, checkpoint):
+            self.seen.append(sorted(checkpoint))
+
+    class Stepped(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.Adam(self.parameters(), 0.05)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    class Cycle(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), 0.05)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=EPOCHS * 6)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    class Plateau(Plain):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), 0.05, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val"}}
+
+    class Manual(Plain):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.second = nn.Linear(1, 1)
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(self.second(self.net(batch[0])), batch[1])
+                self.manual_backward(loss)
+                optimizer.step()
+            self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            if self.trainer.is_last_batch:
+                for scheduler in self.lr_schedulers():
+                    scheduler.step()
+
+        def configure_optimizers(self):
+            both = torch.optim.Adam(self.net.parameters(), 0.05), torch.optim.Adam(self.second.parameters(), 0.02)
+            return list(both), [torch.optim.lr_scheduler.ExponentialLR(one, 0.7) for one in both]
+
+    return {kind.__name__: kind for kind in (Plain, Stepped, Cycle, Plateau, Manual)}
+
+
+REAL, ROOM = modules(real), modules(room)
+
+
+def saver(package, path, moment):
+    """Return a callback that saves once: at the end of an epoch, of the run, or within an epoch."""
+
+    class Save(package.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if moment == "within" and trainer.current_epoch == AT - 1 and batch_idx == 3:
+                trainer.save_checkpoint(path)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            if moment == "epoch" and trainer.current_epoch == AT - 1:
+                trainer.save_checkpoint(path)
+
+        def on_validation_end(self, trainer, pl_module):
+            if moment == "validation" and not trainer.sanity_checking and trainer.current_epoch == AT - 1:
+                trainer.save_checkpoint(path)
+
+    return Save()
+
+
+def fit(package, kind, epochs=EPOCHS, source=None, callbacks=(), **options):
+    """Train a module of a kind under a package, to the end or from a checkpoint; return it."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    module = (REAL if package is real else ROOM)[kind]()
+    options = {"accelerator": "cpu", "max_epochs": epochs, "callbacks": list(callbacks), **quiet, **options}
+    with warnings.catch_warnings():
+        if package is real:
+            warnings.simplefilter("ignore")
+        trainer = package.Trainer(**options)
+        trainer.fit(module, loader(), loader(2), ckpt_path=source)
+    module.state = trainer.global_step, trainer.current_epoch
+    return module
+
+
+def assert_goes_on(whole, rest):
+    """Fail unless the second run made the steps that the first made last, and ended with its weights."""
+    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=1e-5, atol=1e-6)
+    assert rest.rates == pytest.approx(whole.rates[-len(rest.rates) :])
+
+
+CASES = {
+    "step_lr": ("Stepped", {}),
+    "one_cycle": ("Cycle", {}),
+    "clipped": ("Stepped", {"gradient_clip_val": 0.1}),
+    "accumulation": ("Stepped", {"accumulate_grad_batches": 2}),
+    "max_steps": ("Cycle", {"max_steps": 22}),
+    "manual": ("Manual", {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["epoch", "within", "validation"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_of_lightning_goes_on_as_if_undisturbed(tmp_path, case, moment):
+    kind, options = CASES[case]
+    path = tmp_path / "x.ckpt"
+    whole = fit(real, kind, callbacks=[saver(real, path, moment)], **options)
+    rest = fit(room, kind, source=path, **options)
+    batches = EPOCHS * 6 - (2 if moment != "within" else 1) * 6 - (4 if moment == "within" else 0)
+    assert len(rest.rates) == batches - (2 if "max_steps" in options else 0)
+    assert_goes_on(whole, rest)
+    assert {"callbacks", "hyper_parameters", "loops", "pytorch-lightning_version"} <= set(rest.seen[0])
+    if case not in ("manual", "max_steps"):
+        assert rest.state == whole.state
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_after_its_last_epoch_and_a_plateau(tmp_path):
+    path = tmp_path / "x.ckpt"
+    whole = fit(real, "Plateau")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = real.Trainer(accelerator="cpu", max_epochs=AT, logger=False, enable_checkpointing=False,
+                               enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+        trainer.fit(REAL["Plateau"](), loader(), loader(2))
+    trainer.save_checkpoint(path)
+    rest = fit(room, "Plateau", source=path)
+    assert len(set(rest.rates)) > 1
+    assert_goes_on(whole, rest)
+
+
+@pytest.mark.slow
+def test_callbacks_go_on_where_they_were(tmp_path, caplog):
+    path = tmp_path / "epoch=1-step=12.ckpt"
+    options = {"monitor": "val", "patience": 3, "min_delta": 1.0}  # no epoch is good enough: it stops after the fourth
+    every = RealCheckpoint(tmp_path, save_top_k=-1)
+    whole = fit(
+        real, "Plain", 10, callbacks=[RealEarlyStopping(**options), RealTimer(), every], enable_checkpointing=True
+    )
+    early, timer = lg.callbacks.EarlyStopping(**options), lg.callbacks.Timer()
+    with caplog.at_level(logging.INFO, logger="legato"):
+        rest = fit(room, "Plain", 10, source=path, callbacks=[early, timer])
+    assert (rest.state, whole.state) == ((24, 4), (24, 4))
+    assert_goes_on(whole, rest)
+    saved = torch.load(path, weights_only=True)["callbacks"]
+    assert early.best_score == pytest.approx(saved["EarlyStopping{'monitor': 'val', 'mode': 'min'}"]["best_score"])
+    assert timer.time_elapsed() > saved["Timer"]["time_elapsed"]["train"]
+    told = "\n".join(caplog.messages)
+    assert "checkpoint of Lightning 2.6.6. Going on at step 12 in epoch 2" in told
+    assert "EarlyStopping, Timer" in told
+    assert "Legato's order from here on" in told
+
+
+@pytest.mark.slow
+def test_what_is_not_taken_over_is_said(tmp_path, caplog):
+    path = tmp_path / "x.ckpt"
+    fit(real, "Plain", callbacks=[RealEarlyStopping("val"), saver(real, path, "within")])
+    with caplog.at_level(logging.INFO, logger="legato"):
+        fit(room, "Plain", source=path)
+    assert "Not taken over: the state of EarlyStopping, for which this run has no callback." in caplog.text
+    assert "the values logged in this epoch so far" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["epoch", "within"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_goes_on_under_lightning(tmp_path, case, moment):
+    kind, options = CASES[case]
+    fit(room, kind, callbacks=[saver(room, tmp_path / "own", moment)], **options)
+    convert_checkpoint(tmp_path / "own", tmp_path / "x.ckpt")
+    whole = fit(real, kind, callbacks=[saver(real, tmp_path / "real.ckpt", moment)], **options)
+    rest = fit(real, kind, source=tmp_path / "x.ckpt", **options)
+    own = fit(real, kind, source=tmp_path / "real.ckpt", **options)
+    assert_goes_on(own, rest)
+    assert rest.state == own.state
+    # within an epoch, and with max_steps, Lightning begins the loader again with its own files, too
+    if moment == "epoch" and "max_steps" not in options:
+        assert_goes_on(whole, rest)
+    ours, theirs = (torch.load(tmp_path / name, weights_only=True) for name in ("x.ckpt", "real.ckpt"))
+    assert ours.keys() == theirs.keys()
+    assert (ours["epoch"], ours["global_step"]) == (theirs["epoch"], theirs["global_step"])
+    for name in ("epoch_progress", "epoch_loop.batch_progress", "epoch_loop.state_dict"):
+        assert ours["loops"]["fit_loop"][name] == theirs["loops"]["fit_loop"][name], name
+    loaded = REAL[kind].load_from_checkpoint(tmp_path / "x.ckpt")
+    torch.testing.assert_close(loaded.state_dict(), theirs["state_dict"])
+    assert loaded.hparams == REAL[kind]().hparams
+    ours = ROOM[kind].load_from_checkpoint(tmp_path / "real.ckpt")
+    torch.testing.assert_close(ours.state_dict(), theirs["state_dict"])
+    assert ours.hparams == loaded.hparams
+
+
+@pytest.mark.slow
+def test_lightning_goes_on_from_the_end_of_a_run_and_with_its_callbacks(tmp_path):
+    options = {"monitor": "val", "patience": 3, "min_delta": 1.0}
+    whole = fit(real, "Stepped", 10, callbacks=[RealEarlyStopping(**options)])
+    every = lg.callbacks.Checkpoint("val", save_top_k=-1, dirpath=tmp_path)
+    callbacks = [lg.callbacks.EarlyStopping(**options), lg.callbacks.Timer(), every]
+    fit(room, "Stepped", 10, callbacks=callbacks, enable_checkpointing=True)
+    convert_checkpoint(tmp_path / "step-00000012", tmp_path / "x.ckpt")
+    rest = fit(real, "Stepped", 10, source=tmp_path / "x.ckpt", callbacks=[RealEarlyStopping(**options), RealTimer()])
+    assert (rest.state, whole.state) == ((24, 4), (24, 4))
+    assert_goes_on(whole, rest)
+
+
+@pytest.mark.slow
+def test_a_file_becomes_a_checkpoint_and_a_file_again(tmp_path):
+    fit(real, "Stepped", callbacks=[saver(real, tmp_path / "x.ckpt", "within")])
+    whole = fit(room, "Stepped", source=tmp_path / "x.ckpt")
+    command = [sys.executable, "-m", "legato", "convert"]
+    done = subprocess.run([*command, "x.ckpt", "own/step"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "epoch 1, step 10  own/step\n"
+    store.verify(tmp_path / "own" / "step")
+    rest = fit(room, "Stepped", source=tmp_path / "own" / "step")
+    torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=0, atol=0)
+    subprocess.run([*command, "own/step", "y.ckpt"], cwd=tmp_path, check=True)
+    first, again = (torch.load(tmp_path / name, weights_only=True) for name in ("x.ckpt", "y.ckpt"))
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(again.pop(name), first.pop(name), rtol=0, atol=0)
+    assert again == first
+    done = subprocess.run([*command, "own/step", "y.ckpt"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "is there already" in done.stderr) == (1, True)
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_from_a_file(tmp_path):
+    """Two replicas of batches of 2 make the steps of one with batches of 4, in the order of the dataset."""
+    path = tmp_path / "x.ckpt"
+    fit(real, "Stepped", callbacks=[saver(real, path, "epoch")])
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options = {"accelerator": "cpu", "max_epochs": EPOCHS, "default_root_dir": tmp_path, "replicas": 2, **quiet}
+    ended = []
+    for devices in (1, 2):
+        module = ROOM["Stepped"]()
+        trainer = lg.Trainer(devices=devices, **options)
+        trainer.fit(module, loader(), loader(2), ckpt_path=path)
+        assert trainer.global_step == 12 + 2 * 3
+        ended.append(module.state_dict())
+    torch.testing.assert_close(*ended, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_data_modules_and_loss_scales_are_taken_over(tmp_path):
+    class Data(room.LightningDataModule):
+        def __init__(self):
+            super().__init__()
+            self.loaded = None
+
+        def train_dataloader(self):
+            return loader()
+
+        def state_dict(self):
+            return {"at": 7}
+
+        def load_state_dict(self, state_dict):
+            self.loaded = state_dict
+
+    path, data = tmp_path / "x.ckpt", Data()
+    fit(real, "Plain", callbacks=[saver(real, path, "epoch")])
+    saved = torch.load(path, weights_only=True)
+    scale = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 3}
+    torch.save({**saved, Data.__qualname__: {"at": 5}, "MixedPrecision": scale}, path)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = room.Trainer(accelerator="cpu", max_epochs=AT, default_root_dir=tmp_path, precision="16-mixed", **quiet)
+    trainer.fit(ROOM["Plain"](), datamodule=data, ckpt_path=path)
+    assert data.loaded == {"at": 5}
+    trainer.save_checkpoint(tmp_path / "own", weights_only=True)
+    assert trainer.strategy.precision.state_dict() == scale
+
+
+def test_files_that_no_run_can_go_on_from_are_refused(tmp_path):
+    path = tmp_path / "x.ckpt"
+    module = ROOM["Plain"]()
+    torch.save(module.state_dict(), path)
+    with pytest.raises(CheckpointError, match="holds weights only"):
+        fit(room, "Plain", source=path)
+    contents = {"state_dict": module.state_dict(), "pytorch-lightning_version": "1.4.0", "epoch": 1, "global_step": 3}
+    torch.save(contents, path)
+    with pytest.raises(CheckpointError, match=r"Lightning 1.4.0 does not say how far .*upgrade_checkpoint"):
+        fit(room, "Plain", source=path)
+    torch.save({**contents, "hyper_parameters": argparse.Namespace(lr=1)}, path)
+    with pytest.raises(CheckpointError, match=r"argparse.Namespace.*add_safe_globals"):
+        fit(room, "Plain", source=path)
+
+
+def test_a_schedule_that_cannot_be_stepped_is_refused_with_the_way_out(tmp_path):
+    task = ROOM["Stepped"]()
+    described = [{"class": "MySchedule", "interval": "epoch", "frequency": 1}]
+    state = {"epoch": 0, "epoch_rounds": 6, "epoch_ended": False}
+    contents = {
+        "state_dict": task.state_dict(),
+        "state": state,
+        "optimizer_states": [{}],
+        "lr_schedulers": [{}],
+        "fingerprint": {"samples": {"batches of an epoch": 6}, "schedulers": described},
+        "callbacks": {},
+    }
+    with pytest.raises(CheckpointError, match=r"before its MySchedule made the step.*save_on_train_epoch_end=True"):
+        as_lightning(contents)

@@ -1,0 +1,48 @@
+"""`legato convert`: writes a checkpoint as a file of Lightning's, or such a file as a checkpoint."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoints import commit, store
+from ..checkpoints.convert import as_lightning
+from ..checkpoints.foreign import read_contents
+from ..checkpoints.pickled import write_pickled
+from ..errors import CheckpointError, ConfigError
+
+SUFFIX = ".ckpt"
+
+
+def run_convert(arguments: Sequence[str]) -> None:
+    """Run `legato convert`."""
+    if len(arguments) != 2:
+        raise ConfigError(
+            "legato convert takes a checkpoint (or a run directory) and the Lightning file to write, x.ckpt; or a "
+            "Lightning file and the checkpoint directory to write."
+        )
+    source, target = map(Path, arguments)
+    contents = convert_checkpoint(source, target)
+    print(f"epoch {contents.get('epoch')}, step {contents.get('global_step')}  {target}")
+
+
+def convert_checkpoint(source: Path, target: Path) -> Mapping[str, Any]:
+    """Write the checkpoint at `source` as Lightning's file `target`, or the reverse; return the written contents.
+
+    `source`: a checkpoint, or a run directory or folder, of which the newest complete one is taken, written by any
+    number of processes; or a file. A checkpoint made from a file holds what the file holds, so that a run takes over
+    the same from both. Raises CheckpointError if there is no checkpoint, if a value cannot be stored, or if `target`
+    exists or has another suffix.
+    """
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    if source.is_file():
+        contents = read_contents(source)
+        commit.make_folder(target.absolute().parent)
+        store.write(target, contents)
+        return contents
+    if target.suffix != SUFFIX:
+        raise CheckpointError(f"{target}: the file is one of Lightning's, and its name must end in {SUFFIX}.")
+    contents = as_lightning(store.read_checkpoint(store.resolve(source)))
+    write_pickled(target, contents)
+    return contents
