@@ -100,6 +100,9 @@ class Callback:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state when a run is resumed."""
 
+    def set_task(self, task: "Task | None") -> None:
+        """Receive the task when a run is set up, None when it has ended. For base classes; others override `setup`."""
+
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Called first in a stage ("fit", "validate", "test", "predict"), before anything is moved to a device."""
 

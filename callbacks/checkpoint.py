@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..trainer.errors import CheckpointError, ConfigError
 from .monitor import Monitor
-from .retention import Retention, is_name
+from .retention import Retention, checkpoint_name, is_name
 
 if TYPE_CHECKING:
     from ..tasks.task import Task
@@ -37,9 +37,9 @@ class Checkpoint(Retention):
         save_on_train_epoch_end: save at the end of the training epoch (True) or after validation (False).
         save_weights_only: leave out everything that only a resume needs.
         asynchronous: write in the background; the previous checkpoint is deleted when the next save begins.
+        filename: a template for names, such as "epoch={epoch}-{val/acc:.3f}": fields are `step`, `epoch` and names in
+            `trainer.callback_metrics`. A checkpoint of the same name is replaced.
     """
-
-    late = 2
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -54,6 +54,7 @@ class Checkpoint(Retention):
         save_on_train_epoch_end: bool | None = None,
         save_weights_only: bool = False,
         asynchronous: bool = False,
+        filename: str | None = None,
     ) -> None:
         if save_top_k < -1:
             raise ConfigError(f"Checkpoint: save_top_k must be a count, 0 (none) or -1 (all), got {save_top_k}.")
@@ -71,10 +72,11 @@ class Checkpoint(Retention):
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.seconds_between = 60 * train_time_interval if train_time_interval else math.inf
         self.save_on_train_epoch_end, self.asynchronous = save_on_train_epoch_end, asynchronous
-        self.save_weights_only = save_weights_only
+        self.save_weights_only, self.filename = save_weights_only, filename
         self._metric = None if monitor is None else Monitor(monitor, mode, "Checkpoint")
         self.scores: dict[str, float | None] = {}
         self._newest_step, self._seen_step, self._saved_at = -1, -1, 0.0
+        self._newest_name = ""
         self._begun_step = -1
         """Step of the newest save that was begun."""
         self._due_step = -1
@@ -150,6 +152,8 @@ class Checkpoint(Retention):
             if trainer.global_step == 0:
                 self._refuse_foreign(trainer)
         self.scores = trainer.broadcast(self._present(trainer))
+        newest = next(reversed(self.scores), "") if self._newest_step == trainer.global_step else ""
+        self._newest_name = newest if self.filename is not None else self._name(trainer)
         # without a new step there is nothing to save
         self._newest_step = trainer.global_step
         self._seen_step, self._begun_step = trainer.global_step, -1
@@ -225,7 +229,7 @@ class Checkpoint(Retention):
         if self._given_dirpath is not None:
             trainer.saver.hold_for_all(self.dirpath, patient=True)
         present = self._present(trainer)
-        interrupted = self._begun_step == trainer.global_step and f"step-{trainer.global_step:08d}" not in present
+        interrupted = self._begun_step == trainer.global_step and self._newest_name not in present
         newest = min(self._newest_step, trainer.global_step - 1) if interrupted else self._newest_step
         found = trainer.broadcast((present, newest, self._saved_at, interrupted))
         self.scores, self._newest_step, self._saved_at, interrupted = found
@@ -251,12 +255,12 @@ class Checkpoint(Retention):
         if trainer.fast_dev_run or self.dirpath is None:
             return
         step, score = trainer.global_step, self._score(trainer, between=always and trainer.state.epoch_steps > 0)
-        name = f"step-{step:08d}"
         if step <= self._newest_step:
-            if score is not None and name in self.scores:
-                self.scores[name] = score
+            if score is not None and self._newest_name in self.scores:
+                self.scores[self._newest_name] = score
                 self._prune(trainer)
             return
+        name = self._name(trainer, plain=always)
         if not always and not self.keeps(name, score):
             return
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
@@ -265,17 +269,25 @@ class Checkpoint(Retention):
         if self.asynchronous:
             self._prune(trainer)  # at most one save is in flight, so the previous one is complete by now
         # before the save: the saved state must list the checkpoint that it is part of
-        before, self._newest_step, self.scores[name], self._begun_step = self._newest_step, step, score, step
+        before = self._newest_step, self._newest_name, dict(self.scores)
+        self.scores.pop(name, None)  # the newest is the last
+        self._newest_step, self._newest_name, self.scores[name], self._begun_step = step, name, score, step
         try:
             trainer.save_checkpoint(
                 self.path(name), weights_only=self.save_weights_only, asynchronous=self.asynchronous
             )
         except BaseException:
-            del self.scores[name]
-            self._newest_step = before
+            self._newest_step, self._newest_name, self.scores = before
             raise
         if not self.asynchronous and not always:
             self._prune(trainer)
+
+    def _name(self, trainer: "Trainer", plain: bool = False) -> str:
+        """Return the name of a checkpoint of this moment; `plain`: one that `resume="auto"` knows in any case."""
+        if plain or self.filename is None:
+            return f"step-{trainer.global_step:08d}"
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _refuse_foreign(self, trainer: "Trainer") -> None:
         from ..trainer.checkpoints.store import checkpoints_in

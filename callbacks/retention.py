@@ -1,29 +1,55 @@
 """Retention: which checkpoints to keep and which to delete."""
 
-import re
-from collections.abc import Iterable
+import string
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .callback import Callback
+from ..trainer.errors import ConfigError, did_you_mean
+from .checkpoint_callback import CheckpointCallback
 
 if TYPE_CHECKING:
     import torch
 
 
-NAME = re.compile(r"step-[0-9]{8,}")
-
-
 def is_name(name: object) -> bool:
-    """Return whether this is the name of a checkpoint, so that as a path it cannot lead elsewhere."""
-    return isinstance(name, str) and NAME.fullmatch(name) is not None
+    """Return whether this may be the name of a checkpoint: as a path it leads to one folder's own entry."""
+    return isinstance(name, str) and name.isprintable() and name[:1] not in ("", ".") and "/" not in name
 
 
-class Retention(Callback):
+def checkpoint_name(template: str, values: Mapping[str, Any]) -> str:
+    """Return a template with values in place of its fields, which are names of metrics, `epoch` or `step`.
+
+    Raises ConfigError for a field without a value, and for a result that is no plain name.
+    """
+    try:
+        found = Template().vformat(template, (), values)
+    except (KeyError, ValueError) as error:
+        name = str(error.args[0])
+        raise ConfigError(
+            f"Checkpoint: filename={template!r} cannot be filled in: {name}.{did_you_mean(name, values)} There are "
+            f"{', '.join(sorted(values))}."
+        ) from None
+    if not is_name(found):
+        raise ConfigError(
+            f"Checkpoint: filename={template!r} makes {found!r}, which is no plain name; it becomes a folder in "
+            f"dirpath, so it must have no '/' and not begin with a dot."
+        )
+    return found
+
+
+class Template(string.Formatter):
+    """Formats fields whose names may have any characters but braces, colons and exclamation marks."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """Return the value of a field; dots and brackets belong to its name."""
+        return kwargs[field_name], field_name
+
+
+class Retention(CheckpointCallback):
     """Base of Checkpoint: tracks the checkpoints that a run wrote, by name, with their monitored values.
 
     Keeps the `save_top_k` best (-1: all; without a `monitor` the newest are best) and, with `save_last`, the newest.
-    Names sort by age.
     """
 
     monitor: str | None
@@ -32,12 +58,12 @@ class Retention(Callback):
     save_last: bool
     dirpath: Path | None
     scores: dict[str, float | None]
-    """Monitored values by name; None if there was no valid value."""
+    """Monitored values by name, oldest checkpoint first; None if there was no valid value."""
 
     @property
     def last_model_path(self) -> str:
         """Path of the newest checkpoint, or ""."""
-        return self.path(max(self.scores, default=None))
+        return self.path(next(reversed(self.scores), None))
 
     @property
     def best_model_path(self) -> str:
@@ -68,29 +94,25 @@ class Retention(Callback):
 
     def keeps(self, name: str, score: float | None) -> bool:
         """Return whether a new checkpoint would be kept."""
-        self.scores[name] = score
-        kept = name in self._kept_of(self.scores)
-        del self.scores[name]
-        return kept
+        others = {other: value for other, value in self.scores.items() if other != name}
+        return name in self._kept_of({**others, name: score})
 
     def surplus(self) -> list[str]:
         """Return the names of checkpoints to delete."""
         kept = self._kept_of(self.scores)
         return [name for name in self.scores if name not in kept]
 
-    def _kept_of(self, names: Iterable[str]) -> set[str]:
-        names = list(names)
-        return {*self._best_of(names), *([max(names)] if self.save_last and names else [])}
+    def _kept_of(self, scores: Mapping[str, float | None]) -> set[str]:
+        return {*self._best_of(scores), *([list(scores)[-1]] if self.save_last and scores else [])}
 
-    def _best_of(self, names: Iterable[str]) -> list[str]:
+    def _best_of(self, scores: Mapping[str, float | None]) -> list[str]:
         """Return the best names, best first; ties go to the earlier one."""
-        names = list(names)
         if self.monitor is None:
-            ranked = sorted(names, reverse=True)
+            ranked = list(reversed(list(scores)))
         else:
             sign = 1 if self.mode == "min" else -1
-            scored = {name: score for name in names if (score := self.scores[name]) is not None}
-            ranked = sorted(scored, key=lambda name: (sign * scored[name], name))
+            scored = {name: sign * score for name, score in scores.items() if score is not None}
+            ranked = sorted(scored, key=lambda name: scored[name])
         if self.save_top_k == -1:
-            return ranked + [name for name in names if name not in ranked]
+            return ranked + [name for name in scores if name not in ranked]
         return ranked[: self.save_top_k]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint import Checkpoint
+from ..callbacks.checkpoint_callback import CheckpointCallback
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
@@ -128,6 +129,8 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
     for callback in trainer.callbacks:
         check_names(callback, Callback, CALLBACK_HOOKS)
+        callback.set_task(call.task)
+        call.undo.callback(callback.set_task, None)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
     return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
 
@@ -296,8 +299,8 @@ def is_elsewhere(directory: Path | None, source: Path) -> bool:
 def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
     """Return where else than in the run directory checkpoints are saved from which a run can go on."""
     task.trainer = trainer  # which configure_callbacks may ask
-    callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, Checkpoint)]
-    return [one.dirpath for one in callbacks if one.dirpath and one.is_elsewhere and not one.save_weights_only]
+    callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, CheckpointCallback)]
+    return [Path(one.dirpath) for one in callbacks if one.dirpath and one.is_elsewhere and not one.save_weights_only]
 
 
 def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Path:
@@ -753,13 +756,14 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         (trainer.enable_checkpointing, "Checkpoint", {}),
     ]
     for wish, name, options in wishes:
-        if wish and (name == "Timer" or not any(isinstance(callback, getattr(known, name)) for callback in found)):
+        kind = CheckpointCallback if name == "Checkpoint" else getattr(known, name)
+        if wish and (name == "Timer" or not any(isinstance(callback, kind) for callback in found)):
             try:
                 found.append(getattr(known, name)(**options))
             except ConfigError as error:
                 raise ConfigError(f"trainer.max_time: {error}") from error
     savers = [
-        callback for callback in found if not trainer.enable_checkpointing and isinstance(callback, known.Checkpoint)
+        callback for callback in found if not trainer.enable_checkpointing and isinstance(callback, CheckpointCallback)
     ]
     if savers and not trainer.fast_dev_run:
         raise ConfigError("enable_checkpointing=False, but callbacks has a Checkpoint; leave one of the two out.")

@@ -251,17 +251,17 @@ class TrainerView(TrainerArguments):
     # --- callbacks --------------------------------------------------------------------------------------------------
     @property
     def checkpoint_callback(self) -> Any:
-        """The first Checkpoint callback, or None."""
-        from ..callbacks.checkpoint import Checkpoint
+        """The first callback that saves checkpoints, or None."""
+        from ..callbacks.checkpoint_callback import CheckpointCallback
 
-        return self._first(Checkpoint)
+        return self._first(CheckpointCallback)
 
     @property
     def checkpoint_callbacks(self) -> list[Any]:
-        """Every Checkpoint callback."""
-        from ..callbacks.checkpoint import Checkpoint
+        """Every callback that saves checkpoints."""
+        from ..callbacks.checkpoint_callback import CheckpointCallback
 
-        return [callback for callback in self.callbacks if isinstance(callback, Checkpoint)]
+        return [callback for callback in self.callbacks if isinstance(callback, CheckpointCallback)]
 
     @property
     def early_stopping_callback(self) -> Any:

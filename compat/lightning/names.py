@@ -189,7 +189,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "Callback": Entry("adapter", ".callbacks.callback", ""),
     },
     "pytorch.callbacks.checkpoint": {
-        "Checkpoint": Entry("placeholder", "", "Legato does without it."),
+        "Checkpoint": Entry("adapter", ".callbacks.model_checkpoint", ""),
     },
     "pytorch.callbacks.device_stats_monitor": {
         "DeviceStatsMonitor": Entry("placeholder", "", "Legato does without it."),
@@ -216,7 +216,12 @@ NAMES: dict[str, dict[str, Entry]] = {
         "LearningRateMonitor": Entry("same", "legato.callbacks", ""),
     },
     "pytorch.callbacks.model_checkpoint": {
-        "ModelCheckpoint": Entry("adapter", ".callbacks.model_checkpoint", ""),
+        "ModelCheckpoint": Entry(
+            "better",
+            ".callbacks.model_checkpoint",
+            "A checkpoint is a directory without pickle, under the same name; only what the run itself wrote is ever "
+            "removed, and after an exception the last finished step is saved, from which a run can go on.",
+        ),
     },
     "pytorch.callbacks.model_summary": {
         "ModelSummary": Entry("same", "legato.callbacks", ""),

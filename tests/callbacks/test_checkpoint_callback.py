@@ -7,13 +7,16 @@ import threading
 from datetime import timedelta
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import STEPS, Scripted, fit, loader, make_trainer
 
 import legato as lg
 from legato.callbacks import Checkpoint
+from legato.callbacks.checkpoint_callback import CheckpointCallback
 from legato.callbacks.retention import Retention
+from legato.trainer.checkpoints import store
 from legato.trainer.errors import CheckpointError, ConfigError
 
 
@@ -417,3 +420,104 @@ def test_a_step_that_has_no_batch_for_one_rank_is_saved_by_all(tmp_path):
     assert kept(trainer) == [1, 2, 3, 4, 5, 6]
     assert step_of(callback.last_model_path) == 6
     assert (trainer.run_dir / "checkpoints" / "step-00000006").samefile(callback.best_model_path)
+
+
+def names_in(folder):
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def test_names_of_ones_own(tmp_path):
+    callback = Checkpoint("val/score", save_top_k=2, filename="{epoch:02d} at {val/score:.2f}")
+    values = [0.5, 0.25, 0.75, 0.8]
+    trainer = fit(tmp_path, callback, values=values, max_epochs=3)
+    folder = trainer.run_dir / "checkpoints"
+    assert names_in(folder) == ["00 at 0.50", "01 at 0.25", "02 at 0.75"]
+    assert callback.best_model_path == str(folder / "01 at 0.25")
+    assert callback.last_model_path == str(folder / "02 at 0.75")
+    again = Checkpoint("val/score", save_top_k=2, filename="{epoch:02d} at {val/score:.2f}")
+    trainer = fit(tmp_path, again, values=values, resume="auto")
+    assert (trainer.run_dir, trainer.global_step) == (folder.parent, 16)
+    assert names_in(folder) == ["00 at 0.50", "01 at 0.25", "03 at 0.80"]
+    assert again.best_model_path == str(folder / "01 at 0.25")
+
+
+def test_one_name_is_always_the_newest(tmp_path):
+    callback = Checkpoint(filename="newest")
+    trainer = fit(tmp_path, callback)
+    folder = trainer.run_dir / "checkpoints"
+    assert names_in(folder) == ["newest"]
+    task = Scripted.load_from_checkpoint(callback.last_model_path)
+    assert torch.equal(task.net.weight, trainer.task.net.weight)
+
+
+@pytest.mark.parametrize(
+    ("filename", "message"),
+    [("{val/scor}", "Did you mean 'val/score'"), ("{epoch}/{step}", "no plain name"), (".{epoch}", "no plain name")],
+)
+def test_a_name_that_cannot_be_made_is_refused(tmp_path, filename, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(tmp_path, Checkpoint(filename=filename), values=[0.5])
+
+
+class Own(CheckpointCallback):
+    """Saves under its own name, and tells where."""
+
+    best_model_path = ""
+
+    def on_train_epoch_end(self, trainer, task):
+        self.best_model_path = str(trainer.run_dir / "own" / f"epoch{trainer.current_epoch}")
+        trainer.save_checkpoint(self.best_model_path)
+
+
+def test_a_callback_of_ones_own_that_saves(tmp_path):
+    callback = Own()
+    trainer = make_trainer(tmp_path, callback, max_epochs=2)
+    trainer.fit(Scripted([0.5, 0.25, 0.125]), loader(), loader(1))
+    assert trainer.checkpoint_callbacks == [callback]
+    assert trainer.validate(dataloaders=loader(1), ckpt_path="best", verbose=False) is not None
+    assert not (trainer.run_dir / "checkpoints").exists()
+    assert store.newest_complete(trainer.run_dir / "own").name == "epoch1"
+
+
+class Failing(Scripted):
+    """Fails within a step, or within a validation."""
+
+    def __init__(self, values, where):
+        super().__init__(values)
+        self.where = where
+
+    def training_step(self, batch):
+        if self.where == "step" and self.global_step == 6:
+            raise ZeroDivisionError
+        return super().training_step(batch)
+
+    def validation_step(self, batch):
+        if self.where == "validation" and self.global_step == 8:
+            raise ZeroDivisionError
+        super().validation_step(batch)
+
+
+class AfterErrors(lg.Callback):
+    """Saves when the run fails."""
+
+    def on_exception(self, trainer, task, exception):
+        self.saved = trainer.saver.save_after_error(trainer.default_root_dir / "failed")
+
+
+@pytest.mark.parametrize(("where", "step"), [("step", 6), ("validation", 8)])
+def test_a_run_that_failed_goes_on_from_its_last_finished_step(tmp_path, where, step):
+    saving = AfterErrors()
+    options = {"accumulate_grad_batches": 2, "max_epochs": 6} if where == "step" else {"max_epochs": 3}
+    values = [0.5, 0.25, 0.125, 1.0, 2.0, 3.0]
+    tasks = Scripted(values), Failing(values, where), Scripted(values)
+    for task in tasks[1:]:
+        task.load_state_dict(tasks[0].state_dict())
+    whole = fit(tmp_path / "whole", task=tasks[0], **options)
+    with pytest.raises(ZeroDivisionError):
+        fit(tmp_path, saving, task=tasks[1], **options)
+    assert saving.saved
+    trainer = make_trainer(tmp_path / "again", **options)
+    trainer.fit(tasks[2], loader(), loader(1), resume=tmp_path / "failed")
+    assert trainer.global_step == whole.global_step > step
+    assert torch.equal(tasks[2].net.weight, tasks[0].net.weight)
+    assert trainer.callback_metrics == whole.callback_metrics

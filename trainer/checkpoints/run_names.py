@@ -57,4 +57,4 @@ def is_run_directory(folder: Path, name: str) -> bool:
     """
     parts = Path(name).parts
     named = bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
-    return named or any((folder / CHECKPOINTS).glob("step-*"))
+    return named or any((folder / CHECKPOINTS).glob("*/manifest.json"))

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError, ConfigError, LegatoError
 from ..optimization.nonfinite import require_finite
 from . import manifest, store
 from .background import Writer
@@ -135,6 +135,29 @@ class Saver:
             if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
                 self._write(path, found, asynchronous)
             trainer.strategy.collectives.barrier()
+
+    def save_after_error(self, path: Path, weights_only: bool = False) -> bool:
+        """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.
+
+        A step, or a validation, under way is dropped: a resume repeats it. With several processes nothing is written,
+        since the others may be gone or elsewhere.
+        """
+        trainer, run = self.trainer, self.trainer.current_run
+        if run.stage != "fit" or not run.is_complete or not trainer.global_step:
+            return False
+        if trainer.world_size > 1:
+            log.warning("%s was not saved after the error: that takes all processes, and some may have failed.", path)
+            return False
+        run.preemption.leave_evaluation()
+        if run.metrics.step == trainer.global_step:
+            run.strategy.abandon_step()
+            run.metrics.rewind(trainer.global_step)
+        try:
+            self.save(path, weights_only, asynchronous=False)
+        except LegatoError as error:
+            log.warning("%s was not saved after the error. %s", path, error)
+            return False
+        return True
 
     def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
         ranks, owner = self.trainer.strategy.state_dicts.writers, Owner(self.run_id, self._owns(path.parent))

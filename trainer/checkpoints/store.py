@@ -197,14 +197,25 @@ def _steps(root: Path) -> list[Path]:
         name = path.name.removeprefix(".").removesuffix(f".{commit.REPLACED}")
         if path.name not in (name, commit.temporary_path(root / name, commit.REPLACED).name) or path.is_symlink():
             continue
-        if STEP_NAME.fullmatch(name) and path.is_dir():
+        if path.is_dir() and (STEP_NAME.fullmatch(name) or _looks_like_a_checkpoint(path)):
             found[name] = path
     return sorted(found.values(), key=checkpoint_step)
 
 
+def _looks_like_a_checkpoint(path: Path) -> bool:
+    return (path / manifest.MANIFEST).is_file() and (path / manifest.STATE_FILE).is_file()
+
+
 def checkpoint_step(path: Path) -> int:
-    """Return the step in a checkpoint's name, its temporary one too."""
-    return int(path.name.strip(".").split(".")[0].removeprefix("step-"))
+    """Return the step in a checkpoint's name, its temporary one too; under any other name its own, -1 if unreadable."""
+    name = path.name.strip(".").split(".")[0]
+    if STEP_NAME.fullmatch(name):
+        return int(name.removeprefix("step-"))
+    try:
+        found = manifest.parse_json((path / manifest.STATE_FILE).read_bytes(), manifest.STATE_FILE)["global_step"]
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return -1
+    return found if isinstance(found, int) else -1
 
 
 def resolve(path: Path, check: Check = verify) -> Path:
@@ -326,7 +337,7 @@ def newest_locked(
     """
     for directory in reversed(versions(root, name)):
         elsewhere = bool(folders) and bool(identity_of(directory))
-        if any((directory / CHECKPOINTS).glob("*step-*")) or belongs_to_training(directory) or elsewhere:
+        if any((directory / CHECKPOINTS).glob("*")) or belongs_to_training(directory) or elsewhere:
             saver.hold(directory, "fit")
             found = newest_in(directory, check, folders)
             if found is not None:
@@ -431,11 +442,8 @@ class StoredRun:
         ranking = copy.copy(callback)
         ranking.load_state_dict(state)
         ranking.dirpath = newest.parent
-        ranking.scores = {
-            name: score
-            for name, score in ranking.scores.items()
-            if STEP_NAME.fullmatch(name) and (newest.parent / name).is_dir()
-        }
+        present = {path.name for path in checkpoints_in(newest.parent)}
+        ranking.scores = {name: score for name, score in ranking.scores.items() if name in present}
         passed_over = False
         while ranking.best_model_path:
             best = Path(ranking.best_model_path)

@@ -1,7 +1,499 @@
-"""ModelCheckpoint, with Lightning's arguments and file names."""
+"""ModelCheckpoint, with Lightning's arguments, file names and rules of what to keep."""
 
-from ....callbacks.checkpoint import Checkpoint
+import logging
+import os
+import re
+import time
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from ....callbacks.checkpoint_callback import CheckpointCallback
+from ....trainer.errors import ConfigError
+from ..placeholders import UnsupportedError
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+    from ....trainer.trainer import Trainer
+
+log = logging.getLogger("legato")
+
+
+class Checkpoint(CheckpointCallback, Callback):
+    """Base class of callbacks that save checkpoints."""
 
 
 class ModelCheckpoint(Checkpoint):
-    """A Checkpoint under Lightning's name."""
+    """Saves checkpoints under names that are made of metrics, and keeps the `save_top_k` best by `monitor`.
+
+    A checkpoint is a directory in Legato's format, under the very name that a program for Lightning expects
+    (`epoch=3-val_loss=0.12.ckpt`); whatever reads checkpoints opens it. Only what this run wrote is ever removed.
+    Subclasses may override the methods with one leading underscore, which have Lightning's names.
+
+    Args:
+        dirpath: the folder; None: `checkpoints` beside what the first logger writes.
+        filename: a template such as "{epoch}-{val_loss:.2f}".
+        save_last: also keep the newest as `last.ckpt`; "link": as a symbolic link.
+        save_on_exception: save when the run ends by an exception.
+        auto_insert_metric_name: write `epoch=3` for `{epoch}`, and not `3`.
+        enable_version_counter: write `name-v1.ckpt` where `name.ckpt` exists, instead of replacing it.
+    """
+
+    CHECKPOINT_JOIN_CHAR: ClassVar[str] = "-"
+    CHECKPOINT_EQUALS_CHAR: ClassVar[str] = "="
+    CHECKPOINT_NAME_LAST: str = "last"
+    FILE_EXTENSION: str = ".ckpt"
+    STARTING_VERSION: int = 1
+    best_model_path: str = ""
+    last_model_path: str = ""
+
+    def __init__(  # noqa: PLR0913 (Lightning's arguments)
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        super().__init__()
+        if dirpath is not None and "://" in str(dirpath):
+            raise UnsupportedError(
+                f"ModelCheckpoint(dirpath={str(dirpath)!r}): checkpoints are written to a file system. Mount that "
+                f"place, or copy them there in on_train_end."
+            )
+        self.monitor, self.mode, self.verbose = monitor, mode, verbose
+        self.dirpath = os.path.realpath(os.path.expanduser(dirpath)) if dirpath else None
+        self.filename, self.auto_insert_metric_name = filename, auto_insert_metric_name
+        self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
+        self.save_weights_only = save_weights_only
+        if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
+            every_n_epochs = 1
+        self._every_n_train_steps, self._every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
+        self._train_time_interval, self._save_on_train_epoch_end = train_time_interval, save_on_train_epoch_end
+        self._enable_version_counter = enable_version_counter
+        self._dirpath_is_given = bool(dirpath)
+        self._check_arguments()
+        self.current_score: Tensor | None = None
+        self.best_k_models: dict[str, Tensor] = {}
+        self.kth_best_model_path = ""
+        self.kth_value = torch.tensor(float("inf") if mode == "min" else -float("inf"))
+        self.best_model_score: Tensor | None = None
+        self._last_global_step_saved = 0
+        self._last_checkpoint_saved = ""
+        self._last_time_checked: float | None = None
+        self._defer_save_until_validation = False
+        self._has_validated = False
+
+    def _check_arguments(self) -> None:
+        if self.mode not in ("min", "max"):
+            raise ConfigError(f"ModelCheckpoint: mode must be 'min' or 'max', got {self.mode!r}.")
+        if self.save_top_k < -1:
+            raise ConfigError(f"ModelCheckpoint: save_top_k must be -1 or more, got {self.save_top_k}.")
+        for name, count in (
+            ("every_n_train_steps", self._every_n_train_steps),
+            ("every_n_epochs", self._every_n_epochs),
+        ):
+            if count < 0:
+                raise ConfigError(f"ModelCheckpoint: {name} must be 0 (never) or more, got {count}.")
+        triggers = (self._every_n_train_steps >= 1, self._every_n_epochs >= 1, self._train_time_interval is not None)
+        if sum(triggers) > 1:
+            raise ConfigError(
+                "ModelCheckpoint: every_n_train_steps, every_n_epochs and train_time_interval are mutually exclusive. "
+                "Give one of them, or use several callbacks."
+            )
+        if self.monitor is None and self.save_top_k not in (-1, 0, 1):
+            raise ConfigError(
+                f"ModelCheckpoint: save_top_k={self.save_top_k} needs a monitor to rank checkpoints by; without one it "
+                f"is -1 (all), 0 (none) or 1 (the newest)."
+            )
+
+    @property
+    def every_n_epochs(self) -> int:
+        """Save every n epochs; 0: not by epochs."""
+        return self._every_n_epochs
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether `dirpath` was given."""
+        return self._dirpath_is_given
+
+    # --- state ------------------------------------------------------------------------------------------------------
+    @property
+    def state_key(self) -> str:
+        """One key for each monitor, mode and interval."""
+        return self._generate_state_key(
+            monitor=self.monitor,
+            mode=self.mode,
+            every_n_train_steps=self._every_n_train_steps,
+            every_n_epochs=self._every_n_epochs,
+            train_time_interval=self._train_time_interval,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return paths and values of the checkpoints."""
+        return {
+            "monitor": self.monitor,
+            "best_model_score": self.best_model_score,
+            "best_model_path": self.best_model_path,
+            "current_score": self.current_score,
+            "dirpath": self.dirpath,
+            "best_k_models": dict(self.best_k_models),
+            "kth_best_model_path": self.kth_best_model_path,
+            "kth_value": self.kth_value,
+            "last_model_path": self.last_model_path,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore paths and values; where the folder is another one now, only the path of the best."""
+        saved = state_dict.get("dirpath", self.dirpath)
+        if self.dirpath is None:  # the run was in other processes, and this one did not look for the folder
+            self.dirpath = saved
+        if self.dirpath == saved:
+            self.best_model_score = state_dict["best_model_score"]
+            self.kth_best_model_path = state_dict.get("kth_best_model_path", self.kth_best_model_path)
+            self.kth_value = state_dict.get("kth_value", self.kth_value)
+            self.best_k_models = dict(state_dict.get("best_k_models", self.best_k_models))
+            self.last_model_path = state_dict.get("last_model_path", self.last_model_path)
+            self.current_score = state_dict.get("current_score", self.current_score)
+        else:
+            warnings.warn(
+                f"The dirpath has changed from {saved!r} to {self.dirpath!r}, therefore `best_model_score`, "
+                f"`kth_best_model_path`, `kth_value`, `last_model_path` and `best_k_models` won't be reloaded. Only "
+                f"`best_model_path` will be reloaded.",
+                stacklevel=2,
+            )
+        self.best_model_path = state_dict["best_model_path"]
+
+    # --- when to save -----------------------------------------------------------------------------------------------
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Find the folder, and warn if it is not empty."""
+        self.find_folder(trainer)
+        self._has_validated = False
+        if stage == "fit" and trainer.is_global_zero and self.save_top_k != 0:
+            folder = Path(self.dirpath or "")
+            if folder.is_dir() and any(entry.name[0] != "." for entry in folder.iterdir()):
+                warnings.warn(f"Checkpoint directory {folder} exists and is not empty.", stacklevel=2)
+
+    def find_folder(self, trainer: "Trainer") -> None:
+        """Set `dirpath`, unless it was given or found before, as rank 0 finds it."""
+        if self.dirpath is None and trainer.running:
+            self.dirpath = trainer.broadcast(self._default_folder(trainer))
+
+    def _default_folder(self, trainer: "Trainer") -> str:
+        logger = trainer.loggers[0] if trainer.loggers else None
+        version = getattr(logger, "version", None)
+        if logger is not None and version is not None and getattr(logger, "name", None) is not None:
+            version = version if isinstance(version, str) else f"version_{version}"
+            save_dir = getattr(logger, "save_dir", None) or trainer.default_root_dir
+            return os.path.join(save_dir, str(logger.name), version, "checkpoints")
+        folder = trainer.run_dir if logger is not None and trainer.run_dir is not None else trainer.default_root_dir
+        return os.path.join(folder, "checkpoints")
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start the clock."""
+        self._last_time_checked = time.monotonic()
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save every n steps, or after the time interval."""
+        by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
+        if self._in_a_step(trainer) or not (by_steps | self._time_has_come(trainer)):
+            return
+        if trainer.global_step == self._last_global_step_saved:
+            return
+        if self.monitor is not None:
+            trainer.current_run.show_step()
+        candidates = self._monitor_candidates(trainer)
+        if self.monitor is not None and (self.monitor not in candidates or self._validates_next(trainer)):
+            self._defer_save_until_validation = True
+        elif not self._should_skip_saving_checkpoint(trainer):
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+
+    def _in_a_step(self, trainer: "Trainer") -> bool:
+        """Return whether batches of an unfinished step are accumulated, from which no run could go on."""
+        return trainer.training and trainer.metrics.step == trainer.global_step
+
+    def _time_has_come(self, trainer: "Trainer") -> bool:
+        if self._train_time_interval is None:
+            return False
+        # the ranks agree on the time at logging points only, which costs no message of its own
+        now = time.monotonic() if trainer.world_size == 1 else trainer.elapsed
+        then = self._last_time_checked if trainer.world_size == 1 else self.__dict__.setdefault("_agreed_time", now)
+        if then is None or now - then < self._train_time_interval.total_seconds():
+            return False
+        self._last_time_checked = self.__dict__["_agreed_time"] = now
+        return True
+
+    def _validates_next(self, trainer: "Trainer") -> bool:
+        """Return whether a validation follows that will measure the monitored value anew."""
+        if (
+            self._should_save_on_train_epoch_end(trainer)
+            or not trainer.is_last_batch
+            or not sum(trainer.num_val_batches)
+        ):
+            return False
+        every = trainer.check_val_every_n_epoch
+        return every is None or (trainer.current_epoch + 1) % every == 0
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Save at the end of a training epoch."""
+        if not self._should_skip_saving_checkpoint(trainer) and self._should_save_on_train_epoch_end(trainer):
+            self._save_at_epoch_end(trainer)
+
+    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Save after a validation."""
+        self._has_validated |= not trainer.sanity_checking
+        if self._should_skip_saving_checkpoint(trainer) or self._should_save_on_train_epoch_end(trainer):
+            return
+        if self._defer_save_until_validation:
+            self._defer_save_until_validation = False
+            candidates = self._monitor_candidates(trainer)
+            self._save_topk_checkpoint(trainer, candidates)
+            self._save_last_checkpoint(trainer, candidates)
+        else:
+            self._save_at_epoch_end(trainer)
+
+    def _save_at_epoch_end(self, trainer: "Trainer") -> None:
+        candidates = self._monitor_candidates(trainer)
+        if self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0:
+            self._save_topk_checkpoint(trainer, candidates)
+        saved_now = self._last_global_step_saved == trainer.global_step
+        if saved_now or (self.save_last == "link" and self._last_checkpoint_saved):
+            self._save_last_checkpoint(trainer, candidates)
+
+    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Save `last.ckpt` if nothing was saved before."""
+        if self.save_last and not self._last_checkpoint_saved and not trainer.fast_dev_run:
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+
+    def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
+        """Save when the run ends by an exception, with `save_on_exception`."""
+        idle = trainer.fast_dev_run or trainer.sanity_checking or trainer.stage != "fit"
+        if not self.save_on_exception or idle or self._last_global_step_saved == trainer.global_step:
+            return
+        path = self.format_checkpoint_name(self._monitor_candidates(trainer))
+        if trainer.saver.save_after_error(Path(path), self.save_weights_only):
+            self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, path
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            log.info("%s: %s. The checkpoint %s was saved.", type(exception).__name__, exception, path)
+
+    def save(self, trainer: "Trainer", always: bool = False) -> None:
+        """Save before the trainer ends a run that cannot go on."""
+        self.find_folder(trainer)
+        if not trainer.fast_dev_run and self._last_global_step_saved != trainer.global_step:
+            self._save_checkpoint(trainer, self.format_checkpoint_name(self._monitor_candidates(trainer)))
+
+    def _should_skip_saving_checkpoint(self, trainer: "Trainer") -> bool:
+        idle = bool(trainer.fast_dev_run) or trainer.stage != "fit" or trainer.sanity_checking
+        return idle or self._last_global_step_saved == trainer.global_step
+
+    def _should_save_on_train_epoch_end(self, trainer: "Trainer") -> bool:
+        if self._save_on_train_epoch_end is not None:
+            return self._save_on_train_epoch_end
+        if trainer.check_val_every_n_epoch != 1:
+            return False
+        return sum(trainer.num_val_batches) == 0 or trainer.val_check_interval == 1.0
+
+    # --- what to save and to keep -----------------------------------------------------------------------------------
+    def _monitor_candidates(self, trainer: "Trainer") -> dict[str, Tensor]:
+        """Return the values that names are made of: the metrics, the epoch and the step."""
+        found = {name: deepcopy(value) for name, value in trainer.callback_metrics.items()}
+        for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
+            logged = found.get(name)
+            found[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(count)
+        return found
+
+    def _save_topk_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
+        if self.save_top_k == 0:
+            return
+        if self.monitor is None:
+            self._save_none_monitor_checkpoint(trainer, monitor_candidates)
+            return
+        if self.monitor not in monitor_candidates:
+            problem = (
+                f"`ModelCheckpoint(monitor={self.monitor!r})` could not find the monitored key in the returned metrics:"
+                f" {list(monitor_candidates)}. HINT: Did you call `log({self.monitor!r}, value)` in the "
+                f"`LightningModule`?"
+            )
+            if self._has_validated:
+                raise ConfigError(problem)
+            warnings.warn(problem, stacklevel=2)
+        self._save_monitor_checkpoint(trainer, monitor_candidates)
+
+    def _save_monitor_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
+        current = monitor_candidates.get(self.monitor or "")
+        if current is not None and self.check_monitor_top_k(trainer, current):
+            self._update_best_and_save(current, trainer, monitor_candidates)
+        elif self.verbose and trainer.is_global_zero:
+            epoch, step = int(monitor_candidates["epoch"]), int(monitor_candidates["step"])
+            log.info("Epoch %d, global step %d: %r was not in top %s", epoch, step, self.monitor, self.save_top_k)
+
+    def _save_none_monitor_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, self.best_model_path)
+        previous, self.best_model_path = self.best_model_path, path  # before the save, whose state holds it
+        self._save_checkpoint(trainer, path)
+        if self.save_top_k == 1 and previous and self._should_remove_checkpoint(trainer, previous, path):
+            self._remove_checkpoint(trainer, previous)
+
+    def check_monitor_top_k(self, trainer: "Trainer", current: Tensor | None = None) -> bool:
+        """Return whether a value is among the best."""
+        if current is None:
+            return False
+        if self.save_top_k == -1 or len(self.best_k_models) < self.save_top_k:
+            return True
+        worst = self.best_k_models[self.kth_best_model_path]
+        return bool(current < worst if self.mode == "min" else current > worst)
+
+    def _update_best_and_save(self, current: Tensor, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
+        """Save a checkpoint that is among the best, and remove the one that is no more."""
+        count = len(self.best_k_models) + 1 if self.save_top_k == -1 else self.save_top_k
+        surplus = None
+        if len(self.best_k_models) == count and count > 0:
+            surplus = self.kth_best_model_path
+            self.best_k_models.pop(surplus)
+        if torch.isnan(current):
+            current = torch.tensor(float("inf" if self.mode == "min" else "-inf"), device=current.device)
+        path = self._get_metric_interpolated_filepath_name(monitor_candidates, trainer, surplus)
+        self.current_score = self.best_k_models[path] = current
+        best, worst = (min, max) if self.mode == "min" else (max, min)
+        if len(self.best_k_models) == count:
+            self.kth_best_model_path = worst(self.best_k_models, key=lambda one: float(self.best_k_models[one]))
+            self.kth_value = self.best_k_models[self.kth_best_model_path]
+        self.best_model_path = best(self.best_k_models, key=lambda one: float(self.best_k_models[one]))
+        self.best_model_score = self.best_k_models[self.best_model_path]
+        if self.verbose and trainer.is_global_zero:
+            log.info(
+                "Epoch %d, global step %d: %r reached %.5f (best %.5f), saving model to %r as top %d",
+                int(monitor_candidates["epoch"]), int(monitor_candidates["step"]), self.monitor, float(current),
+                float(self.best_model_score), path, count,
+            )  # fmt: skip
+        self._save_checkpoint(trainer, path)
+        if surplus and self._should_remove_checkpoint(trainer, surplus, path):
+            self._remove_checkpoint(trainer, surplus)
+
+    def _save_last_checkpoint(self, trainer: "Trainer", monitor_candidates: dict[str, Tensor]) -> None:
+        if not self.save_last:
+            return
+        path = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST)
+        version = self.STARTING_VERSION
+        while self._enable_version_counter and path != self.last_model_path and self.file_exists(path, trainer):
+            path = self.format_checkpoint_name(monitor_candidates, self.CHECKPOINT_NAME_LAST, ver=version)
+            version += 1
+        previous, self.last_model_path = self.last_model_path, path
+        if self.save_last == "link" and self._last_checkpoint_saved and self.save_top_k != 0:
+            self._link_checkpoint(trainer, self._last_checkpoint_saved, path)
+        else:
+            self._save_checkpoint(trainer, path)
+        if previous and self._should_remove_checkpoint(trainer, previous, path):
+            self._remove_checkpoint(trainer, previous)
+
+    def _save_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
+        """Write a checkpoint and tell the loggers. Every rank calls it."""
+        trainer.save_checkpoint(filepath, self.save_weights_only)
+        self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
+        for logger in trainer.loggers if trainer.is_global_zero else ():
+            tell = getattr(logger, "after_save_checkpoint", None)
+            if tell is not None:
+                tell(self)
+
+    @staticmethod
+    def _link_checkpoint(trainer: "Trainer", filepath: str, linkpath: str) -> None:
+        """Let a symbolic link lead to a checkpoint, in place of a link or a checkpoint of this run."""
+        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            if os.path.islink(linkpath):
+                os.remove(linkpath)
+            elif os.path.lexists(linkpath):
+                trainer.remove_checkpoint(linkpath)
+            os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), linkpath)
+        trainer.strategy.collectives.barrier()
+
+    def _should_remove_checkpoint(self, trainer: "Trainer", previous: str, current: str) -> bool:
+        """Return whether a checkpoint may go: not the one just written, nor the one that the run resumed from."""
+        source = trainer.current_run.source
+        if previous == current or (source is not None and Path(previous).absolute() == source.absolute()):
+            return False
+        return Path(str(self.dirpath)).absolute() in Path(previous).absolute().parents
+
+    def _remove_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
+        """Remove a checkpoint of this run, or a link to one."""
+        if not os.path.islink(filepath):
+            trainer.saver.discard(Path(filepath))
+        elif trainer.is_global_zero:
+            os.remove(filepath)
+
+    # --- names ------------------------------------------------------------------------------------------------------
+    def format_checkpoint_name(
+        self,
+        metrics: dict[str, Tensor],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """Return the path of a checkpoint with these metrics; a metric that is not there counts as 0."""
+        name = self._format_checkpoint_name(filename or self.filename, metrics, prefix, self.auto_insert_metric_name)
+        if ver is not None:
+            name = self.CHECKPOINT_JOIN_CHAR.join((name, f"v{ver}"))
+        name += self.FILE_EXTENSION
+        return os.path.join(self.dirpath, name) if self.dirpath else name
+
+    def _format_checkpoint_name(
+        self,
+        filename: str | None,
+        metrics: dict[str, Tensor],
+        prefix: str | None = None,
+        auto_insert_metric_name: bool = True,
+    ) -> str:
+        def shown(field: re.Match[str]) -> str:
+            name, spec = field[1], field[2] or ""
+            text = format(metrics.setdefault(name, torch.tensor(0)), spec)
+            return f"{name}{self.CHECKPOINT_EQUALS_CHAR}{text}" if auto_insert_metric_name else text
+
+        template = filename or f"{{epoch}}{self.CHECKPOINT_JOIN_CHAR}{{step}}"
+        found = re.sub(r"\{([^{}:]*)(?::([^{}]*))?\}", shown, template)
+        return found if prefix is None else self.CHECKPOINT_JOIN_CHAR.join((prefix, found))
+
+    def _get_metric_interpolated_filepath_name(
+        self, monitor_candidates: dict[str, Tensor], trainer: "Trainer", del_filepath: str | None = None
+    ) -> str:
+        """Return a path that is free, or that of the checkpoint to be removed."""
+        path, version = self.format_checkpoint_name(monitor_candidates), self.STARTING_VERSION
+        while self._enable_version_counter and path != del_filepath and self.file_exists(path, trainer):
+            path = self.format_checkpoint_name(monitor_candidates, ver=version)
+            version += 1
+        return path
+
+    def file_exists(self, filepath: str | Path, trainer: "Trainer") -> bool:
+        """Return whether there is something at a path, as rank 0 sees it. Every rank calls it."""
+        return bool(trainer.broadcast(os.path.lexists(filepath) if trainer.is_global_zero else None))
+
+    def _find_last_checkpoints(self, trainer: "Trainer") -> set[str]:
+        """Return the paths of all `last` checkpoints in the folder."""
+        folder = Path(self.dirpath or self._default_folder(trainer))
+        pattern = re.compile(rf"{re.escape(self.CHECKPOINT_NAME_LAST)}(-(\d+))?")
+        found = folder.iterdir() if folder.is_dir() else ()
+        return {str(one) for one in found if one.suffix == self.FILE_EXTENSION and pattern.match(one.stem)}
+
+    def to_yaml(self, filepath: str | Path | None = None) -> None:
+        """Write the paths of the best checkpoints and their values to a file, `best_k_models.yaml` by default."""
+        import yaml
+
+        best = {path: float(value) for path, value in self.best_k_models.items()}
+        path = Path(filepath) if filepath is not None else Path(str(self.dirpath)) / "best_k_models.yaml"
+        path.write_text(yaml.dump(best), encoding="utf-8")

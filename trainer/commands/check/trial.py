@@ -12,6 +12,7 @@ import torch
 
 from ....callbacks.callback import Callback
 from ....callbacks.checkpoint import Checkpoint
+from ....callbacks.checkpoint_callback import CheckpointCallback
 from ....callbacks.early_stopping import EarlyStopping
 from ....callbacks.model_summary import ModelSummary
 from ....callbacks.progress_bar import ProgressBar
@@ -24,7 +25,7 @@ from ...trainer import Trainer
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-SKIPPED = (Checkpoint, EarlyStopping, ProgressBar, ModelSummary)
+SKIPPED = (CheckpointCallback, EarlyStopping, ProgressBar, ModelSummary)
 """Callbacks to leave out of a trial: they would end it early, write elsewhere, or print."""
 
 

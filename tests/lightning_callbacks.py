@@ -1,0 +1,261 @@
+"""Runs that a program for Lightning makes, with what it sees of them: `python lightning_callbacks.py PACKAGE FOLDER`.
+
+Under either package each returns the same JSON value.
+"""
+
+import importlib
+import json
+import logging
+import os
+import sys
+import warnings
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+SCENARIOS = {}
+
+
+def scenario(function):
+    """Register a scenario: a function of the package and a folder that is its own."""
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def make_module(L, values=(), train_values=(), lr=0.1, momentum=0.0, **extra):
+    """Return a module that logs given values: `val_loss` per validation, `train_loss` per step and epoch."""
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(7)
+            self.backbone = torch.nn.Linear(4, 3)
+            self.head = torch.nn.Linear(3, 1)
+            self.validations = 0
+
+        def training_step(self, batch, batch_idx):
+            loss = self.head(self.backbone(batch[0])).square().mean()
+            if train_values:
+                self.log("train_loss", train_values[self.global_step % len(train_values)], on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            if values:
+                self.log("val_loss", values[self.validations % len(values)])
+                self.log("val/acc", 1.0 - values[self.validations % len(values)])
+
+        def on_validation_epoch_end(self):
+            self.validations += not self.trainer.sanity_checking
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=lr, momentum=momentum)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)]
+
+    for name, value in extra.items():
+        setattr(Module, name, value)
+    return Module()
+
+
+def loader(batches=4, size=2):
+    generator = torch.Generator().manual_seed(1)
+    return DataLoader(TensorDataset(torch.randn(batches * size, 4, generator=generator)), batch_size=size)
+
+
+def make_trainer(L, folder, callbacks=(), **options):
+    chosen = {"max_epochs": 3, "accelerator": "cpu", "devices": 1, "logger": False, "num_sanity_val_steps": 0}
+    chosen |= {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": str(folder)}
+    return L.Trainer(callbacks=list(callbacks), **(chosen | options))
+
+
+def fit(L, folder, callbacks=(), module=None, val=True, ckpt_path=None, values=(0.5, 0.3, 0.4), **options):
+    trainer = make_trainer(L, folder, callbacks, **options)
+    trainer.fit(module or make_module(L, values), loader(), loader(1) if val else None, ckpt_path=ckpt_path)
+    return trainer
+
+
+def seen(callback, folder):
+    """Return what a script sees of a ModelCheckpoint: files and attributes, paths relative to the folder."""
+
+    def short(path):
+        return os.path.relpath(path, os.path.realpath(folder)) if path else path
+
+    def number(value):
+        return None if value is None else round(float(value), 6)
+
+    return {
+        "files": sorted(short(path) for path in Path(os.path.realpath(folder)).rglob("*.ckpt")),
+        "links": sorted(short(path) for path in Path(os.path.realpath(folder)).rglob("*.ckpt") if path.is_symlink()),
+        "best": short(callback.best_model_path),
+        "score": number(callback.best_model_score),
+        "current": number(callback.current_score),
+        "last": short(callback.last_model_path),
+        "best_k": {short(path): number(value) for path, value in callback.best_k_models.items()},
+        "kth": short(callback.kth_best_model_path),
+        "kth_value": number(callback.kth_value),
+        "key": callback.state_key,
+    }
+
+
+CHECKPOINTS = {
+    "default": ({}, {}),
+    "named": ({"filename": "{epoch}-{val_loss:.2f}", "monitor": "val_loss"}, {}),
+    "top two": ({"filename": "{epoch:02d}-{val_loss:.2f}", "monitor": "val_loss", "save_top_k": 2}, {}),
+    "all": ({"save_top_k": -1}, {}),
+    "all monitored": ({"save_top_k": -1, "monitor": "val_loss", "mode": "max"}, {}),
+    "none": ({"save_top_k": 0}, {}),
+    "last only": ({"save_top_k": 0, "save_last": True}, {}),
+    "last": ({"save_last": True, "monitor": "val_loss"}, {}),
+    "link": ({"save_last": "link", "monitor": "val_loss", "save_top_k": 2}, {}),
+    "no metric names": ({"filename": "e{epoch}_acc{val/acc:.1f}", "auto_insert_metric_name": False}, {}),
+    "a slash": ({"filename": "{epoch}-{val/acc:.1f}", "monitor": "val/acc", "mode": "max"}, {}),
+    "same name": ({"filename": "model", "monitor": "val_loss", "save_top_k": -1}, {}),
+    "same name replaced": ({"filename": "model", "enable_version_counter": False, "save_last": True}, {}),
+    "steps": ({"every_n_train_steps": 3, "save_top_k": -1}, {}),
+    "steps monitored": ({"every_n_train_steps": 2, "monitor": "val_loss", "save_top_k": 2}, {}),
+    "steps by training": ({"every_n_train_steps": 3, "monitor": "train_loss_step", "save_top_k": 2}, {}),
+    "epochs by training": ({"monitor": "train_loss", "save_top_k": 2}, {}),
+    "every second epoch": ({"every_n_epochs": 2, "save_top_k": -1, "save_last": True}, {"max_epochs": 5}),
+    "after validation": ({"save_on_train_epoch_end": False, "save_top_k": -1}, {"val_check_interval": 0.5}),
+    "validation twice": ({"monitor": "val_loss", "save_top_k": 2}, {"val_check_interval": 0.5}),
+    "rare validation": ({"monitor": "val_loss", "save_top_k": 2}, {"check_val_every_n_epoch": 2, "max_epochs": 4}),
+    "max steps": ({"save_last": True}, {"max_steps": 6, "max_epochs": -1}),
+    "no validation": ({"save_top_k": -1}, {"val": False}),
+    "accumulated": ({"every_n_train_steps": 1, "save_top_k": -1}, {"accumulate_grad_batches": 3}),
+    "at once": ({"train_time_interval": timedelta(0), "save_top_k": -1}, {"max_epochs": 1}),
+    "weights": ({"save_weights_only": True, "filename": "{step}"}, {}),
+    "not a number": ({"monitor": "val_loss", "save_top_k": 2}, {"values": (float("nan"), 0.3, 0.2)}),
+    "ties": ({"monitor": "val_loss", "save_top_k": 2}, {"values": (0.3, 0.3, 0.3)}),
+    "fast": ({}, {"fast_dev_run": True}),
+}
+
+
+@scenario
+def checkpoints(L, folder):
+    found = {}
+    for name, (options, run) in CHECKPOINTS.items():
+        place = folder / name.replace(" ", "_")
+        callback = L.pytorch.callbacks.ModelCheckpoint(dirpath=place, **options)
+        module = None
+        if "train" in str(options.get("monitor")):
+            module = make_module(L, (0.5, 0.3), (0.9, 0.8, 0.85, 0.7, 0.6, 0.9))
+        fit(L, folder, [callback], module, **run)
+        found[name] = seen(callback, place)
+    return found
+
+
+@scenario
+def two_in_one_folder(L, folder):
+    kinds = L.pytorch.callbacks.ModelCheckpoint
+    best = kinds(dirpath=folder, monitor="val_loss", filename="best-{val_loss:.2f}", save_top_k=2)
+    every = kinds(dirpath=folder, every_n_train_steps=5, filename="{step}", save_top_k=-1, save_last=True)
+    fit(L, folder, [best, every])
+    again = kinds(dirpath=folder, monitor="val_loss", filename="best-{val_loss:.2f}")
+    fit(L, folder, [again])
+    return [seen(best, folder), seen(every, folder), seen(again, folder)]
+
+
+@scenario
+def default_folder(L, folder):
+    trainer = fit(L, folder / "without", [L.pytorch.callbacks.ModelCheckpoint()])
+    return [seen(trainer.checkpoint_callback, folder), len(trainer.checkpoint_callbacks)]
+
+
+@scenario
+def reading_it_again(L, folder):
+    options = {"dirpath": folder, "monitor": "val_loss", "filename": "{epoch}", "save_last": True}
+    callback = L.pytorch.callbacks.ModelCheckpoint(**options)
+    trainer = fit(L, folder, [callback])
+    best, fresh = callback.best_model_path, make_module(L, (0.9, 0.2, 0.1))
+    values = trainer.validate(make_module(L, (0.25,)), loader(1), ckpt_path="best", verbose=False)
+    existed, weights = os.path.exists(best), type(fresh).load_from_checkpoint(best).state_dict()
+    resumed = L.pytorch.callbacks.ModelCheckpoint(**options)
+    again = fit(L, folder, [resumed], fresh, ckpt_path=callback.last_model_path, max_epochs=5)
+    return [
+        existed,
+        {name: round(float(value), 6) for name, value in values[0].items()},
+        seen(resumed, folder),
+        again.current_epoch,
+        again.global_step,
+        round(float(sum(value.double().sum() for value in weights.values())), 5),
+        round(float(sum(value.double().sum() for value in fresh.state_dict().values())), 5),
+    ]
+
+
+@scenario
+def names(L, folder):
+    kind = L.pytorch.callbacks.ModelCheckpoint
+    metrics = {
+        "epoch": torch.tensor(3),
+        "step": torch.tensor(12),
+        "val_loss": torch.tensor(0.123456),
+        "a.b": torch.tensor(1.5),
+    }
+    found = []
+    for template in (
+        None,
+        "{epoch}",
+        "{epoch:03d}",
+        "x-{val_loss:.2f}",
+        "{missing:d}-{a.b}",
+        "plain",
+        "{val_loss:.3e}",
+    ):
+        for options in ({}, {"auto_insert_metric_name": False}):
+            for more in ({}, {"ver": 2}, {"prefix": "p"}):
+                callback = kind(filename=template, **options)
+                found.append(callback.format_checkpoint_name(dict(metrics), **more))
+    return found
+
+
+@scenario
+def exceptions(L, folder):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 6:
+            raise ZeroDivisionError("here")
+        return self.head(self.backbone(batch[0])).square().mean()
+
+    callback = L.pytorch.callbacks.ModelCheckpoint(dirpath=folder, save_on_exception=True, save_top_k=-1)
+    module = make_module(L, (0.5,), training_step=training_step)
+    with suppress(ZeroDivisionError):
+        fit(L, folder, [callback], module)
+    return [path.name for path in sorted(folder.glob("*.ckpt"))]
+
+
+@scenario
+def wrong_arguments(L, folder):
+    kind, found = L.pytorch.callbacks.ModelCheckpoint, []
+    for options in (
+        {"mode": "best"},
+        {"save_top_k": -2},
+        {"save_top_k": 3},
+        {"every_n_train_steps": -1},
+        {"every_n_epochs": -1},
+        {"every_n_train_steps": 1, "every_n_epochs": 1},
+    ):
+        try:
+            kind(**options)
+        except L.pytorch.utilities.exceptions.MisconfigurationException:
+            found.append("refused")
+    return found
+
+
+def main():
+    warnings.simplefilter("ignore")
+    for name in ("lightning.pytorch", "legato", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    package, folder = importlib.import_module(sys.argv[1]), Path(sys.argv[2])
+    importlib.import_module(f"{sys.argv[1]}.pytorch.callbacks")
+    importlib.import_module(f"{sys.argv[1]}.pytorch.utilities.exceptions")
+    found = {}
+    for name in sys.argv[3:] or SCENARIOS:
+        place = folder / name
+        place.mkdir(parents=True)
+        found[name] = SCENARIOS[name](package, place)
+    json.dump(found, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
