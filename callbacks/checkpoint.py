@@ -279,6 +279,9 @@ class Checkpoint(Retention):
         except BaseException:
             self._newest_step, self._newest_name, self.scores = before
             raise
+        if trainer.is_global_zero:
+            for logger in trainer.loggers:
+                logger.after_save_checkpoint(self)
         if not self.asynchronous and not always:
             self._prune(trainer)
 

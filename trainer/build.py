@@ -636,6 +636,7 @@ def open_loggers(run: Run) -> None:
             logger.log_text("config", trainer.config_text, step)
         if hyperparameters:
             logger.log_hyperparams(hyperparameters)
+        logger.log_graph(run.task)
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:

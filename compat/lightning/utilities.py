@@ -29,6 +29,7 @@ from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
 from ...trainer.processes.environment import get_variable, set_variable
 from .exceptions import MisconfigurationException
+from .placeholders import UnsupportedError
 from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
 
 log = logging.getLogger("lightning.pytorch")
@@ -651,14 +652,17 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return what `torch.save` wrote to a file, an open file or an address; only weights unless told otherwise."""
-    safe = weights_only is not False
+    """Return what `torch.save` wrote to a file, an open file or an address; refuse to run code from it."""
+    if weights_only is False:
+        raise UnsupportedError(
+            "weights_only=False would run code that lies in the file; Legato reads files without. Leave it out."
+        )
     if not isinstance(path_or_url, (str, Path)):
-        return torch.load(path_or_url, map_location=map_location, weights_only=safe)
+        return torch.load(path_or_url, map_location=map_location, weights_only=True)
     if str(path_or_url).startswith("http"):
-        return torch.hub.load_state_dict_from_url(str(path_or_url), map_location=map_location, weights_only=safe)
+        return torch.hub.load_state_dict_from_url(str(path_or_url), map_location=map_location, weights_only=True)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
-        return torch.load(file, map_location=map_location, weights_only=safe)
+        return torch.load(file, map_location=map_location, weights_only=True)
 
 
 def is_local_file_protocol(path: str | Path) -> bool:

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.trainer.loggers import JSONLinesLogger, Logger, NoExperiment, TensorBoardLogger
+from legato.trainer.loggers import CSVLogger, JSONLinesLogger, Logger, NoExperiment, TensorBoardLogger
 
 
 def read_lines(path):
@@ -53,7 +53,7 @@ def test_an_unknown_logger_is_an_attribute_error():
         _ = loggers.WandB
 
 
-@pytest.mark.parametrize("kind", [Logger, TensorBoardLogger, JSONLinesLogger])
+@pytest.mark.parametrize("kind", [Logger, TensorBoardLogger, JSONLinesLogger, CSVLogger])
 def test_a_logger_that_is_not_open_is_silent(kind, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     logger = kind()
@@ -73,7 +73,7 @@ def test_no_experiment_takes_every_call():
     assert cloudpickle.loads(cloudpickle.dumps(experiment)).add_text("tag", "text") is not None
 
 
-@pytest.mark.parametrize("kind", [TensorBoardLogger, JSONLinesLogger])
+@pytest.mark.parametrize("kind", [TensorBoardLogger, JSONLinesLogger, CSVLogger])
 def test_names_come_from_the_run_directory(kind, tmp_path):
     logger = kind()
     logger.open(tmp_path / "digits" / "version_3", None)
@@ -82,7 +82,7 @@ def test_names_come_from_the_run_directory(kind, tmp_path):
     logger.finalize("success")
 
 
-@pytest.mark.parametrize("kind", [TensorBoardLogger, JSONLinesLogger])
+@pytest.mark.parametrize("kind", [TensorBoardLogger, JSONLinesLogger, CSVLogger])
 def test_an_open_logger_travels_closed(kind, tmp_path):
     logger = kind()
     logger.open(tmp_path / "run" / "version_0", None)
@@ -138,7 +138,7 @@ def test_a_killed_process_loses_no_line(tmp_path):
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from legato.trainer.loggers import JSONLinesLogger\n"
+        "from legato.trainer.loggers import CSVLogger, JSONLinesLogger\n"
         "logger = JSONLinesLogger()\n"
         "logger.open(Path(sys.argv[1]), None)\n"
         "for step in range(1, 101): logger.log_metrics({'loss': 1 / step}, step)\n"

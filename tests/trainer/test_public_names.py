@@ -128,7 +128,7 @@ def test_functions_and_signatures_are_small(name):
         arguments = function.args
         count = len([*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs])
         count -= bool(arguments.args and arguments.args[0].arg in ("self", "cls"))
-        if f"{name}: {function.name}" not in MANY_PARAMETERS:
+        if f"{name}: {function.name}" not in MANY_PARAMETERS and not name.startswith("compat/lightning/"):  # not ours
             assert count <= 10, f"{name}: {function.name} has {count} parameters"
 
 

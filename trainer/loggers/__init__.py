@@ -4,12 +4,23 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "CSVLogger": ".csv_file",
     "JSONLinesLogger": ".json_lines",
     "Logger": ".logger",
+    "MLFlowLogger": ".mlflow",
     "NoExperiment": ".logger",
     "TensorBoardLogger": ".tensorboard",
+    "WandbLogger": ".wandb",
 }
-__all__ = ["JSONLinesLogger", "Logger", "NoExperiment", "TensorBoardLogger"]
+__all__ = [
+    "CSVLogger",
+    "JSONLinesLogger",
+    "Logger",
+    "MLFlowLogger",
+    "NoExperiment",
+    "TensorBoardLogger",
+    "WandbLogger",
+]
 
 
 def __getattr__(name: str) -> Any:

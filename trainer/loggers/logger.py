@@ -3,7 +3,10 @@
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .folder import LogFolder
 
 
 class NoExperiment:
@@ -32,8 +35,9 @@ class Logger:
     calls, so that a task may use `self.logger` in every process.
     """
 
-    def __init__(self) -> None:
-        self._directory: Path | None = None
+    folder: "LogFolder | None" = None
+    """The logger's own folder; None: the run directory."""
+    _directory: Path | None = None
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Start writing, to `run_dir` or to the logger's own location.
@@ -45,17 +49,23 @@ class Logger:
 
     @property
     def save_dir(self) -> str | None:
-        """The parent folder of the runs; None before the logger is opened."""
+        """The parent folder of the runs; None before the logger is opened, unless it has its own."""
+        if self.folder is not None:
+            return self.folder.save_dir
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
     def name(self) -> str | None:
-        """The run's name; None before the logger is opened."""
+        """The run's name; None before the logger is opened, unless it has its own."""
+        if self.folder is not None:
+            return self.folder.name or ""
         return None if self._directory is None else self._directory.parent.name
 
     @property
     def version(self) -> int | str | None:
-        """N of `version_N`, or the folder's name; None before the logger is opened."""
+        """N of `version_N`, or the folder's name; None before the logger is opened, unless it has its own."""
+        if self.folder is not None:
+            return self.folder.version
         if self._directory is None:
             return None
         found = re.fullmatch(r"version_(\d+)", self._directory.name)
@@ -63,8 +73,17 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory; None before the logger is opened."""
+        """The run directory; None before the logger is opened, unless it has its own."""
+        if self.folder is not None:
+            return self.folder.log_dir
         return None if self._directory is None else str(self._directory)
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder of all versions of the run; None before the logger is opened, unless it has its own."""
+        if self.folder is not None:
+            return self.folder.root_dir
+        return None if self._directory is None else str(self._directory.parent)
 
     @property
     def experiment(self) -> Any:
@@ -79,6 +98,12 @@ class Logger:
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text."""
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the graph of a model, where the logger was asked to."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Called on rank 0 after a Checkpoint callback has saved; with background saving it may not be whole yet."""
 
     def save(self) -> None:
         """Flush everything logged so far."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.run_names import not_writable, run_directory_gone
+from .folder import LogFolder, flat_params, with_prefix
 from .logger import Logger, NoExperiment
 
 if TYPE_CHECKING:
@@ -22,16 +23,34 @@ log = logging.getLogger("legato")
 class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
 
-    Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version`, where `version`
-    defaults to the next free `version_N`, or on a resume to the newest. `experiment` is torch's SummaryWriter, for
-    images, histograms and the rest. TensorBoard is imported when the logger is opened.
+    Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version`, see `LogFolder`.
+    `experiment` is torch's SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger
+    is opened.
+
+    Args:
+        sub_dir: a folder in that folder.
+        log_graph: record the graph of a task that has `example_input_array`.
+        default_hp_metric: show -1 as `hp_metric` beside hyperparameters that have no metrics.
+        prefix: stands before the name of each metric: `prefix-name`.
+        writer_options: options of SummaryWriter, such as `flush_secs`.
     """
 
     def __init__(
-        self, save_dir: str | Path | None = None, name: str | None = None, version: int | str | None = None
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        sub_dir: str | Path | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = False,
+        prefix: str = "",
+        **writer_options: Any,
     ) -> None:
         super().__init__()
-        self._own = None if save_dir is None else (Path(os.path.abspath(save_dir)), name, version)
+        self.folder = None if save_dir is None else LogFolder(save_dir, name, version)
+        self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
+        self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
+        self._writer_options = writer_options
         self._events: Path | None = None
         self._writer: Any = None
         self._params: dict[str, Any] = {}
@@ -43,18 +62,10 @@ class TensorBoardLogger(Logger):
         self._recorded: set[str] = set()
 
     @property
-    def save_dir(self) -> str | None:
-        """The parent folder of the runs; None before the logger is opened, unless given."""
-        return str(self._own[0]) if self._own else super().save_dir
-
-    @property
-    def name(self) -> str | None:
-        """The run's name, or the given one."""
-        return self._own[1] if self._own else super().name
-
-    @property
     def log_dir(self) -> str | None:
-        """The folder with the event files, for `tensorboard --logdir`; None before the logger is opened."""
+        """The folder with the event files, for `tensorboard --logdir`; None before the logger is opened, unless own."""
+        if self.folder is not None:
+            return os.path.join(self.folder.log_dir, self.sub_dir or "").rstrip("/")
         return None if self._events is None else str(self._events)
 
     @property
@@ -69,11 +80,13 @@ class TensorBoardLogger(Logger):
         if self._writer is not None:
             self._writer.close()
         before = self._events
-        if self._own is None:
+        if self.folder is None:
             self._directory = Path(run_dir)
             self._events = self._directory / "tensorboard"
         else:
-            self._directory = self._events = _own_directory(*self._own, resume=resume_step is not None)
+            self.folder.choose(resume_step is not None)
+            self._directory = self._events = self.folder.path
+        self._events = self._events / (self.sub_dir or "")
         if before not in (
             None,
             self._events,
@@ -88,7 +101,8 @@ class TensorBoardLogger(Logger):
         self._recorded = set() if resume_step is None else tags_at(self._events, resume_step)
         self._session_started = False
         # TensorBoard voids steps >= purge_step; the point of the checkpoint's own step was written before it
-        self._writer = SummaryWriter(str(self._events), purge_step=None if resume_step is None else resume_step + 1)
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(self._events), purge_step=purge, **self._writer_options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the scalars of one step as one event, at a quarter of the cost of five `add_scalar`; skip repeats."""
@@ -98,7 +112,8 @@ class TensorBoardLogger(Logger):
         if not self._session_started:
             self._start_session()
         before = self._recorded if step == self._resume_step else ()
-        points = {name: (step, float(value)) for name, value in metrics.items() if name not in before}
+        named = with_prefix(self.prefix, metrics)
+        points = {name: (step, float(value)) for name, value in named.items() if name not in before}
         values = [
             {"tag": name, "simple_value": point[1]} for name, point in points.items() if self._points.get(name) != point
         ]
@@ -109,8 +124,33 @@ class TensorBoardLogger(Logger):
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record `params` for the first event and `metrics` for the end; without metrics all logged ones are shown."""
-        self._params.update(_flatten(params))
+        self._params.update(flat_params(params))
         self._final.update({name: float(value) for name, value in (metrics or {}).items()})
+        if self._default_hp_metric and not self._final and self._resume_step is None:
+            self._final["hp_metric"] = -1.0
+            self.log_metrics(self._final, 0)
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the graph of a model by calling it, in evaluation mode, with its `example_input_array`."""
+        given = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if self._writer is None or not self._log_graph:
+            return
+        if given is None:
+            log.warning("TensorBoardLogger(log_graph=True): the task has no example_input_array, so there is no graph.")
+            return
+        import torch
+
+        from ..data.transfer import to_device
+
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.random.fork_rng():
+                self._writer.add_graph(model, to_device(given, device))
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text, which TensorBoard renders as Markdown."""
@@ -131,13 +171,13 @@ class TensorBoardLogger(Logger):
             self._let_go()
             return
         self._start_session()
-        absent = {name: value for name, value in self._final.items() if name not in self._points}
+        final = with_prefix(self.prefix, self._final)
+        shown = dict(zip(self._final, final, strict=True))
+        absent = {name: value for name, value in self._final.items() if shown[name] not in self._points}
         if absent:
             self.log_metrics(absent, self._step)
         if self._params:
-            experiment, _, end = _hyperparameter_summaries(
-                self._params, dict.fromkeys(self._final or self._points, 0.0)
-            )
+            experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys(final or self._points, 0.0))
             if status != "success":
                 _mark_failed(end)
             self._add(experiment.value)
@@ -155,7 +195,7 @@ class TensorBoardLogger(Logger):
         self._let_go()
         if self._events.is_dir():
             raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
-        if self._own is None and self._directory is not None and not self._directory.is_dir():
+        if self.folder is None and self._directory is not None and not self._directory.is_dir():
             raise run_directory_gone(self._directory)
         log.warning(
             "%s was deleted or moved while the run was writing to it. A new event file begins here.", self._events
@@ -189,17 +229,6 @@ class TensorBoardLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the writer when the logger is pickled to another process."""
         return {**self.__dict__, "_writer": None}
-
-
-def _own_directory(save_dir: Path, name: str | None, version: int | str | None, resume: bool) -> Path:
-    folder = save_dir / name if name else save_dir
-    if isinstance(version, str):
-        return folder / version
-    if version is None:
-        numbers = [int(path.name[8:]) for path in folder.glob("version_*") if path.name[8:].isdigit()]
-        newest = max(numbers, default=-1)
-        version = max(newest, 0) if resume else newest + 1
-    return folder / f"version_{version}"
 
 
 def _event_files(folder: Path) -> list[Path]:
@@ -268,14 +297,3 @@ def _mark_failed(end: Any) -> None:
     content = HParamsPluginData.FromString(stored.content)
     content.session_end_info.status = Status.Value("STATUS_FAILURE")
     stored.content = content.SerializeToString()
-
-
-def _flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | float | str]:
-    """Return nested hyperparameters under "outer/inner" names; values that are not numbers become text."""
-    flat: dict[str, int | float | str] = {}
-    for key, value in params.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}/")
-        else:
-            flat[f"{prefix}{key}"] = value if isinstance(value, (int, float, str)) else str(value)
-    return flat

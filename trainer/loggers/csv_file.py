@@ -1,0 +1,123 @@
+"""CSVLogger: writes `metrics.csv`, a row for each logged point, and `hparams.yaml`."""
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .folder import LogFolder, with_prefix, write_hyperparameters
+from .logger import Logger
+
+METRICS_FILE = "metrics.csv"
+
+
+class CSVLogger(Logger):
+    """Writes a row for each call of `log_metrics`, with the columns in order of their names.
+
+    * The file lies in the run directory, with `save_dir` in `save_dir/name/version` (see `LogFolder`).
+    * Each row reaches the operating system at once, so a killed process loses nothing.
+    * A new metric is a new column, for which the file is written anew, as a whole or not at all.
+    * A resume removes the rows of later steps, and writes no value twice.
+
+    Args:
+        prefix: stands before the name of each metric: `prefix-name`.
+        flush_logs_every_n_steps: how often the file is synced to the disk.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__()
+        self.folder = None if save_dir is None else LogFolder(save_dir, name, version)
+        self.prefix, self.flush_logs_every_n_steps = prefix, flush_logs_every_n_steps
+        self.hparams: dict[str, Any] = {}
+        self._path: Path | None = None
+        self._columns: list[str] = []
+        self._resume_step: int | None = None
+        self._recorded: set[str] = set()
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Choose the file, and remove the rows that a resume voids."""
+        super().open(run_dir, resume_step)
+        if self.folder is not None:
+            self.folder.choose(resume_step is not None)
+            self._directory = self.folder.path
+        assert self._directory is not None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._path = self._directory / METRICS_FILE
+        rows, self._columns = _read(self._path)
+        kept = [row for row in rows if resume_step is None or int(row["step"]) <= resume_step]
+        last = [row for row in kept if int(row["step"]) == resume_step]
+        self._resume_step = resume_step
+        self._recorded = {name for row in last for name, value in row.items() if value}
+        if self._columns:
+            self._write_anew(kept)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Write a row. Does nothing before `open`."""
+        if self._path is None:
+            return
+        row = {name: _number(value) for name, value in with_prefix(self.prefix, metrics).items()}
+        if step == self._resume_step:
+            row = {name: value for name, value in row.items() if name not in self._recorded}
+            if not row:
+                return
+        row["step"] = int(step)
+        if not row.keys() <= set(self._columns) or not self._path.exists():
+            rows, _ = _read(self._path)
+            self._columns = sorted({*self._columns, *row})
+            self._write_anew(rows)
+        with self._path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerow(row)
+            if (step + 1) % self.flush_logs_every_n_steps == 0:
+                os.fsync(file.fileno())
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Write `hparams.yaml`."""
+        self.hparams.update(params)
+        if self._path is not None:
+            write_hyperparameters(self._path.parent, self.hparams)
+
+    def save(self) -> None:
+        """Sync the file to disk."""
+        if self._path is not None and self._path.exists():
+            with self._path.open("a") as file:
+                os.fsync(file.fileno())
+
+    def finalize(self, status: str) -> None:
+        """Sync the file, and write `hparams.yaml` with what was recorded before `open`."""
+        self.save()
+        if self._path is not None and self.hparams:
+            write_hyperparameters(self._path.parent, self.hparams)
+
+    def _write_anew(self, rows: list[dict[str, str]]) -> None:
+        assert self._path is not None
+        partial = self._path.with_name(f"{self._path.name}.partial")
+        with partial.open("w", newline="") as file:
+            writer = csv.DictWriter(file, self._columns)
+            writer.writeheader()
+            writer.writerows(rows)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self._path)
+
+
+def _read(path: Path) -> tuple[list[dict[str, str]], list[str]]:
+    """Return the whole rows of a file and its columns, without one that was torn by a power cut."""
+    if not path.exists():
+        return [], []
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    reader = csv.DictReader(io.StringIO(whole.decode(errors="replace"), newline=""))
+    rows = [row for row in reader if None not in row and None not in row.values() and row.get("step", "").isdigit()]
+    return rows, list(reader.fieldnames or [])
+
+
+def _number(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else value
