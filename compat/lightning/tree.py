@@ -52,7 +52,10 @@ def resolve(path: str, name: str) -> Any:
     if not entry.home:
         return make_placeholder(f"{ROOT}.{home}", name, entry.text)
     module, _, attribute = entry.home.partition(":")
-    return getattr(import_module(module, ROOT), attribute or name)
+    value = getattr(import_module(module, ROOT), attribute or name)
+    if "torch" in sys.modules:
+        import_module(".checkpoint_files", ROOT).open_directories()
+    return value
 
 
 def _internal(path: str, name: str) -> Any:

@@ -652,7 +652,12 @@ def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-    """Return what `torch.save` wrote to a file, an open file or an address; refuse to run code from it."""
+    """Return what `torch.save` wrote to a file, an open file or an address; refuse to run code from it.
+
+    Of a checkpoint directory it returns what Lightning's file would hold (see checkpoint_files.py).
+    """
+    if isinstance(path_or_url, (str, Path)) and os.path.isdir(path_or_url):
+        return torch.load(path_or_url, map_location=map_location, weights_only=True)
     if weights_only is False:
         raise UnsupportedError(
             "weights_only=False would run code that lies in the file; Legato reads files without. Leave it out."

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 import legato.compat.lightning as room
+from legato.compat.lightning.utilities import load_file
 from legato.trainer.checkpoints import store
 from legato.trainer.checkpoints.convert import as_lightning
 from legato.trainer.commands.convert import convert_checkpoint
@@ -350,3 +351,15 @@ def test_a_schedule_that_cannot_be_stepped_is_refused_with_the_way_out(tmp_path)
     }
     with pytest.raises(CheckpointError, match=r"before its MySchedule made the step.*save_on_train_epoch_end=True"):
         as_lightning(contents)
+
+
+def test_programs_open_a_checkpoint_as_the_file_that_they_expect(tmp_path):
+    assert room.LightningModule is not None  # a program that reads checkpoints has some name of Lightning's
+    path = tmp_path / "last.ckpt"
+    module = fit(room, "Stepped", callbacks=[saver(room, path, "epoch")])
+    for read in (torch.load(path, weights_only=True), torch.load(str(path)), load_file(path)):
+        assert (read["epoch"], read["global_step"], read["hyper_parameters"]) == (1, 12, {"hidden": 4})
+        module.load_state_dict(read["state_dict"])
+    assert torch.load(path, map_location="meta")["state_dict"]["net.0.bias"].is_meta
+    with pytest.raises(IsADirectoryError):
+        torch.load(tmp_path)

@@ -194,8 +194,7 @@ def test_nothing_is_pickled_into_files():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
                 options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                asked = name == "compat/lightning/utilities.py"  # its caller may ask for more, and says so
-                assert options.get("weights_only") == ("safe" if asked else "True"), name
+                assert options.get("weights_only") == "True", name
             if isinstance(node, ast.Call):
                 # the one file that writes for another program, which reads nothing else
                 pickles = (

@@ -56,9 +56,8 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
         epochs, batches = fit["epoch_progress"]["current"], fit["epoch_loop.batch_progress"]
         epoch, begun, is_last = epochs["processed"], epochs["started"] > epochs["processed"], batches["is_last_batch"]
         done, total = batches["current"]["processed"] if begun else 0, batches["total"]["processed"]
-        validated = (
-            batches["current"]["completed"] == done and fit["epoch_loop.val_loop.batch_progress"]["is_last_batch"]
-        )
+        evaluated = fit.get("epoch_loop.val_loop.batch_progress", {}).get("is_last_batch", False)
+        validated = batches["current"]["completed"] == done and evaluated
         step = int(saved["global_step"])
     except (KeyError, TypeError) as error:
         raise CheckpointError(

@@ -1,6 +1,7 @@
 """Files that `torch.save` writes, for other programs. Legato's own checkpoints hold no pickle."""
 
 from collections.abc import Mapping
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,14 @@ import torch
 
 from ..errors import CheckpointError
 from . import commit
+
+
+def pickled(contents: Mapping[str, Any]) -> BytesIO:
+    """Return what `write_pickled` writes, to be read from memory."""
+    found = BytesIO()
+    torch.save(dict(contents), found)
+    found.seek(0)
+    return found
 
 
 def write_pickled(target: Path, contents: Mapping[str, Any]) -> None:

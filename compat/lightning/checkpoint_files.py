@@ -1,0 +1,26 @@
+"""Checkpoints as programs for Lightning read them: `torch.load` of one opens it, though it is a directory."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...trainer.checkpoints import store
+from ...trainer.checkpoints.convert import as_lightning
+from ...trainer.checkpoints.manifest import MANIFEST
+from ...trainer.checkpoints.pickled import pickled
+
+load_file = torch.load
+
+
+def load(f: Any, *arguments: Any, **options: Any) -> Any:
+    """Do what `torch.load` does; of a checkpoint directory return what Lightning's file would hold."""
+    if isinstance(f, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(f), MANIFEST)):
+        f = pickled(as_lightning(store.read_checkpoint(Path(os.fspath(f)))))
+    return load_file(f, *arguments, **options)
+
+
+def open_directories() -> None:
+    """Let `torch.load` open checkpoint directories, in this process."""
+    torch.load = load
