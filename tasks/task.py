@@ -218,10 +218,10 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run
-        metrics = (
-            self.trainer.metrics if run is None else run.metrics
-        )  # the trainer's property raises if there is no run
-        metrics.log(
+        if run is None:
+            self._log_outside_of_run(name)
+            return
+        run.metrics.log(
             name,
             value,
             batch_size,
@@ -256,8 +256,14 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             return
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run
-        metrics = self.trainer.metrics if run is None else run.metrics
-        metrics.log_dict(dictionary, batch_size, options)
+        if run is None:
+            self._log_outside_of_run(next(iter(dictionary), ""))
+            return
+        run.metrics.log_dict(dictionary, batch_size, options)
+
+    def _log_outside_of_run(self, name: str) -> None:
+        """Raise RuntimeError: there is nothing that keeps the value."""
+        _ = self.trainer.current_run
 
     # --- optimization -----------------------------------------------------------------------------------------------
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:

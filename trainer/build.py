@@ -53,7 +53,6 @@ from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
 from .strategies import STRATEGIES
-from .strategies import __getattr__ as strategy_class
 from .strategies.strategy import Strategy
 from .torch_private import take_public_ways
 
@@ -116,6 +115,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank), call.members_change)
     call.agreement.join(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed)
     call.agreement.newest = membership.newest
+    call.metrics.shows_newest_batch = trainer.shows_newest_batch
     if strategy.leaves_default_group:
         call.script_collectives.start(strategy.collectives)
         call.agreement.count = lambda: call.script_collectives.count
@@ -128,23 +128,27 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         call.datamodule.trainer = trainer
     trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
     for callback in trainer.callbacks:
-        check_names(callback, Callback, CALLBACK_HOOKS)
+        check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
         callback.set_task(call.task)
         call.undo.callback(callback.set_task, None)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
     return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
 
 
-def check_task(task: Any, request: Request) -> None:
-    """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks."""
+def check_task(task: Any, request: Request, refuses_near_names: bool = True) -> None:
+    """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks.
+
+    refuses_near_names: False to warn of the latter only.
+    """
     stage = request.stage
     if not isinstance(task, Task):
         raise TaskError(
             f"{stage} takes a legato Task, got {type(task).__name__}: subclass lg.Task instead of nn.Module."
         )
-    check_names(task, Task, TASK_HOOKS, TASK_METHODS)
+    check_names(task, Task, TASK_HOOKS, TASK_METHODS, refuses_near_names)
     if request.datamodule is not None:
-        check_names(request.datamodule, DataModule, ("setup", "teardown", "on_exception"), TASK_METHODS)
+        hooks = ("setup", "teardown", "on_exception")
+        check_names(request.datamodule, DataModule, hooks, TASK_METHODS, refuses_near_names)
     for owner in (task, request.datamodule):
         if owner is not None:
             owner.require_hyperparameters()
@@ -271,10 +275,10 @@ def decide_directory(
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
-    if directory is None and (trainer.loggers or trainer.checkpoint_callback is not None):
-        directory = store.create(root, trainer.run_name)
+    if directory is None:
+        directory = trainer.new_run_dir()
         # one that begins anew for want of a whole checkpoint is the run that left none, and may write over its files
-        if request.stage == "fit":
+        if directory is not None and request.stage == "fit":
             store.write_identity(directory, identity or new_identity())
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
@@ -634,7 +638,7 @@ def open_loggers(run: Run) -> None:
         logger.open(trainer.run_dir, step if going_on else None)
         if trainer.config_text is not None:
             logger.log_text("config", trainer.config_text, step)
-        if hyperparameters:
+        if hyperparameters and trainer.logs_hyperparameters:
             logger.log_hyperparams(hyperparameters)
         logger.log_graph(run.task)
 
@@ -705,7 +709,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         if str(name).startswith("ddp_"):
             hint = " Options stand beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is not known; there are {', '.join(known)}.{hint}")
-    kind = strategy_class(STRATEGIES[name].split(":")[1])
+    kind = trainer.strategy_class(name)
     try:
         found: Strategy = kind(**options)
     except TypeError as error:
@@ -747,20 +751,11 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
     for callback in found:
         if not isinstance(callback, Callback):
             raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {type(callback).__name__}.")
-    logs = bool(trainer.loggers)
-    wishes: list[tuple[bool, str, dict[str, Any]]] = [
-        (trainer.enable_progress_bar, "ProgressBar", {}),
-        (trainer.enable_model_summary, "ModelSummary", {}),
-        (logs, "LearningRateMonitor", {}),
-        (logs, "ThroughputMonitor", {}),
-        (trainer.max_time is not None, "Timer", {"duration": trainer.max_time}),
-        (trainer.enable_checkpointing, "Checkpoint", {}),
-    ]
-    for wish, name, options in wishes:
-        kind = CheckpointCallback if name == "Checkpoint" else getattr(known, name)
-        if wish and (name == "Timer" or not any(isinstance(callback, kind) for callback in found)):
+    for wish, kind, options in trainer.default_callbacks():
+        alike = CheckpointCallback if issubclass(kind, CheckpointCallback) else kind
+        if wish and (kind is known.Timer or not any(isinstance(callback, alike) for callback in found)):
             try:
-                found.append(getattr(known, name)(**options))
+                found.append(kind(**options))
             except ConfigError as error:
                 raise ConfigError(f"trainer.max_time: {error}") from error
     savers = [

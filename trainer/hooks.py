@@ -1,6 +1,7 @@
 """Hooks: the overridden methods of callbacks and the task, collected once when a run starts."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from inspect import signature
@@ -14,6 +15,8 @@ from .errors import TaskError, did_you_mean
 
 if TYPE_CHECKING:
     from .trainer import Trainer
+
+log = logging.getLogger("legato")
 
 CALLBACK_HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown"))
 TASK_HOOKS = tuple(name for name in vars(TaskHooks) if name.startswith("on_") or name in ("setup", "teardown"))
@@ -87,10 +90,13 @@ def overrides(instance: object, base: type, name: str) -> bool:
     return own is not None and (name in vars(instance) or own is not getattr(base, name))
 
 
-def check_names(instance: object, base: type, hooks: Iterable[str], steps: Iterable[str] = ()) -> None:
+def check_names(
+    instance: object, base: type, hooks: Iterable[str], steps: Iterable[str] = (), refuses_near_names: bool = True
+) -> None:
     """Raise TaskError for methods that look like misspelt hooks or steps, and for hooks with wrong arguments.
 
-    The message names the probable hook, or the arguments that a hook receives.
+    The message names the probable hook, or the arguments that a hook receives. refuses_near_names: False to warn of a
+    misspelt one only.
     """
     known_hooks, known_steps = set(hooks), set(steps)
     for name in hooks:
@@ -111,10 +117,13 @@ def check_names(instance: object, base: type, hooks: Iterable[str], steps: Itera
         if right in known_steps and getattr(type(instance), right, None) is getattr(base, right, None):
             meant = f" Did you mean {right!r}?"
         if meant:
-            raise TaskError(
+            told = (
                 f"{kind.__qualname__}.{name} is named like a hook but is none, so it would never be called.{meant} "
                 f"If it is meant to be something else, rename it (for example with a leading underscore)."
             )
+            if refuses_near_names:
+                raise TaskError(told)
+            log.warning(told)
 
 
 def _check_arguments(instance: object, base: type, name: str) -> None:

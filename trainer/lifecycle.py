@@ -28,7 +28,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
             f"{request.stage} was called within {trainer.stage} of the same Trainer. Call it when that is over; within "
             f"a run, validation comes by val_check_interval and check_val_every_n_epoch."
         )
-    build.check_task(request.task, request)
+    build.check_task(request.task, request, trainer.refuses_near_names)
     call = trainer.run = Call.of(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     trainer.lengths = {}

@@ -96,11 +96,13 @@ class Request:
         """Make the same request to another trainer."""
         if self.stage == "fit":
             train, validation = self.loaders.get("train"), self.loaders.get("validation")
-            return trainer.fit(self.task, train, validation, self.datamodule, resume=self.resume)
+            return trainer.fit(self.task, train, validation, self.datamodule, ckpt_path=self.resume)
         loader, where = self.loaders.get(DOING_OF_STAGE[self.stage]), self.weights
         if self.stage == "predict":
-            return trainer.predict(self.task, loader, self.datamodule, where, self.keep_outputs)
-        return getattr(trainer, self.stage)(self.task, loader, where, self.verbose, self.datamodule)
+            keep, module = self.keep_outputs, self.datamodule
+            return trainer.predict(self.task, loader, module, ckpt_path=where, return_predictions=keep)
+        evaluate = getattr(trainer, self.stage)
+        return evaluate(self.task, loader, ckpt_path=where, verbose=self.verbose, datamodule=self.datamodule)
 
     def take_loaders(self, **loaders: Any) -> None:
         """Store the given loaders."""
@@ -332,7 +334,7 @@ class Run(JoinedCall):
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
         """Write a point of the log, on rank 0."""
-        self.loop.point = (self.state.global_step, {**values, "epoch": self.state.epoch})
+        self.loop.point = self.trainer.log_point(values)
         if self.trainer.is_global_zero:
             with self.trainer.saver.writing():
                 for logger in self.trainer.loggers:
@@ -428,8 +430,7 @@ class Run(JoinedCall):
 
     def _show(self, reduced: Reduced) -> None:
         """Publish values to callbacks and the progress bar, and not to loggers."""
-        reduced.loggers = {}
-        self.trainer.publish(reduced)
+        self.trainer.publish(reduced, write=False)
 
     def refuse_empty_epoch(self) -> None:
         """Raise DataError where the training loader had nothing for a whole epoch."""

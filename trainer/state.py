@@ -37,6 +37,8 @@ class State:
     """Steps whose update was dropped since their gradient was not finite."""
     skipped_in_a_row: int = 0
     """Those of them that have followed one another without another step between."""
+    optimizer_steps: int = 0
+    """Calls of optimizers' `step` in manual optimization."""
     validated_at: int = -1
     """The step after which the newest finished validation ran; -1: none yet."""
 
@@ -48,6 +50,7 @@ class State:
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
         """Read what `to_dict` wrote. Raises CheckpointError where a field is missing or of the wrong type."""
         known = {field.name: field for field in fields(cls)}
+        values = {"optimizer_steps": 0, **values}  # which checkpoints of version 0.1 lack
         missing = sorted(known.keys() - values.keys())
         if missing:
             raise CheckpointError(f"The checkpoint's state lacks {', '.join(missing)}; it is no Legato training state.")

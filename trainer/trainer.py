@@ -1,7 +1,8 @@
 """Trainer: how training works, top to bottom.
 
 `fit` is the loop, `train_step` one optimizer step, `evaluate` one pass over evaluation loaders. What they need is made
-before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`.
+before the loop by `lifecycle.begin`; what may be read of them from outside is in `view.TrainerView`, what a subclass
+may choose otherwise in `defaults.TrainerDefaults`.
 """
 
 from pathlib import Path
@@ -18,12 +19,12 @@ from .data.masked import counted
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import StepInput
+from .defaults import TrainerDefaults
 from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
 from .processes import run_in_workers
 from .run import Request
 from .state import State
-from .view import TrainerView
 
 EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
 """Keep the random numbers of evaluations, and of what begins an epoch, apart from those of training."""
@@ -33,7 +34,7 @@ Source = str | Path | None
 """A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
 
 
-class Trainer(TrainerView):
+class Trainer(TrainerDefaults):
     """Trains, validates, tests and predicts. Its arguments are the fields of `arguments.TrainerArguments`."""
 
     def __post_init__(self) -> None:
@@ -72,7 +73,7 @@ class Trainer(TrainerView):
         if run_in_workers.needs_workers(self, request):
             run_in_workers.run_in_workers(self, request)
             return
-        self.state, self.run_dir, self.should_stop = State(), self.given_dir, False
+        self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
             state = self.state
             run.hooks.call("on_fit_start")
@@ -196,7 +197,7 @@ class Trainer(TrainerView):
             self.validate_now()
         run.call_epoch_end("train")
         reduced = run.metrics.reduce_epoch(keep=not complete)
-        if not complete:
+        if not complete and not self.logs_cut_epochs:
             reduced.loggers = {}  # a resume will write the point of the whole epoch
         self.publish(reduced)
         if complete:
@@ -235,11 +236,13 @@ class Trainer(TrainerView):
         state.logged_at = state.global_step
         self.publish(reduced)
 
-    def publish(self, reduced: Reduced) -> None:
-        """Publish reduced values to callbacks, the progress bar and loggers."""
+    def publish(self, reduced: Reduced, write: bool = True) -> None:
+        """Publish reduced values to callbacks and the progress bar and, with `write`, to loggers."""
         self.callback_metrics.update(reduced.tensors())
         self.current_run.metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
         self.progress_bar_metrics.update(reduced.progress_bar)
+        if not write:
+            return
         self.logged_metrics.update(reduced.loggers)
         if reduced.loggers and self.running:
             self.current_run.write_point(reduced.loggers)
@@ -260,6 +263,7 @@ class Trainer(TrainerView):
         """Validate in the middle of training."""
         run = self.current_run
         run.check_losses()
+        run.hooks.call("on_validation_model_zero_grad")
         run.loop.doing = "validation"
         self.evaluate("validation")
         run.loop.doing = "train"

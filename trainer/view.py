@@ -213,7 +213,7 @@ class TrainerView(TrainerArguments):
     def is_last_batch(self) -> bool:
         """Whether a replica's last training batch of the epoch is under way; False where the loader has no length."""
         total, done, metrics = self.num_training_batches, self.state.epoch_rounds, self.metrics
-        if total == float("inf") or metrics.step != self.global_step:  # the second: between two steps
+        if total == float("inf") or metrics.step != self.state.global_step:  # the second: between two steps
             return done >= total
         rounds = min(self.accumulate_grad_batches, int(total) - done)
         return done + rounds >= total and metrics.turns_of_step % rounds == 0

@@ -1,12 +1,289 @@
-"""LightningModule and LightningDataModule."""
+"""LightningModule and LightningDataModule: Task and DataModule with all of Lightning's attributes."""
+
+import copy
+import inspect
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from ...tasks.data_module import DataModule
+from ...tasks.hyperparameters import AttributeDict
 from ...tasks.task import Task
+from .placeholders import UnsupportedError
+
+log = logging.getLogger("legato")
+
+Self = TypeVar("Self", bound="LightningModule")
+DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
-class LightningModule(Task):
-    """A Task under Lightning's name."""
+class _OfClass(classmethod):  # type: ignore[type-arg]
+    """A class method that an object refuses to call, since it would leave the object as it is."""
+
+    def __get__(self, instance: Any, kind: Any = None) -> Any:
+        found = super().__get__(instance, kind)
+        if instance is None:
+            return found
+
+        @wraps(found)
+        def refuse(*arguments: Any, **options: Any) -> Any:
+            raise TypeError(f"{type(instance).__name__}.{found.__name__} makes a new object: call it on the class.")
+
+        return refuse
 
 
-class LightningDataModule(DataModule):
-    """A DataModule under Lightning's name."""
+class _InitialHyperparameters:
+    """Hyperparameters as they were saved first."""
+
+    _log_hyperparams = False
+
+    def _set_hparams(self, hp: Any) -> None:  # private in Lightning, and called by many programs
+        own: Any = self
+        own.hparams.update(hp if isinstance(hp, Mapping) else vars(hp))
+
+    def save_hyperparameters(
+        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, given_hparams: Any = None
+    ) -> None:
+        """Save the arguments of the calling `__init__`; see Task.save_hyperparameters."""
+        own: Any = super()
+        if given_hparams is not None:
+            args = (given_hparams,)
+        caller = inspect.currentframe()
+        own.save_hyperparameters(
+            *args, ignore=ignore, frame=frame or (caller.f_back if caller else None), logger=logger
+        )
+        this: Any = self
+        self.__dict__["_hparams_initial"] = copy.copy(this.hparams)
+
+    @property
+    def hparams_initial(self) -> AttributeDict:
+        """The hyperparameters as they were saved; a copy."""
+        found: AttributeDict = self.__dict__.get("_hparams_initial", AttributeDict())
+        return copy.copy(found)
+
+
+class LightningModule(_InitialHyperparameters, Task):
+    """A Task with all attributes of a LightningModule."""
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "hparams_type"
+    prepare_data_per_node = True
+    allow_zero_length_dataloader_with_multiple_devices = False
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    @property
+    def trainer(self) -> Any:
+        """The trainer of the run. Raises RuntimeError without one."""
+        return Task.trainer.fget(self)  # type: ignore[attr-defined]
+
+    @trainer.setter
+    def trainer(self, trainer: Any) -> None:
+        self.__dict__["_trainer"] = trainer
+        for module in self.children():
+            if isinstance(module, LightningModule):
+                module.trainer = trainer
+
+    @property
+    def fabric(self) -> Any:
+        """None: a module is run by a Trainer."""
+        return None
+
+    @fabric.setter
+    def fabric(self, fabric: Any) -> None:
+        if fabric is not None:
+            raise UnsupportedError("LightningModule.fabric: Legato has no Fabric; run the module by a Trainer.")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of devices; None where the strategy has none."""
+        trainer = self.__dict__.get("_trainer")
+        return None if trainer is None else getattr(trainer.strategy, "mesh", None)
+
+    def _log_outside_of_run(self, name: str) -> None:
+        trainer = self.__dict__.get("_trainer")
+        if trainer is None or trainer.barebones:
+            log.warning("self.log(%r): there is no trainer that keeps values, so it is dropped.", name)
+            return
+        super()._log_outside_of_run(name)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return `data` of every rank, tensors stacked; on one process `data` itself."""
+        if self.trainer.world_size == 1:
+            return data
+        return super().all_gather(data, group, sync_grads)
+
+    # --- optimization -----------------------------------------------------------------------------------------------
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """Require gradients only for the parameters of `optimizer`, within the context."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def on_validation_model_zero_grad(self) -> None:
+        """Called before a validation in the middle of training; clears the gradients."""
+        self.zero_grad()
+
+    def freeze(self: Self) -> Self:  # type: ignore[override]
+        """Disable gradients of all parameters, switch to evaluation mode, and return the module."""
+        super().freeze()
+        return self
+
+    def unfreeze(self: Self) -> Self:  # type: ignore[override]
+        """Enable gradients of all parameters, switch to training mode, and return the module."""
+        super().unfreeze()
+        return self
+
+    # --- other forms ------------------------------------------------------------------------------------------------
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export `forward` by torch.onnx.export; without an input sample on `example_input_array`.
+
+        Raises ValueError if there is neither.
+        """
+        sample = self._input_sample(input_sample, "to_onnx")
+        with self._evaluating():
+            target = file_path if file_path is None or hasattr(file_path, "write") else str(file_path)
+            arguments = sample if isinstance(sample, (tuple, dict)) else (sample,)
+            if isinstance(arguments, dict):
+                return torch.onnx.export(self, (), target, kwargs=arguments, **kwargs)
+            return torch.onnx.export(self, arguments, target, **kwargs)
+
+    def to_torchscript(
+        self, file_path: Any = None, method: str | None = "script", example_inputs: Any = None, **kwargs: Any
+    ) -> Any:
+        """Return torch.jit's script or trace of the module, and save it to `file_path`.
+
+        Raises ValueError for another method, and where a trace has no inputs.
+        """
+        with self._evaluating():
+            if method == "script":
+                found = torch.jit.script(self, **kwargs)
+            elif method == "trace":
+                sample = self._input_sample(example_inputs, "to_torchscript")
+                found = torch.jit.trace(self, example_inputs=sample, **kwargs)
+            else:
+                raise ValueError(f"to_torchscript(method={method!r}): expected 'script' or 'trace'.")
+        if file_path is not None:
+            torch.jit.save(found, file_path)
+        return found
+
+    def to_tensorrt(self, *arguments: Any, **options: Any) -> Any:
+        """Raise UnsupportedError."""
+        raise UnsupportedError("to_tensorrt: call torch_tensorrt.compile(module.eval(), ...) of the package.")
+
+    def _input_sample(self, given: Any, method: str) -> Any:
+        sample = self.example_input_array if given is None else given
+        if sample is None:
+            raise ValueError(f"{method} needs an input sample: give one, or set example_input_array.")
+        from ...trainer.data.transfer import to_device
+
+        return to_device(sample, self.device)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Leave the trainer out, which torch would follow, and switch to evaluation mode."""
+        modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
+        self.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.__dict__["_trainer"] = trainer
+            for module, mode in modes:
+                module.training = mode
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+    @_OfClass
+    def load_from_checkpoint(
+        cls: type[Self],
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the module from a checkpoint; files are read with weights_only=True in any case."""
+        found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
+        return found
+
+
+class LightningDataModule(_InitialHyperparameters, DataModule):
+    """A DataModule with all attributes of a LightningDataModule."""
+
+    name: str | None = None
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
+    CHECKPOINT_HYPER_PARAMS_NAME = "datamodule_hparams_name"
+    CHECKPOINT_HYPER_PARAMS_TYPE = "datamodule_hparams_type"
+    allow_zero_length_dataloader_with_multiple_devices = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+
+    @classmethod
+    def from_datasets(
+        cls: type[DataSelf],
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> DataSelf:
+        """Make a data module with a loader for each dataset, or for each of a list or dict of datasets."""
+        wanted = {"batch_size": batch_size, "num_workers": num_workers}
+        parameters = inspect.signature(cls.__init__).parameters
+        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        named = {name: value for name, value in wanted.items() if takes_all or name in parameters}
+        module = cls(**datamodule_kwargs, **named)
+        given = {"train": train_dataset, "val": val_dataset, "test": test_dataset, "predict": predict_dataset}
+        for stage, data in given.items():
+            if data is not None:
+                setattr(module, f"{stage}_dataloader", _Loaders(data, stage == "train", wanted))
+        return module
+
+    @_OfClass
+    def load_from_checkpoint(
+        cls: type[DataSelf],
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: str | Path | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> DataSelf:
+        """Build the data module from the hyperparameters in a checkpoint; `kwargs` override them."""
+        found: DataSelf = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, **kwargs)
+        return found
+
+
+class _Loaders:
+    """A loader method over given datasets; a class, so that a data module can be sent to other processes."""
+
+    def __init__(self, data: Any, shuffle: bool, options: dict[str, Any]) -> None:
+        self.data, self.shuffle, self.options = data, shuffle, options
+
+    def __call__(self) -> Any:
+        return self._of(self.data)
+
+    def _of(self, data: Any) -> Any:
+        if isinstance(data, Mapping):
+            return {name: self._of(one) for name, one in data.items()}
+        if isinstance(data, (list, tuple)):
+            return [self._of(one) for one in data]
+        shuffle = self.shuffle and not isinstance(data, IterableDataset)
+        return DataLoader(data, shuffle=shuffle, **self.options)

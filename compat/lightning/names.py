@@ -26,17 +26,29 @@ VERSION = "2.6.6"
 
 NAMES: dict[str, dict[str, Entry]] = {
     "fabric.accelerators.cuda": {
-        "find_usable_cuda_devices": Entry("same", ".utilities"),
+        "find_usable_cuda_devices": Entry("same", ".accelerators", ""),
         "num_cuda_devices": Entry("same", ".utilities"),
     },
     "fabric.plugins.io.checkpoint_io": {
-        "CheckpointIO": Entry("placeholder", "", "Legato does without it."),
+        "CheckpointIO": Entry(
+            "placeholder",
+            "",
+            "Checkpoints are directories in Legato's format, written whole or not at all; subclass "
+            "ModelCheckpoint to change where and when.",
+        ),
     },
     "fabric.plugins.io.torch_io": {
-        "TorchCheckpointIO": Entry("placeholder", "", "Legato does without it."),
+        "TorchCheckpointIO": Entry(
+            "placeholder",
+            "",
+            "Checkpoints are directories in Legato's format, written whole or not at all; subclass "
+            "ModelCheckpoint to change where and when.",
+        ),
     },
     "fabric.plugins.io.xla": {
-        "XLACheckpointIO": Entry("placeholder", "", "Legato does without it."),
+        "XLACheckpointIO": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
     },
     "fabric.utilities.throughput": {
         "measure_flops": Entry("same", ".utilities"),
@@ -45,35 +57,51 @@ NAMES: dict[str, dict[str, Entry]] = {
         "Fabric": Entry(
             "placeholder",
             "",
-            "Legato is the loop: make the code between the batches a training_step (with "
-            "automatic_optimization = False where it steps optimizers itself) and give the module to a "
-            "Trainer.",
+            "A loop of one's own needs no Fabric: write the step as a LightningModule's training_step with "
+            "automatic_optimization=False, and give it to a Trainer.",
         ),
     },
     "fabric.plugins.environments.cluster_environment": {
-        "ClusterEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "ClusterEnvironment": Entry(
+            "adapter",
+            ".plugins",
+            "Answers where this process is; a subclass of one's own is refused, since the place is read from the "
+            "launcher's variables.",
+        ),
     },
     "fabric.plugins.environments.kubeflow": {
-        "KubeflowEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "KubeflowEnvironment": Entry(
+            "placeholder",
+            "",
+            "A launcher's place is read from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: let the "
+            "cluster set these.",
+        ),
     },
     "fabric.plugins.environments.lightning": {
-        "LightningEnvironment": Entry("placeholder", "", "Legato does without it."),
-        "find_free_network_port": Entry("placeholder", "", "Legato does without it."),
+        "LightningEnvironment": Entry("adapter", ".plugins", ""),
+        "find_free_network_port": Entry("same", ".plugins", ""),
     },
     "fabric.plugins.environments.lsf": {
-        "LSFEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "LSFEnvironment": Entry(
+            "placeholder",
+            "",
+            "A launcher's place is read from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: let the "
+            "cluster set these.",
+        ),
     },
     "fabric.plugins.environments.mpi": {
-        "MPIEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "MPIEnvironment": Entry("adapter", ".plugins", "The launcher's variables are read without mpi4py."),
     },
     "fabric.plugins.environments.slurm": {
-        "SLURMEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "SLURMEnvironment": Entry("adapter", ".plugins", "SIGTERM and SIGUSR1 requeue; requeue_signal is refused."),
     },
     "fabric.plugins.environments.torchelastic": {
-        "TorchElasticEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "TorchElasticEnvironment": Entry("adapter", ".plugins", ""),
     },
     "fabric.plugins.environments.xla": {
-        "XLAEnvironment": Entry("placeholder", "", "Legato does without it."),
+        "XLAEnvironment": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
     },
     "fabric.utilities.apply_func": {
         "CONVERSION_DTYPES": Entry("same", ".utilities"),
@@ -162,25 +190,29 @@ NAMES: dict[str, dict[str, Entry]] = {
         "__version__": Entry("same", "legato.compat.lightning"),
     },
     "pytorch.accelerators": {
-        "AcceleratorRegistry": Entry("placeholder", "", "Legato does without it."),
+        "AcceleratorRegistry": Entry("adapter", ".accelerators", ""),
     },
     "pytorch.accelerators.accelerator": {
-        "Accelerator": Entry("placeholder", "", "Legato does without it."),
+        "Accelerator": Entry("adapter", ".accelerators", "Kinds of devices of one's own are refused."),
     },
     "pytorch.accelerators.cpu": {
-        "CPUAccelerator": Entry("placeholder", "", "Legato does without it."),
-        "get_cpu_stats": Entry("placeholder", "", "Legato does without it."),
+        "CPUAccelerator": Entry("adapter", ".accelerators", ""),
+        "get_cpu_stats": Entry("same", ".accelerators", ""),
     },
     "pytorch.accelerators.cuda": {
-        "CUDAAccelerator": Entry("placeholder", "", "Legato does without it."),
-        "get_nvidia_gpu_stats": Entry("placeholder", "", "Legato does without it."),
+        "CUDAAccelerator": Entry("adapter", ".accelerators", ""),
+        "get_nvidia_gpu_stats": Entry(
+            "adapter", ".accelerators", "Asks NVIDIA's library by torch, not nvidia-smi: use, memory and temperature."
+        ),
     },
     "pytorch.accelerators.mps": {
-        "MPSAccelerator": Entry("placeholder", "", "Legato does without it."),
-        "get_device_stats": Entry("placeholder", "", "Legato does without it."),
+        "MPSAccelerator": Entry("adapter", ".accelerators", ""),
+        "get_device_stats": Entry("same", ".accelerators", ""),
     },
     "pytorch.accelerators.xla": {
-        "XLAAccelerator": Entry("placeholder", "", "Legato does without it."),
+        "XLAAccelerator": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
     },
     "pytorch.callbacks.batch_size_finder": {
         "BatchSizeFinder": Entry("placeholder", "", "Legato does without it."),
@@ -303,12 +335,17 @@ NAMES: dict[str, dict[str, Entry]] = {
         "HyperparametersMixin": Entry("same", "legato.tasks.hyperparameters:Hyperparameters", ""),
     },
     "pytorch.core.module": {
-        "MODULE_OPTIMIZERS": Entry("placeholder", "", "Legato does without it."),
-        "LightningModule": Entry("adapter", ".module", ""),
+        "MODULE_OPTIMIZERS": Entry("same", ".types_of_modules", ""),
+        "LightningModule": Entry(
+            "adapter",
+            ".module",
+            "`log` reduces over batches and ranks by samples, so that sync_dist is not needed; "
+            "load_from_checkpoint reads with weights_only=True.",
+        ),
     },
     "pytorch.core.optimizer": {
-        "do_nothing_closure": Entry("same", ".utilities"),
-        "LightningOptimizer": Entry("same", "legato.trainer.optimization.optimizers:ManualOptimizer"),
+        "do_nothing_closure": Entry("same", ".types_of_modules", ""),
+        "LightningOptimizer": Entry("same", "legato.trainer.optimization.optimizers:ManualOptimizer", ""),
     },
     "pytorch.core.saving": {
         "CHECKPOINT_PAST_HPARAMS_KEYS": Entry("same", ".saving"),
@@ -351,67 +388,140 @@ NAMES: dict[str, dict[str, Entry]] = {
         "WandbLogger": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.loops.evaluation_loop": {
-        "RestartStage": Entry("placeholder", "", "Legato does without it."),
+        "RestartStage": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
     },
     "pytorch.loops.fit_loop": {
-        "RestartStage": Entry("placeholder", "", "Legato does without it."),
+        "RestartStage": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
     },
     "pytorch.loops.optimization.automatic": {
-        "ClosureResult": Entry("placeholder", "", "Legato does without it."),
-        "Closure": Entry("placeholder", "", "Legato does without it."),
+        "ClosureResult": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
+        "Closure": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
     },
     "pytorch.loops.optimization.closure": {
-        "OutputResult": Entry("placeholder", "", "Legato does without it."),
-        "AbstractClosure": Entry("placeholder", "", "Legato does without it."),
+        "OutputResult": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
+        "AbstractClosure": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
     },
     "pytorch.loops.optimization.manual": {
-        "ManualResult": Entry("placeholder", "", "Legato does without it."),
+        "ManualResult": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
     },
     "pytorch.loops.training_epoch_loop": {
-        "RestartStage": Entry("placeholder", "", "Legato does without it."),
+        "RestartStage": Entry(
+            "placeholder",
+            "",
+            "The loop is legato/trainer/trainer.py, one file; trainer.fit_loop has the progress to read, hooks "
+            "change what happens.",
+        ),
     },
     "pytorch.loops.utilities": {
-        "check_finite_loss": Entry("placeholder", "", "Legato does without it."),
+        "check_finite_loss": Entry("same", ".types_of_modules", ""),
     },
     "pytorch.overrides.distributed": {
-        "prepare_for_backward": Entry("placeholder", "", "Legato does without it."),
-        "UnrepeatedDistributedSampler": Entry("placeholder", "", "Legato does without it."),
-        "UnrepeatedDistributedSamplerWrapper": Entry("placeholder", "", "Legato does without it."),
+        "prepare_for_backward": Entry(
+            "placeholder", "", "Strategy ddp prepares for backward itself: return the loss, or call manual_backward."
+        ),
+        "UnrepeatedDistributedSampler": Entry(
+            "placeholder",
+            "",
+            "Every sample is evaluated and predicted once on any number of processes: give the plain loader.",
+        ),
+        "UnrepeatedDistributedSamplerWrapper": Entry(
+            "placeholder",
+            "",
+            "Every sample is evaluated and predicted once on any number of processes: give the plain loader.",
+        ),
     },
     "pytorch.plugins.io.async_plugin": {
-        "AsyncCheckpointIO": Entry("placeholder", "", "Legato does without it."),
+        "AsyncCheckpointIO": Entry(
+            "placeholder",
+            "",
+            "Legato's callback Checkpoint(asynchronous=True) writes in the background; give it to callbacks.",
+        ),
     },
     "pytorch.plugins.layer_sync": {
-        "LayerSync": Entry("placeholder", "", "Legato does without it."),
-        "TorchSyncBatchNorm": Entry("placeholder", "", "Legato does without it."),
+        "LayerSync": Entry("adapter", ".plugins", ""),
+        "TorchSyncBatchNorm": Entry("adapter", ".plugins", ""),
     },
     "pytorch.plugins.precision.amp": {
-        "MixedPrecision": Entry("placeholder", "", "Legato does without it."),
+        "MixedPrecision": Entry(
+            "adapter", ".plugins", "A scaler of one's own is refused: trainer.scaler is the run's."
+        ),
     },
     "pytorch.plugins.precision.bitsandbytes": {
-        "BitsandbytesPrecision": Entry("placeholder", "", "Legato does without it."),
+        "BitsandbytesPrecision": Entry(
+            "placeholder", "", "Put bitsandbytes' layers into the module in configure_model."
+        ),
     },
     "pytorch.plugins.precision.deepspeed": {
-        "DeepSpeedPrecision": Entry("placeholder", "", "Legato does without it."),
+        "DeepSpeedPrecision": Entry(
+            "placeholder",
+            "",
+            "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does: say "
+            "Trainer(strategy='fsdp').",
+        ),
     },
     "pytorch.plugins.precision.double": {
-        "DoublePrecision": Entry("placeholder", "", "Legato does without it."),
-        "LightningDoublePrecisionModule": Entry("placeholder", "", "Legato does without it."),
+        "DoublePrecision": Entry("adapter", ".plugins", ""),
+        "LightningDoublePrecisionModule": Entry(
+            "placeholder", "", "Say Trainer(precision='64-true'), which converts the module and its batches."
+        ),
     },
     "pytorch.plugins.precision.fsdp": {
-        "FSDPPrecision": Entry("placeholder", "", "Legato does without it."),
+        "FSDPPrecision": Entry("adapter", ".plugins", ""),
     },
     "pytorch.plugins.precision.half": {
-        "HalfPrecision": Entry("placeholder", "", "Legato does without it."),
+        "HalfPrecision": Entry("adapter", ".plugins", ""),
     },
     "pytorch.plugins.precision.precision": {
-        "Precision": Entry("placeholder", "", "Legato does without it."),
+        "Precision": Entry(
+            "adapter", ".plugins", "Its methods are not called by the run, which knows a precision by its word."
+        ),
     },
     "pytorch.plugins.precision.transformer_engine": {
-        "TransformerEnginePrecision": Entry("placeholder", "", "Legato does without it."),
+        "TransformerEnginePrecision": Entry(
+            "placeholder",
+            "",
+            "Call transformer_engine's layers and fp8_autocast in the module, and say precision='bf16-true'.",
+        ),
     },
     "pytorch.plugins.precision.xla": {
-        "XLAPrecision": Entry("placeholder", "", "Legato does without it."),
+        "XLAPrecision": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
     },
     "pytorch.profilers.advanced": {
         "AdvancedProfiler": Entry("placeholder", "", "Legato does without it."),
@@ -435,59 +545,95 @@ NAMES: dict[str, dict[str, Entry]] = {
     },
     "pytorch.serve.servable_module": {
         "ServableModule": Entry(
-            "placeholder",
-            "",
-            "Write the weights with `legato export` and serve them with a server of your own.",
+            "placeholder", "", "Serve the exported module: to_onnx, to_torchscript, or legato export."
         ),
     },
     "pytorch.serve.servable_module_validator": {
         "ServableModuleValidator": Entry(
-            "placeholder",
-            "",
-            "Write the weights with `legato export` and serve them with a server of your own.",
+            "placeholder", "", "Serve the exported module: to_onnx, to_torchscript, or legato export."
         ),
     },
     "pytorch.strategies": {
-        "StrategyRegistry": Entry("placeholder", "", "Legato does without it."),
+        "StrategyRegistry": Entry("adapter", ".strategies", ""),
     },
     "pytorch.strategies.ddp": {
-        "DDPStrategy": Entry("placeholder", "", "Legato does without it."),
+        "DDPStrategy": Entry(
+            "adapter",
+            ".strategies",
+            "Processes are forked from a server whatever start_method says; every sample is evaluated once.",
+        ),
     },
     "pytorch.strategies.deepspeed": {
-        "remove_module_hooks": Entry("placeholder", "", "Legato does without it."),
-        "DeepSpeedStrategy": Entry("placeholder", "", "Legato does without it."),
+        "remove_module_hooks": Entry(
+            "placeholder",
+            "",
+            "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does: say "
+            "Trainer(strategy='fsdp').",
+        ),
+        "DeepSpeedStrategy": Entry(
+            "placeholder",
+            "",
+            "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does: say "
+            "Trainer(strategy='fsdp').",
+        ),
     },
     "pytorch.strategies.fsdp": {
-        "FSDPStrategy": Entry("placeholder", "", "Legato does without it."),
+        "FSDPStrategy": Entry(
+            "adapter",
+            ".strategies",
+            "torch's fully_shard (FSDP2); a checkpoint is read on any number of processes, whatever "
+            "state_dict_type says.",
+        ),
     },
     "pytorch.strategies.model_parallel": {
-        "ModelParallelStrategy": Entry("placeholder", "", "Legato does without it."),
+        "ModelParallelStrategy": Entry(
+            "adapter",
+            ".strategies",
+            "tensor_plan() of the module, or torch's parallelize_module in configure_model, splits layers.",
+        ),
     },
     "pytorch.strategies.parallel": {
-        "ParallelStrategy": Entry("placeholder", "", "Legato does without it."),
+        "ParallelStrategy": Entry(
+            "adapter",
+            ".strategies",
+            "To be named and asked; a strategy of one's own implements legato.trainer.strategies.Strategy.",
+        ),
     },
     "pytorch.strategies.single_device": {
-        "SingleDeviceStrategy": Entry("placeholder", "", "Legato does without it."),
+        "SingleDeviceStrategy": Entry("adapter", ".strategies", ""),
     },
     "pytorch.strategies.single_xla": {
-        "SingleDeviceXLAStrategy": Entry("placeholder", "", "Legato does without it."),
+        "SingleDeviceXLAStrategy": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
     },
     "pytorch.strategies.strategy": {
-        "TBroadcast": Entry("placeholder", "", "Legato does without it."),
-        "TReduce": Entry("placeholder", "", "Legato does without it."),
-        "Strategy": Entry("placeholder", "", "Legato does without it."),
+        "TBroadcast": Entry("same", ".types_of_modules", ""),
+        "TReduce": Entry("same", ".types_of_modules", ""),
+        "Strategy": Entry(
+            "adapter",
+            ".strategies",
+            "To be named and asked; a strategy of one's own implements legato.trainer.strategies.Strategy.",
+        ),
     },
     "pytorch.strategies.xla": {
-        "XLAStrategy": Entry("placeholder", "", "Legato does without it."),
+        "XLAStrategy": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
     },
     "pytorch.trainer.states": {
-        "TrainerStatus": Entry("placeholder", "", "Legato does without it."),
-        "TrainerFn": Entry("placeholder", "", "Legato does without it."),
-        "RunningStage": Entry("placeholder", "", "Legato does without it."),
-        "TrainerState": Entry("placeholder", "", "Legato does without it."),
+        "TrainerStatus": Entry("same", ".states", ""),
+        "TrainerFn": Entry("same", ".states", ""),
+        "RunningStage": Entry("same", ".states", ""),
+        "TrainerState": Entry("same", ".states", ""),
     },
     "pytorch.trainer.trainer": {
-        "Trainer": Entry("adapter", ".trainer", ""),
+        "Trainer": Entry(
+            "adapter",
+            ".trainer",
+            "The order of samples and random numbers is Legato's, the same on any number of processes; limits of "
+            "evaluation batches count over all of them; files are read with weights_only=True.",
+        ),
     },
     "pytorch.tuner.tuning": {
         "Tuner": Entry(

@@ -1,7 +1,305 @@
-"""Trainer, with Lightning's arguments and defaults."""
+"""Trainer, with Lightning's arguments, defaults and methods."""
 
-from ...trainer import trainer
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...callbacks.callback import Callback
+from ...callbacks.model_summary import ModelSummary
+from ...callbacks.progress_bar import ProgressBar
+from ...callbacks.timer import Timer
+from ...tasks.task import Task
+from ...trainer.checkpoints.store import newest_complete
+from ...trainer.hooks import STEP_NAMES, overrides
+from ...trainer.loggers.logger import Logger
+from ...trainer.metrics.reduce import Reduced
+from ...trainer.optimization.precision import Precision as PrecisionOfRun
+from ...trainer.processes.environment import find_place
+from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
+from .accelerators import KINDS
+from .arguments import read_arguments, set_benchmark
+from .attributes import TrainerAttributes
+from .callbacks.model_checkpoint import ModelCheckpoint
+from .loggers import TensorBoardLogger
+from .loops import EvaluationLoop, FitLoop, PredictionLoop
+from .placeholders import UnsupportedError
+from .states import TrainerFn, TrainerState, TrainerStatus
+from .strategies import CLASSES
+
+log = logging.getLogger("legato")
 
 
-class Trainer(trainer.Trainer):
-    """A Legato Trainer that takes Lightning's arguments."""
+def uncompiled(model: Any) -> Any:
+    """Return the module in what torch.compile returned for it, with its forward and its steps compiled."""
+    module = getattr(model, "_orig_mod", None)
+    if not isinstance(module, Task):
+        return model
+    for name in ("forward", *STEP_NAMES):
+        if name not in vars(module) and overrides(module, Task, name):
+            setattr(module, name, model.dynamo_ctx(getattr(module, name)))
+    return module
+
+
+class Trainer(TrainerAttributes):
+    """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
+
+    keeps_gradients = True
+    shows_newest_batch = True
+    refuses_near_names = False
+    logs_cut_epochs = True
+    closure_runs_step = True
+    keeps_seed = False
+
+    def __init__(  # noqa: PLR0913 (Lightning's arguments)
+        self,
+        *,
+        accelerator: Any = "auto",
+        strategy: Any = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        logger: Any = None,
+        callbacks: list[Callback] | Callback | None = None,
+        fast_dev_run: int | bool = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: str | timedelta | dict[str, int] | None = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: int | float | str | timedelta | dict[str, int] | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: int = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: Any = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Any = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | Path | None = None,
+        enable_autolog_hparams: bool = True,
+        model_registry: str | None = None,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        arguments = read_arguments(given)
+        if arguments["logger"] is True:
+            arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
+        wants_loggers = bool(arguments["logger"])
+        set_benchmark(benchmark, deterministic)
+        self.barebones, self.logs_hyperparameters = barebones, enable_autolog_hparams
+        self.predictions = []
+        super().__init__(**arguments)
+        self.accelerator = KINDS[self.device_list[0].type]()
+        self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
+        self.validate_loop, self.test_loop = EvaluationLoop(self, "validation"), EvaluationLoop(self, "test")
+        self.profiler = profiler
+        if self.fast_dev_run and wants_loggers:
+            self.loggers = [Logger()]  # which writes nothing, and takes every call
+
+    @property
+    def enable_autolog_hparams(self) -> bool:
+        """Whether hyperparameters are logged when a run begins."""
+        return self.logs_hyperparameters
+
+    # --- what this Trainer chooses ----------------------------------------------------------------------------------
+    def new_state(self) -> TrainerState:
+        """Return the state of a fit, which goes on from where the last one ended."""
+        last = self.state
+        kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
+        state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
+        state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
+        self.epoch_is_cut = False
+        return state
+
+    def strategy_class(self, name: str) -> type[StrategyOfLegato]:
+        """Return the class behind the name of a strategy, with Lightning's attributes."""
+        return CLASSES.get(name) or super().strategy_class(name)
+
+    def default_callbacks(self) -> list[tuple[bool, type[Callback], dict[str, Any]]]:
+        """Return the callbacks that the arguments ask for; none of them logs anything."""
+        return [
+            (self.enable_progress_bar, ProgressBar, {}),
+            (self.enable_model_summary, ModelSummary, {}),
+            (self.max_time is not None, Timer, {"duration": self.max_time}),
+            (self.enable_checkpointing, ModelCheckpoint, {}),
+        ]
+
+    def new_run_dir(self) -> Path | None:
+        """Return the first logger's folder, or the next lightning_logs/version_N."""
+        if self.fast_dev_run:
+            return None
+        own = getattr(self.loggers[0], "log_dir", None) if self.loggers else None
+        if own is None:
+            return super().new_run_dir()
+        Path(own).mkdir(parents=True, exist_ok=True)
+        return Path(own)
+
+    def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
+        """Return the place of a point: the index of the newest step, or a value that was logged as "step"."""
+        values = dict(values)
+        step = values.pop("step", None)
+        values.setdefault("epoch", self.current_epoch)
+        return max(0, self.state.global_step - 1) if step is None else int(step), values
+
+    # --- the loop ---------------------------------------------------------------------------------------------------
+    def begin_epoch(self) -> None:
+        """Begin an epoch, or go on in the middle of one."""
+        self.epoch_is_cut = False
+        super().begin_epoch()
+
+    def end_epoch(self) -> None:
+        """End an epoch; one that the run ends within counts, too."""
+        super().end_epoch()
+        self.epoch_is_cut = self.state.epoch_steps > 0
+
+    def stops_here(self) -> bool:
+        """Return whether the run stops after this step; `max_steps` counts the steps of optimizers."""
+        if self.current_run.optimization.automatic or self.max_steps == -1:
+            return super().stops_here()
+        limit, self.max_steps = self.max_steps, -1
+        try:
+            return super().stops_here() or self.global_step >= limit
+        finally:
+            self.max_steps = limit
+
+    def publish(self, reduced: Reduced, write: bool = True) -> None:
+        """Publish reduced values; those of loggers as tensors."""
+        super().publish(reduced, write)
+        self.take_logged(reduced)
+
+    # --- methods ----------------------------------------------------------------------------------------------------
+    def fit(  # type: ignore[override]
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Train a module. Files are read with weights_only=True in any case."""
+        with self._status(TrainerFn.FITTING):
+            model, source = uncompiled(model), self._checkpoint(ckpt_path)
+            if (
+                val_dataloaders is not None
+                and isinstance(model, Task)
+                and not overrides(model, Task, "validation_step")
+            ):
+                log.warning("fit was given val_dataloaders, but %s has no validation_step.", type(model).__name__)
+                val_dataloaders = None
+            super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the validation data; return the metrics of each loader."""
+        with self._status(TrainerFn.VALIDATING):
+            return super().validate(uncompiled(model), dataloaders, self._checkpoint(ckpt_path), verbose, datamodule)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: Any = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[dict[str, float]]:
+        """Evaluate on the test data; return the metrics of each loader."""
+        with self._status(TrainerFn.TESTING):
+            return super().test(uncompiled(model), dataloaders, self._checkpoint(ckpt_path), verbose, datamodule)
+
+    def predict(  # type: ignore[override]
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool | None = None,
+        ckpt_path: Any = None,
+        weights_only: bool | None = None,
+    ) -> list[Any] | None:
+        """Return the predictions of every rank, in the data's order; None with return_predictions=False."""
+        with self._status(TrainerFn.PREDICTING):
+            keep = return_predictions is not False
+            found = super().predict(uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path), keep)
+            self.predictions = found
+            return found if keep else None
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        filepath: str | Path,
+        weights_only: bool | None = None,
+        storage_options: Any = None,
+        asynchronous: bool = False,
+    ) -> None:
+        """Write a checkpoint of this moment; every rank calls it. Raises AttributeError before there is a run."""
+        if storage_options is not None:
+            raise UnsupportedError(
+                "save_checkpoint(storage_options=...): checkpoints are directories of a file system."
+            )
+        if self.run is None:
+            raise AttributeError("Saving a checkpoint needs a module: call fit, validate, test or predict before.")
+        super().save_checkpoint(filepath, bool(weights_only), asynchronous)
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Make tensors on the run's device, in its precision."""
+        device = self.device_list[0]
+        with PrecisionOfRun(str(self.precision), device.type).forward_context(), device:
+            yield
+
+    @contextmanager
+    def _status(self, function: TrainerFn) -> Iterator[None]:
+        """Tell in `state` what is under way, and how it ended; take the seed that was set."""
+        place = find_place(self.cluster)
+        if not self.running and (place is None or place.origin != "legato"):  # workers are told
+            self.seed = torch.initial_seed() & 0xFFFFFFFF
+        self.state.fn, self.state.status = function, TrainerStatus.RUNNING
+        try:
+            yield
+        except BaseException:
+            self.state.status = TrainerStatus.INTERRUPTED
+            raise
+        self.state.status = TrainerStatus.FINISHED
+
+    def _checkpoint(self, path: Any) -> Any:
+        """Return the checkpoint that a word or path means, or the one that was set. None: none."""
+        path = self.__dict__.get("_ckpt_path") if path is None else path
+        if path == "hpc" or str(path).startswith("registry"):
+            raise UnsupportedError(
+                f"ckpt_path={str(path)!r}: a job that SLURM queues again goes on by itself (SLURMEnvironment"
+                f"(auto_requeue=True)); there is no registry. Give a path, 'last' or 'best'."
+            )
+        callback = self.checkpoint_callback
+        if path != "last" or callback is None or callback.last_model_path:
+            return path
+        found = None if callback.dirpath is None else newest_complete(Path(callback.dirpath))
+        if found is None:
+            log.warning("ckpt_path='last', but there is no checkpoint yet: a new run begins.")
+        return found

@@ -78,7 +78,7 @@ def require_step_done(trainer: "Trainer") -> None:
             "save_checkpoint was called while the run is set up, before it has optimizers: call it from on_fit_start "
             "on, or with weights_only=True."
         )
-    if trainer.training and trainer.metrics.step == trainer.global_step:
+    if trainer.training and trainer.metrics.step == trainer.state.global_step:
         raise TaskError(
             f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run could go "
             f"on. Call it where trainer.global_step has advanced (in on_train_batch_end after a step's last batch), or "

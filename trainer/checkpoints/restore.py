@@ -155,7 +155,7 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
                 f"trainer.replicas={asked}, but the run began with {restored.replicas} replicas, which are fixed for a "
                 f"run. Leave trainer.replicas out to go on with it; up to {restored.replicas} processes will do."
             )
-        if trainer.seed != restored.seed:
+        if trainer.keeps_seed and trainer.seed != restored.seed:
             raise ConfigError(
                 f"seed={trainer.seed}, but the run began with seed={restored.seed}; a run keeps its seed."
             )

@@ -89,6 +89,8 @@ class Metrics:
         self.pending: list[tuple[Series, Any, float, int, int]] = []
         self.dropped = -1
         """The newest step if it was dropped: values still logged for it are ignored."""
+        self.shows_newest_batch = False
+        """Whether a step's value is that of its newest batch rather than the mean over its batches."""
         self.muted = False
         """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
@@ -304,6 +306,8 @@ class Metrics:
         if series.on_step and step == self.step:
             if series.step_at != step:
                 series.step, series.step_at = {}, step
+            elif self.shows_newest_batch:
+                series.step.pop(replica, None)
             accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:

@@ -67,6 +67,11 @@ class Optimization:
         self.guard = guard
         self.watches_losses |= guard is not None and guard.needs_losses
 
+    def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Go on with other optimizers, of the same parameters."""
+        self.optimizers[:] = optimizers
+        self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
+
     # --- automatic --------------------------------------------------------------------------------------------------
     def zero_gradients(self, step: StepInput) -> None:
         """Clear the gradients before a step's first backward, and follow parameters frozen or unfrozen by hooks."""
@@ -176,6 +181,7 @@ class Optimization:
         strategy = self.strategy
         if self.automatic:
             return strategy.optimizer_step(optimizer, closure)
+        self.state.optimizer_steps += 1
         # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
         strategy.reducer.average(optimizer_parameters(optimizer))
         if self.guard is not None:

@@ -69,7 +69,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 
 def _run(trainer: "Trainer", request: Request) -> Any:
-    build.check_task(request.task, request)
+    build.check_task(request.task, request, trainer.refuses_near_names)
     place = environment.find_place(trainer.cluster)
     if place is not None:
         trainer.strategy.servers.serve(place, request.task, trainer.seed)

@@ -1,0 +1,129 @@
+"""Lightning's arguments of Trainer as those of Legato's."""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ...trainer.errors import ConfigError
+from ...trainer.loggers.logger import Logger
+from .accelerators import AcceleratorRegistry, read_devices
+from .placeholders import UnsupportedError
+from .plugins import Precision, read_plugins
+from .strategies import XLA, read_strategy
+
+NEVER_LOG = sys.maxsize
+"""Steps between two logging points where there are to be none."""
+TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
+"""Arguments that Legato's Trainer does not have."""
+DEFAULTS = {
+    "precision": "32-true",
+    "val_check_interval": 1.0,
+    "num_sanity_val_steps": 2,
+    "log_every_n_steps": 50,
+    **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True),
+    **{f"limit_{stage}_batches": 1.0 for stage in ("train", "val", "test", "predict")},
+}
+"""What None means."""
+BAREBONES: dict[str, Any] = {
+    "enable_checkpointing": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "log_every_n_steps": NEVER_LOG,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+}
+"""What barebones=True sets."""
+
+
+def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Legato's Trainer for those of Lightning's; a default logger is the value True.
+
+    Raises ValueError, TypeError or ConfigError where Lightning raises, and UnsupportedError for what
+    Legato does without.
+    """
+    _check(given)
+    found = {name: value for name, value in given.items() if name not in TAKEN_HERE}
+    if given["barebones"]:
+        _check_barebones(given)
+        found |= BAREBONES
+    found["strategy"] = read_strategy(given["strategy"])
+    found |= getattr(found["strategy"], "given", {})
+    found |= read_plugins(given["plugins"])
+    found |= {name: value for name, value in DEFAULTS.items() if found[name] is None}
+    root = os.fspath(given["default_root_dir"] or os.getcwd())
+    logger = found["logger"]
+    found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
+    return found | {
+        "accelerator": _accelerator(found["accelerator"]),
+        "devices": read_devices(found["devices"]),
+        "precision": _precision(found["precision"]),
+        "gradient_clip_algorithm": str(given["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
+        "log_every_n_steps": found["log_every_n_steps"] or NEVER_LOG,
+        "default_root_dir": os.path.normpath(os.path.expanduser(root)),
+        "run_name": "lightning_logs",
+        "nan": "ignore",
+    }
+
+
+def is_several(logger: Any) -> bool:
+    """Return whether the argument is a collection of loggers."""
+    return isinstance(logger, Iterable) and not isinstance(logger, Logger)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    clip, algorithm = given["gradient_clip_val"], given["gradient_clip_algorithm"]
+    if clip is not None and not isinstance(clip, (int, float)):
+        raise TypeError(f"gradient_clip_val should be an int or a float, got {clip!r}.")
+    if algorithm is not None and str(algorithm).rpartition(".")[2].lower() not in ("norm", "value"):
+        raise ConfigError(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
+    if given["model_registry"] is not None:
+        raise UnsupportedError("Trainer(model_registry=...): upload a checkpoint in Callback.after_save_checkpoint.")
+    if isinstance(given["val_check_interval"], (str, timedelta, Mapping)):
+        raise UnsupportedError(
+            "Trainer(val_check_interval=<a time>): ranks agree on times at logging points only. Give a fraction of an "
+            "epoch or a count of batches."
+        )
+    if given["fast_dev_run"] is not False and (isinstance(given["fast_dev_run"], float) or given["fast_dev_run"] < 0):
+        raise ConfigError(f"fast_dev_run={given['fast_dev_run']!r}: expected True, False or a count.")
+
+
+def _check_barebones(given: Mapping[str, Any]) -> None:
+    unwanted = {**dict.fromkeys(BAREBONES), "fast_dev_run": False, "detect_anomaly": False, "profiler": None}
+    for name in unwanted:
+        if given[name] not in (None, False, 0):
+            raise ValueError(f"Trainer(barebones=True, {name}={given[name]!r}): barebones leaves that out; choose one.")
+
+
+def _accelerator(wanted: Any) -> Any:
+    """Return the word for the kind of devices. Raises ConfigError for an unknown one."""
+    word = wanted.lower() if isinstance(wanted, str) else wanted
+    if word in ("tpu", "xla", "hpu", "ipu"):
+        raise UnsupportedError(f"Trainer(accelerator={wanted!r}): {XLA}")
+    if word not in ("auto", *AcceleratorRegistry):
+        raise ConfigError(f"Trainer(accelerator={wanted!r}): there are auto, {', '.join(AcceleratorRegistry)}. {XLA}")
+    return str(word)
+
+
+def _precision(wanted: Any) -> Any:
+    """Return Lightning's word for a precision."""
+    if isinstance(wanted, Precision):
+        return wanted.precision
+    if str(wanted).startswith("transformer-engine"):
+        raise UnsupportedError(
+            "precision='transformer-engine': call transformer_engine's layers and fp8_autocast in the module, and say "
+            "precision='bf16-true'."
+        )
+    try:
+        return Precision.word_of(wanted)
+    except ConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
+def set_benchmark(benchmark: bool | None, deterministic: Any) -> None:
+    """Let cuDNN look for the fastest kernels, or not."""
+    if benchmark is not None or deterministic:
+        torch.backends.cudnn.benchmark = bool(benchmark)

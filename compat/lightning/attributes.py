@@ -1,0 +1,298 @@
+"""TrainerAttributes: what a program reads of a Trainer, under Lightning's names and with its answers."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...trainer import build, trainer
+from ...trainer.loggers.logger import Logger
+from ...trainer.metrics.reduce import Reduced
+from .plugins import Precision
+from .states import TrainerState, TrainerStatus
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from ...callbacks.callback import Callback
+    from ...trainer.state import State
+    from .module import LightningModule
+
+
+class TrainerAttributes(trainer.Trainer):
+    """Attributes that answer before, during and after a run as Lightning's do."""
+
+    epoch_is_cut = False
+    """Whether training has ended within an epoch, which Lightning counts."""
+    predictions: list[Any]
+    """What the newest predict has returned."""
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    # --- state ------------------------------------------------------------------------------------------------------
+    @property
+    def state(self) -> TrainerState:
+        """The loop state, with `fn`, `stage` and `status`."""
+        found: TrainerState = self.__dict__["_state"]
+        return found
+
+    @state.setter
+    def state(self, value: "State") -> None:
+        self.__dict__["_state"] = TrainerState.of(value, self)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last call ended by an exception."""
+        return self.state.status is TrainerStatus.INTERRUPTED
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether the run was told to end."""
+        return self.run is not None and bool(self.run.preemption.signal)
+
+    @property
+    def current_epoch(self) -> int:
+        """The epoch that is under way, from 0; after a run the number of those begun."""
+        return self.state.epoch + self.epoch_is_cut
+
+    @property
+    def global_step(self) -> int:
+        """Steps of optimizers: in manual optimization the calls of their `step`."""
+        manual = self.run is not None and not self.run.task.automatic_optimization
+        return self.state.optimizer_steps if manual else self.state.global_step
+
+    def batches_done(self) -> tuple[int, int, bool]:
+        """Return how many batches are done, in this epoch and in the run, and whether another one is under way."""
+        state, run = self.state, self.run
+        inside = run is not None and run.loop.open and run.metrics.step == state.global_step
+        more = max(0, run.metrics.turns_of_step - 1) if inside and run is not None else 0
+        in_epoch = state.epoch_rounds + more
+        if state.rounds and not in_epoch and not inside and self.num_training_batches != float("inf"):
+            in_epoch = int(self.num_training_batches)
+        return in_epoch, state.rounds + more, inside
+
+    def evaluation_batches_done(self, doing: str) -> int:
+        """Return how many batches of an evaluation are done."""
+        return 0 if self.run is None else self.run.metrics.turns.get(doing, 0)
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the epoch's last batch is under way, or done."""
+        if self.run is None:
+            return False
+        return (self.state.rounds > 0 and not self.running) or super().is_last_batch
+
+    # --- the run's parts --------------------------------------------------------------------------------------------
+    @property
+    def lightning_module(self) -> "LightningModule":
+        """The module of the run; None before one."""
+        found: LightningModule = None if self.run is None else self.run.task  # type: ignore[assignment]
+        return found
+
+    @property
+    def model(self) -> "nn.Module":  # type: ignore[override]
+        """The module of the run; None before one."""
+        return self.lightning_module
+
+    @property
+    def datamodule(self) -> Any:
+        """The data module of the run, or one that was set; None without."""
+        own = None if self.run is None else self.run.datamodule
+        return self.__dict__.get("_datamodule") if own is None else own
+
+    @datamodule.setter
+    def datamodule(self, value: Any) -> None:
+        self.__dict__["_datamodule"] = value
+
+    @property
+    def optimizers(self) -> "list[Optimizer]":
+        """The optimizers of the run; may be set within one."""
+        return [] if self.run is None else super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, value: "list[Optimizer]") -> None:
+        self.current_run.optimization.take_optimizers(value)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers of the run."""
+        return [] if self.run is None else list(super().lr_scheduler_configs)
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Every logger."""
+        found: list[Logger] = self.__dict__.get("_loggers", [])
+        return found
+
+    @loggers.setter
+    def loggers(self, value: list[Logger] | None) -> None:
+        self.__dict__["_loggers"] = list(value or [])
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        if "_loggers" not in self.__dict__:
+            return self.__dict__.get("_wanted_logger")
+        return self.loggers[0] if self.loggers else None
+
+    @logger.setter
+    def logger(self, value: Any) -> None:
+        if "_loggers" not in self.__dict__:
+            self.__dict__["_wanted_logger"] = value
+        elif value is not self.logger:
+            self.loggers = [value] if value else []
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of the first logger, or the root without one."""
+        if not self.loggers:
+            return str(self.default_root_dir)
+        found = getattr(self.loggers[0], "log_dir", None) or self.loggers[0].save_dir
+        return None if found is None else str(found)
+
+    @property
+    def ckpt_path(self) -> str | Path | None:
+        """The checkpoint that the run began from, or one that was set for the next run."""
+        own: str | Path | None = self.__dict__.get("_ckpt_path")
+        source = getattr(self.run, "source", None)  # which a call has once its processes have met
+        return str(source) if own is None and source is not None else own
+
+    @ckpt_path.setter
+    def ckpt_path(self, value: str | Path | None) -> None:
+        self.__dict__["_ckpt_path"] = value
+
+    # --- values -----------------------------------------------------------------------------------------------------
+    @property
+    def callback_metrics(self) -> "dict[str, Tensor]":
+        """The newest value of each name, up to the newest batch on a single process."""
+        self._read_newest()
+        found: dict[str, Tensor] = self.__dict__["_callback_metrics"]
+        return found
+
+    @callback_metrics.setter
+    def callback_metrics(self, value: "dict[str, Tensor]") -> None:
+        self.__dict__["_callback_metrics"] = value
+
+    def take_logged(self, reduced: Reduced) -> None:
+        """Keep values of loggers, as tensors."""
+        logged: dict[str, Any] = self.logged_metrics
+        logged.update({name: torch.tensor(value) for name, value in reduced.loggers.items()})
+
+    def _read_newest(self) -> None:
+        """Read what was logged since the last look, where no other rank need take part in it."""
+        run = self.run
+        if run is None or not self.training or run.metrics.processes > 1 or run.metrics.shares:
+            return
+        metrics = run.metrics
+        if metrics.pending and metrics.series is not None and metrics.stage == "train" and metrics.in_step:
+            reduced = metrics.reduce_step()
+            self.__dict__["_callback_metrics"].update(reduced.tensors())
+            metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
+            self.progress_bar_metrics.update(reduced.progress_bar)
+            self.take_logged(reduced)
+
+    # --- data -------------------------------------------------------------------------------------------------------
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader; None before there is one."""
+        return None if self.run is None else self.run.data.loaders.get("train")
+
+    @property
+    def val_dataloaders(self) -> Any:
+        """The validation loaders; None before there are any."""
+        return None if self.run is None else self.run.data.loaders.get("validation")
+
+    @property
+    def test_dataloaders(self) -> Any:
+        """The test loaders; None before there are any."""
+        return None if self.run is None else self.run.data.loaders.get("test")
+
+    @property
+    def predict_dataloaders(self) -> Any:
+        """The prediction loaders; None before there are any."""
+        return None if self.run is None else self.run.data.loaders.get("predict")
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Batches of an epoch; infinity where that is not known, as before a run."""
+        return float("inf") if self.run is None else super().num_training_batches
+
+    def _counts(self, word: str) -> list[int | float]:
+        return [] if self.run is None else super()._counts(word)
+
+    @property
+    def num_sanity_val_batches(self) -> list[int | float]:
+        """Batches of each validation loader in the sanity check."""
+        most = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
+        return [min(most, count) for count in self.num_val_batches]
+
+    @property
+    def val_check_batch(self) -> int | float | None:
+        """After how many batches validation runs; None before a run."""
+        if self.run is None or not self.enable_validation:
+            return None
+        rounds = self.run.data.validation_rounds
+        return self.num_training_batches if rounds is None else rounds
+
+    @property
+    def enable_validation(self) -> bool:
+        """Whether fit validates."""
+        return bool(self.num_val_batches) and bool(self.limit_val_batches)
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Steps of the whole run; asks for the training loader where that was not done yet, as in `setup`."""
+        if self.max_epochs == -1:
+            return float("inf") if self.max_steps == -1 else self.max_steps
+        run = self.run
+        if run is not None and run.stage == "fit" and run.loop.open and run.data.training is None:
+            build.make_training_data(run)
+            run.given["train"] = run.data.loaders["train"]
+        steps = self.steps_per_epoch
+        if steps == float("inf"):
+            return self.max_steps
+        found = int(steps) * max(int(self.max_epochs or 0), 1)
+        return found if self.max_steps == -1 else min(found, self.max_steps)
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes, also before they are there."""
+        known = self.strategy.place.world_size
+        if known > 1 or self.running:
+            return known
+        return max(1, self.strategy.local_processes(self.device_list) * self.num_nodes)
+
+    # --- processes and devices --------------------------------------------------------------------------------------
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this machine's devices."""
+        return [device.index or index for index, device in enumerate(self.device_list)]
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision, with the scaler of the run."""
+        found = Precision()
+        found.precision, found.scaler = str(self.precision), self.strategy.precision.scaler
+        return found
+
+    @property
+    def scaler(self) -> Any:
+        """The scaler of float16's gradients, or None."""
+        return self.strategy.precision.scaler
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int] | None:
+        """The arguments of a DistributedSampler; None with one process."""
+        if self.world_size == 1:
+            return None
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def early_stopping_callbacks(self) -> "list[Callback]":
+        """Every EarlyStopping callback."""
+        from ...callbacks.early_stopping import EarlyStopping
+
+        return [callback for callback in self.callbacks if isinstance(callback, EarlyStopping)]

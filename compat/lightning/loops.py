@@ -1,0 +1,283 @@
+"""Loops: progress of a trainer under the names that programs read; they run nothing."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+
+@dataclass
+class Tracker:
+    """Counts of one kind of thing: how many were made ready, started, processed and completed."""
+
+    ready: int = 0
+    completed: int = 0
+    started: int = 0
+    processed: int = 0
+
+
+@dataclass
+class Progress:
+    """Counts over the run, and since the epoch, or the call, began."""
+
+    total: Tracker = field(default_factory=Tracker)
+    current: Tracker = field(default_factory=Tracker)
+    is_last_batch: bool = False
+
+
+def _tracker(done: int, begun: bool) -> Tracker:
+    return Tracker(done + begun, done, done + begun, done)
+
+
+class Loop:
+    """What all loops have."""
+
+    restarting = is_resuming = False
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+
+
+class FitLoop(Loop):
+    """Epochs of training."""
+
+    restarted_mid_epoch = restarted_on_epoch_start = restarted_on_epoch_end = resumed_on_epoch_end = False
+
+    def __init__(self, trainer: "Trainer") -> None:
+        super().__init__(trainer)
+        self.epoch_loop = TrainingEpochLoop(trainer)
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit of epochs."""
+        return self.trainer.max_epochs
+
+    @max_epochs.setter
+    def max_epochs(self, value: int | None) -> None:
+        self.trainer.max_epochs = value
+
+    @property
+    def min_epochs(self) -> int | None:
+        """The least number of epochs."""
+        return self.trainer.min_epochs
+
+    @min_epochs.setter
+    def min_epochs(self, value: int | None) -> None:
+        self.trainer.min_epochs = value
+
+    @property
+    def max_steps(self) -> int:
+        """The limit of steps."""
+        return self.trainer.max_steps
+
+    @property
+    def min_steps(self) -> int | None:
+        """The least number of steps."""
+        return self.trainer.min_steps
+
+    @property
+    def max_batches(self) -> int | float:
+        """The number of training batches of an epoch."""
+        return self.trainer.num_training_batches
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the newest batch in its epoch."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The index of the newest batch in the run."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def epoch_progress(self) -> Progress:
+        """Epochs done."""
+        done, run = self.trainer.current_epoch, self.trainer.run
+        inside = run is not None and run.loop.open and run.stage == "fit" and not run.loop.ended
+        tracker = _tracker(done, inside)
+        return Progress(tracker, tracker)
+
+    @property
+    def done(self) -> bool:
+        """Whether a limit is reached."""
+        limit, epochs = self.trainer.max_epochs, self.trainer.current_epoch
+        steps = self.trainer.max_steps
+        return (limit not in (None, -1) and epochs >= (limit or 0)) or (
+            steps != -1 and self.trainer.global_step >= steps
+        )
+
+    @property
+    def skip(self) -> bool:
+        """Whether a fit would train nothing."""
+        return self.done or self.trainer.limit_train_batches == 0
+
+    def setup_data(self) -> None:
+        """Do nothing: loaders are made when a run begins."""
+
+
+class TrainingEpochLoop(Loop):
+    """Batches of an epoch of training."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        super().__init__(trainer)
+        self.val_loop = EvaluationLoop(trainer, "validation")
+        self.automatic_optimization = Optimizing(trainer)
+        self.manual_optimization = Optimizing(trainer)
+
+    @property
+    def max_steps(self) -> int:
+        """The limit of steps."""
+        return self.trainer.max_steps
+
+    @max_steps.setter
+    def max_steps(self, value: int) -> None:
+        self.trainer.max_steps = value
+
+    @property
+    def min_steps(self) -> int | None:
+        """The least number of steps."""
+        return self.trainer.min_steps
+
+    @min_steps.setter
+    def min_steps(self, value: int | None) -> None:
+        self.trainer.min_steps = value
+
+    @property
+    def global_step(self) -> int:
+        """Steps of optimizers done."""
+        return self.trainer.global_step
+
+    @property
+    def batches_that_stepped(self) -> int:
+        """Batches after which optimizers stepped: the x-axis of logs."""
+        return self.trainer.state.global_step
+
+    @property
+    def _batches_that_stepped(self) -> int:  # private in Lightning, and read by many programs
+        return self.batches_that_stepped
+
+    @property
+    def batch_progress(self) -> Progress:
+        """Batches done."""
+        trainer = self.trainer
+        in_epoch, of_run, begun = trainer.batches_done()
+        return Progress(_tracker(of_run, begun), _tracker(in_epoch, begun), trainer.is_last_batch)
+
+    @property
+    def batch_idx(self) -> int:
+        """The index of the newest batch in its epoch."""
+        return self.batch_progress.current.ready - 1
+
+    @property
+    def total_batch_idx(self) -> int:
+        """The index of the newest batch in the run."""
+        return self.batch_progress.total.ready - 1
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the epoch's last batch is under way."""
+        return self.trainer.is_last_batch
+
+    @property
+    def done(self) -> bool:
+        """Whether the epoch's batches are done, or a limit is reached."""
+        current = self.batch_progress.current
+        return current.completed >= self.trainer.num_training_batches or self.trainer.fit_loop.done
+
+
+class Optimizing(Loop):
+    """Steps of optimizers."""
+
+    @property
+    def optim_progress(self) -> Any:
+        """Steps done, as `optimizer_steps`."""
+        steps = _tracker(self.trainer.global_step, begun=False)
+        progress = Progress(steps, steps)
+        return OptimizerProgress(progress)
+
+    @property
+    def optim_step_progress(self) -> Progress:
+        """Steps done in manual optimization."""
+        steps = _tracker(self.trainer.global_step, begun=False)
+        return Progress(steps, steps)
+
+
+@dataclass
+class OptimizerProgress:
+    """Steps of optimizers."""
+
+    step: Progress
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Steps done."""
+        return self.step.total.completed
+
+
+class EvaluationLoop(Loop):
+    """Batches of a validation or a test."""
+
+    verbose = True
+
+    def __init__(self, trainer: "Trainer", doing: str) -> None:
+        super().__init__(trainer)
+        self.doing = doing
+
+    @property
+    def inference_mode(self) -> bool:
+        """Whether it runs in inference mode."""
+        return self.trainer.inference_mode
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        """The number of batches of each loader."""
+        return {"validation": self.trainer.num_val_batches, "test": self.trainer.num_test_batches}[self.doing]
+
+    @property
+    def num_dataloaders(self) -> int:
+        """The number of loaders."""
+        return len(self.max_batches)
+
+    @property
+    def batch_progress(self) -> Progress:
+        """Batches done in the newest pass over the loaders."""
+        done = self.trainer.evaluation_batches_done(self.doing)
+        return Progress(_tracker(done, begun=False), _tracker(done, begun=False))
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to evaluate."""
+        return sum(self.max_batches) == 0
+
+
+class PredictionLoop(Loop):
+    """Batches of a prediction."""
+
+    return_predictions = False
+
+    @property
+    def inference_mode(self) -> bool:
+        """Whether it runs in inference mode."""
+        return self.trainer.inference_mode
+
+    @property
+    def max_batches(self) -> list[int | float]:
+        """The number of batches of each loader."""
+        return self.trainer.num_predict_batches
+
+    @property
+    def num_dataloaders(self) -> int:
+        """The number of loaders."""
+        return len(self.max_batches)
+
+    @property
+    def predictions(self) -> list[Any]:
+        """What the newest predict has returned."""
+        return self.trainer.predictions
+
+    @property
+    def skip(self) -> bool:
+        """Whether there is nothing to predict."""
+        return sum(self.max_batches) == 0

@@ -1,0 +1,231 @@
+"""Plugins: precisions, environments of processes, and batch norm over processes, as objects that a Trainer is given."""
+
+import socket
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from ...trainer.errors import ConfigError
+from ...trainer.optimization.precision import Precision as PrecisionOfRun
+from ...trainer.processes.environment import Place, find_place
+from .placeholders import UnsupportedError
+
+
+# --- precision --------------------------------------------------------------------------------------------------------
+class Precision:
+    """A precision of a run, by its word; what it does is Legato's."""
+
+    precision: str = "32-true"
+
+    def __init__(self) -> None:
+        self.scaler: Any = None
+
+    @staticmethod
+    def word_of(name: str | int) -> str:
+        """Return Lightning's word for a precision. Raises ConfigError for an unknown one."""
+        return PrecisionOfRun(name, "cpu").name
+
+    def in_use(self, device_type: str = "cpu") -> PrecisionOfRun:
+        """Return the precision of a run with this word."""
+        return PrecisionOfRun(self.precision, device_type)
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Give a module's parameters the type of this precision."""
+        self.in_use().place(module)
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Give floating point tensors the type of this precision."""
+        return self.in_use().convert_batch(data)
+
+    def convert_output(self, data: Any) -> Any:
+        """Return an output as it is."""
+        return data
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Return the context in which a forward runs."""
+        return self.in_use().forward_context()
+
+    train_step_context = val_step_context = test_step_context = predict_step_context = forward_context
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of gradient scaling."""
+        return {}
+
+
+class MixedPrecision(Precision):
+    """Autocast, with gradient scaling for float16."""
+
+    def __init__(self, precision: str, device: str, scaler: Any = None) -> None:
+        super().__init__()
+        if precision not in ("16-mixed", "bf16-mixed"):
+            raise ConfigError(f"MixedPrecision(precision={precision!r}): expected '16-mixed' or 'bf16-mixed'.")
+        if scaler is not None:
+            raise UnsupportedError(
+                "MixedPrecision(scaler=...): the run makes its own GradScaler; set its factors in a callback, on "
+                "trainer.precision_plugin.scaler."
+            )
+        self.precision, self.device = precision, device
+
+
+class DoublePrecision(Precision):
+    """float64 throughout."""
+
+    precision = "64-true"
+
+
+class HalfPrecision(Precision):
+    """float16 or bfloat16 throughout."""
+
+    def __init__(self, precision: str = "16-true") -> None:
+        super().__init__()
+        if precision not in ("16-true", "bf16-true"):
+            raise ConfigError(f"HalfPrecision(precision={precision!r}): expected '16-true' or 'bf16-true'.")
+        self.precision = precision
+
+
+class FSDPPrecision(Precision):
+    """A precision by its word, under strategy fsdp."""
+
+    def __init__(self, precision: str, scaler: Any = None) -> None:
+        super().__init__()
+        if scaler is not None:
+            raise UnsupportedError("FSDPPrecision(scaler=...): the run makes its own scaler. Leave it out.")
+        self.precision = PrecisionOfRun(precision, "cpu").name
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+class ClusterEnvironment:
+    """The process's place among those of a launcher; Legato reads the launcher's variables itself."""
+
+    cluster = "auto"
+    """What Trainer's `cluster` is set to."""
+
+    @property
+    def place(self) -> Place:
+        """The place that a launcher's variables give this process."""
+        return find_place(self.cluster) or Place()
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether a launcher has started this process."""
+        return find_place(self.cluster) is not None
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether a launcher has started this process."""
+        return find_place("auto") is not None
+
+    def world_size(self) -> int:
+        """Return the number of processes."""
+        return self.place.world_size
+
+    def global_rank(self) -> int:
+        """Return this process's rank."""
+        return self.place.rank
+
+    def local_rank(self) -> int:
+        """Return this process's rank on its machine."""
+        return self.place.local_rank
+
+    def node_rank(self) -> int:
+        """Return the index of this machine."""
+        return self.place.node_rank
+
+    def set_world_size(self, size: int) -> None:
+        """Accept a number of processes; the run sets it."""
+
+    def set_global_rank(self, rank: int) -> None:
+        """Accept a rank; the run sets it."""
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """Accept the settings; the run holds them against the processes that there are."""
+
+    def teardown(self) -> None:
+        """Leave nothing behind."""
+
+
+class LightningEnvironment(ClusterEnvironment):
+    """Processes that the trainer starts itself, or that this environment's variables describe."""
+
+
+class SLURMEnvironment(ClusterEnvironment):
+    """Processes that srun has started; with `auto_requeue` a job that is told to end is queued again."""
+
+    def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
+        if requeue_signal is not None:
+            raise UnsupportedError(
+                "SLURMEnvironment(requeue_signal=...): SIGTERM and SIGUSR1 requeue. Ask for one of them: "
+                "sbatch --signal=SIGUSR1@90."
+            )
+        self.auto_requeue, self.requeue_signal = auto_requeue, requeue_signal
+
+
+class TorchElasticEnvironment(ClusterEnvironment):
+    """Processes that torchrun has started."""
+
+
+class MPIEnvironment(ClusterEnvironment):
+    """Processes that mpirun has started."""
+
+
+def find_free_network_port() -> int:
+    """Return a TCP port that is free now."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+# --- batch norm -------------------------------------------------------------------------------------------------------
+class LayerSync:
+    """Base class of what replaces layers by ones that work over processes; give TorchSyncBatchNorm to a Trainer."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return the model with such layers."""
+        raise NotImplementedError
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Return the model as it was."""
+        raise NotImplementedError
+
+
+class TorchSyncBatchNorm(LayerSync):
+    """Batch norm over all processes: means Trainer(sync_batchnorm=True)."""
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Return the model with torch's SyncBatchNorm."""
+        found: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        return found
+
+    def revert(self, model: nn.Module) -> nn.Module:
+        """Return the model as it is: a run undoes what it has replaced."""
+        return model
+
+
+def read_plugins(plugins: Any) -> dict[str, Any]:
+    """Return the arguments of Legato's Trainer that plugins stand for. Raises for plugins that it has no place for."""
+    found: dict[str, Any] = {}
+    given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
+    for plugin in given:
+        if isinstance(plugin, Precision):
+            found["precision"] = plugin.precision
+        elif isinstance(plugin, ClusterEnvironment):
+            known = type(plugin).__module__ == __name__
+            if not known:
+                raise UnsupportedError(
+                    f"plugins=[{type(plugin).__name__}()]: a launcher's place is read from RANK, WORLD_SIZE, "
+                    f"LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or SLURM's or MPI's variables. Set those."
+                )
+            found["requeue"] = bool(getattr(plugin, "auto_requeue", False)) and plugin.place.world_size > 1
+        elif isinstance(plugin, TorchSyncBatchNorm):
+            found["sync_batchnorm"] = True
+        elif isinstance(plugin, str):
+            found["precision"] = plugin
+        else:
+            raise UnsupportedError(
+                f"plugins=[{type(plugin).__name__}]: Trainer takes precisions, environments and TorchSyncBatchNorm. "
+                f"Checkpoints are written and read by Legato; subclass its callback ModelCheckpoint to change where."
+            )
+    return found

@@ -1,0 +1,97 @@
+"""TrainerState: Lightning's words for what a trainer does, on the loop state that Legato keeps."""
+
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ...trainer.state import State
+
+if TYPE_CHECKING:
+    from .attributes import TrainerAttributes
+
+
+class TrainerStatus(str, Enum):
+    """How far a trainer is."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call is over."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(str, Enum):
+    """The methods of a trainer."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(str, Enum):
+    """What a trainer does at this moment."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it evaluates."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """The beginning of the names of this stage's loader methods."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else self.value
+
+
+STAGE_OF_DOING = {"validation": RunningStage.VALIDATING}
+"""Stages that Legato's run calls otherwise."""
+
+
+class TrainerState(State):
+    """The loop state, with `status`, `fn` and `stage`."""
+
+    status: TrainerStatus
+    fn: TrainerFn | None
+    trainer: "TrainerAttributes | None"
+
+    def __init__(self, *arguments: Any, **values: Any) -> None:
+        super().__init__(*arguments, **values)
+        self.status, self.fn, self.trainer = TrainerStatus.INITIALIZING, None, None
+
+    @classmethod
+    def of(cls, state: State, trainer: "TrainerAttributes") -> "TrainerState":
+        """Return a state with the values of another one."""
+        found = state if isinstance(state, cls) else cls(**state.to_dict())
+        found.trainer = trainer
+        return found
+
+    @property
+    def stage(self) -> RunningStage | None:
+        """What the trainer does; None between two calls."""
+        run = None if self.trainer is None else self.trainer.run
+        if run is None or not run.loop.open:
+            return None
+        return STAGE_OF_DOING.get(run.loop.doing) or RunningStage(run.loop.doing)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last call ended well."""
+        return self.status is TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last call is over."""
+        return self.status.stopped
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the trainer out: processes send the state alone."""
+        return {**self.__dict__, "trainer": None}

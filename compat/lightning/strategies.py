@@ -1,0 +1,469 @@
+"""Strategies with Lightning's arguments and attributes, on Legato's."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...trainer.errors import ConfigError
+from ...trainer.processes.gather import gather
+from ...trainer.strategies import strategy
+from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
+from ...trainer.strategies.group import GroupStrategy
+from ...trainer.strategies.mesh.mesh import FSDPStrategy as FullyShard
+from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
+from ...trainer.strategies.single import SingleStrategy
+from .accelerators import KINDS, Accelerator
+from .placeholders import UnsupportedError
+from .plugins import ClusterEnvironment, Precision, read_plugins
+
+if TYPE_CHECKING:
+    from .module import LightningModule
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class Strategy(strategy.Strategy):
+    """What a program reads of a strategy, under Lightning's names. Give a Trainer one of the subclasses."""
+
+    strategy_name = ""
+    """Lightning's word for it."""
+    given: dict[str, Any]
+    """The arguments of Trainer that came as arguments of the strategy."""
+
+    def take_parts(
+        self, accelerator: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None, precision: Any = None
+    ) -> None:
+        """Keep what was given to the strategy instead of to the Trainer, for `Trainer` to read."""
+        self.given = read_plugins([one for one in (cluster_environment, checkpoint_io, precision) if one is not None])
+        if accelerator is not None:
+            self.given["accelerator"] = accelerator
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The devices of this machine."""
+        return self.devices
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of the devices."""
+        return KINDS[self.device.type]()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """The precision, with the scaler of the run."""
+        found = Precision()
+        found.precision, found.scaler = self.precision.name, self.precision.scaler
+        return found
+
+    @property
+    def cluster_environment(self) -> ClusterEnvironment:
+        """The place of this process."""
+        return ClusterEnvironment()
+
+    @property
+    def lightning_module(self) -> "LightningModule | None":
+        """The module of the run; None before one."""
+        found: LightningModule | None = self.task  # type: ignore[assignment]
+        return found
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The module of the run; None before one."""
+        return self.task
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the run."""
+        return [] if self.task is None else self.task.trainer.optimizers
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """The schedulers of the run."""
+        return [] if self.task is None else list(self.task.trainer.lr_scheduler_configs)
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.place.rank == 0
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank."""
+        return self.place.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its machine."""
+        return self.place.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """The index of this machine."""
+        return self.place.node_rank
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of machines."""
+        return self.place.nodes
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.place.world_size
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes on this machine."""
+        return self.place.local_world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        """The arguments of a DistributedSampler that deals out samples as Lightning would."""
+        return {"num_replicas": self.place.world_size, "rank": self.place.rank}
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks."""
+        self.collectives.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank `src`'s object on every rank."""
+        if src == 0:
+            return self.collectives.broadcast(obj)
+        return self.collectives.gather_objects(obj if self.place.rank == src else None)[src]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Return the reduction of a tensor over all ranks; anything else is returned as it is."""
+        if not isinstance(tensor, Tensor) or self.place.world_size == 1:
+            return tensor
+        if group is not None:
+            raise UnsupportedError("strategy.reduce(group=...): torch.distributed.all_reduce reduces over a group.")
+        word = str(getattr(reduce_op, "name", None) or reduce_op).rpartition(".")[2].lower()
+        kind = {"mean": "sum", "avg": "sum"}.get(word, word)
+        if kind not in ("sum", "max", "min", "product"):
+            raise ConfigError(f"strategy.reduce(reduce_op={reduce_op!r}): expected mean, sum, max, min or product.")
+        found = self.collectives.all_reduce(tensor.clone(), kind)
+        return found / self.place.world_size if word in ("mean", "avg") else found
+
+    def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Return every rank's tensor, stacked; on one process the tensor itself."""
+        if self.place.world_size == 1 or self.task is None:
+            return tensor
+        return gather(self.task.trainer, tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any rank, say yes."""
+        return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op="min" if all else "max"))
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Return a batch on the device of this process."""
+        from ...trainer.data.transfer import to_device
+
+        return to_device(batch, device or self.device)
+
+    def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """Return a context in which tensors are made on the device of this process."""
+        return self.device if self.device.type != "cpu" else nullcontext()
+
+
+class ParallelStrategy(Strategy):
+    """Base of the strategies with several processes."""
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: Any = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        if not isinstance(self, GroupStrategy):
+            raise UnsupportedError(f"{type(self).__name__}: {OWN_STRATEGY}")
+        super().__init__()
+
+
+OWN_STRATEGY = (
+    "a strategy of one's own implements legato.trainer.strategies.Strategy; else give Trainer SingleDeviceStrategy, "
+    "DDPStrategy, FSDPStrategy or ModelParallelStrategy."
+)
+
+
+class SingleDeviceStrategy(Strategy, SingleStrategy):
+    """One process, one device."""
+
+    strategy_name = "single_device"
+
+    def __init__(
+        self,
+        device: torch.device | str | int = "cpu",
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        SingleStrategy.__init__(self)
+        self.take_parts(accelerator, None, checkpoint_io, precision_plugin)
+        self.device = torch.device(device)
+        if self.device.type != "cpu" or self.device.index is not None:
+            self.given.setdefault("accelerator", self.device.type)
+            self.given["devices"] = [self.device.index or 0]
+
+
+class DDPStrategy(DistributedDataParallel, ParallelStrategy):
+    """One process for each device; `kwargs` are those of torch's DistributedDataParallel."""
+
+    strategy_name = "ddp"
+
+    def __init__(  # noqa: PLR0913 (Lightning's arguments)
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        ddp_comm_state: object | None = None,
+        ddp_comm_hook: Callable[..., Any] | None = None,
+        ddp_comm_wrapper: Callable[..., Any] | None = None,
+        model_averaging_period: int | None = None,
+        process_group_backend: Any = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **kwargs: Any,
+    ) -> None:
+        unknown = kwargs.keys() - {"bucket_cap_mb", *FLAGS}
+        if unknown:
+            raise UnsupportedError(
+                f"DDPStrategy({sorted(unknown)[0]}=...) is not passed on to torch's DistributedDataParallel; there are "
+                f"bucket_cap_mb, {', '.join(FLAGS)}."
+            )
+        if model_averaging_period is not None or isinstance(ddp_comm_wrapper, type):
+            raise UnsupportedError(
+                "DDPStrategy(model_averaging_period=...): post-local SGD is done without; gradients meet in each step."
+            )
+        super().__init__(
+            **kwargs,
+            comm_hook=_comm_hook_word(ddp_comm_hook, ddp_comm_wrapper),
+            comm_hook_options=_power_sgd_options(ddp_comm_state),
+            process_group_backend=process_group_backend,
+            timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
+        )
+        self.take_parts(accelerator, cluster_environment, checkpoint_io, precision_plugin)
+        self.start_method = start_method
+        self.given |= _devices_of(parallel_devices)
+
+
+FLAGS = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
+
+
+class FSDPStrategy(FullyShard, ParallelStrategy):
+    """Parameters, gradients and optimizer states sharded over all processes."""
+
+    strategy_name = "fsdp"
+
+    def __init__(  # noqa: PLR0913 (Lightning's arguments)
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: Any = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        cpu_offload: Any = None,
+        mixed_precision: Any = None,
+        auto_wrap_policy: Any = None,
+        activation_checkpointing: Any = None,
+        activation_checkpointing_policy: Any = None,
+        sharding_strategy: Any = "FULL_SHARD",
+        state_dict_type: Literal["full", "sharded"] = "full",
+        device_mesh: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """`auto_wrap_policy`: a set of classes; without one, blocks go by their size.
+
+        `state_dict_type` is accepted: a checkpoint holds one file for each rank and is read on any number of them.
+        """
+        refused = {"mixed_precision": mixed_precision, "device_mesh": device_mesh, **kwargs}
+        for name, value in refused.items():
+            if value is not None:
+                raise UnsupportedError(f"FSDPStrategy({name}=...): {FSDP_INSTEAD.get(name, FSDP_INSTEAD[''])}")
+        word = str(getattr(sharding_strategy, "name", sharding_strategy)).upper()
+        if word not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            raise UnsupportedError(
+                f"FSDPStrategy(sharding_strategy={word!r}): there are FULL_SHARD and SHARD_GRAD_OP. Legato's strategy "
+                f"{{'name': 'mesh', 'data': 2, 'shard': 4}} is HYBRID_SHARD, 'ddp' is NO_SHARD."
+            )
+        blocks = _class_names(auto_wrap_policy, "auto_wrap_policy")
+        offload = getattr(cpu_offload, "offload_params", bool(cpu_offload))
+        super().__init__(
+            shard_blocks=1_000_000 if blocks is None else blocks,
+            reshard_after_forward=False if word == "SHARD_GRAD_OP" else None,
+            cpu_offload=bool(offload),
+            process_group_backend=process_group_backend,
+            timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
+        )
+        self.take_parts(accelerator, cluster_environment, checkpoint_io, precision_plugin)
+        self.given |= _devices_of(parallel_devices)
+        recomputed = (
+            activation_checkpointing if activation_checkpointing_policy is None else (activation_checkpointing_policy)
+        )
+        if recomputed is not None:
+            self.given["activation_checkpointing"] = _class_names(recomputed, "activation_checkpointing_policy")
+
+
+FSDP_INSTEAD = {
+    "mixed_precision": "say Trainer(precision=...), which decides the types.",
+    "device_mesh": "say Trainer(strategy={'name': 'mesh', 'data': 2, 'shard': 4}) with Legato's Trainer.",
+    "": "torch's fully_shard, on which this strategy stands, has no such argument.",
+}
+
+
+class ModelParallelStrategy(PipelineMeshStrategy, ParallelStrategy):
+    """Data, sharding and tensor parallelism over one mesh; `configure_model` may apply torch's parallel styles."""
+
+    strategy_name = "model_parallel"
+
+    def __init__(
+        self,
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: Any = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+    ) -> None:
+        both = data_parallel_size == "auto" and tensor_parallel_size == "auto"
+        super().__init__(
+            shard=data_parallel_size,
+            tensor=1 if both else tensor_parallel_size,
+            process_group_backend=process_group_backend,
+            timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
+        )
+        self.take_parts()
+
+
+DEEPSPEED = (
+    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does, Legato's zero1 the "
+    "optimizer states alone: say strategy='fsdp'."
+)
+XLA = "Legato runs on CPU, CUDA and MPS devices: say accelerator='auto'."
+WORDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "auto": ("auto", {}),
+    "single_device": ("single", {}),
+    "ddp": ("ddp", {}),
+    "fsdp": ("fsdp", {}),
+    "fsdp_cpu_offload": ("fsdp", {"cpu_offload": True}),
+    "model_parallel": ("mesh", {}),
+    **{
+        word + ending: ("ddp", options)
+        for word in ("ddp", "ddp_fork", "ddp_notebook", "ddp_spawn", "ddp_forkserver")
+        for ending, options in (
+            ("", {}),
+            ("_find_unused_parameters_true", {"find_unused_parameters": True}),
+            ("_find_unused_parameters_false", {"find_unused_parameters": False}),
+        )
+    },
+}
+"""Lightning's words for strategies: Legato's name of it, and options."""
+CLASSES: dict[str, type[Strategy]] = {
+    "single": SingleDeviceStrategy,
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "mesh": ModelParallelStrategy,
+}
+
+
+class Strategies(dict[str, Any]):
+    """The registry of strategies: word -> class."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return an object of the class behind a word. Raises KeyError for an unknown one."""
+        if name not in self:
+            if default is not None:
+                return default
+            raise KeyError(f"{name!r} is no strategy; there are {', '.join(self)}.")
+        word, options = WORDS[name]
+        return CLASSES[word](**options)
+
+    def available_strategies(self) -> list[str]:
+        """Return the words."""
+        return list(self)
+
+    def __str__(self) -> str:
+        return f"Registered Strategies: {', '.join(self)}"
+
+
+StrategyRegistry = Strategies({word: CLASSES[name] for word, (name, _) in WORDS.items() if name != "auto"})
+
+
+def read_strategy(wanted: Any) -> Any:
+    """Return Trainer's `strategy` as Legato takes it. Raises for words of strategies that there are not."""
+    if not isinstance(wanted, str):
+        if isinstance(wanted, Strategy) and not isinstance(wanted, (SingleStrategy, GroupStrategy)):
+            raise UnsupportedError(f"{type(wanted).__name__}: {OWN_STRATEGY}")
+        if isinstance(wanted, (strategy.Strategy, dict)):
+            return wanted
+        raise ConfigError(f"Trainer(strategy=...) takes a word or a Strategy, got {type(wanted).__name__}.")
+    word = wanted.lower()
+    if word in WORDS:
+        name, options = WORDS[word]
+        return {"name": name, **options} if options else name
+    if word.startswith("deepspeed"):
+        raise UnsupportedError(f"strategy={wanted!r}: {DEEPSPEED}")
+    if "xla" in word or word.startswith(("tpu", "hpu")):
+        raise UnsupportedError(f"strategy={wanted!r}: {XLA}")
+    if word == "dp":
+        raise UnsupportedError(f"strategy={wanted!r} went out with Lightning 2.0: say strategy='ddp'.")
+    return wanted  # Legato's own names, and the message about one that is not known
+
+
+def _comm_hook_word(hook: Callable[..., Any] | None, wrapper: Callable[..., Any] | None) -> Any:
+    """Return Legato's word for one of torch's communication hooks."""
+    name = None if hook is None else getattr(hook, "__name__", type(hook).__name__)
+    outer = None if wrapper is None else getattr(wrapper, "__name__", type(wrapper).__name__)
+    words = {
+        "allreduce_hook": "allreduce",
+        "fp16_compress_hook": "fp16_compress",
+        "bf16_compress_hook": "bf16_compress",
+        "powerSGD_hook": "power_sgd",
+        "batched_powerSGD_hook": "batched_power_sgd",
+    }
+    wrapped = {"fp16_compress_wrapper": "fp16_compress", "bf16_compress_wrapper": "bf16_compress"}
+    if outer in wrapped and name in (None, "allreduce_hook"):
+        return wrapped[outer]
+    if (name is not None and name not in words) or outer is not None:
+        raise UnsupportedError(
+            f"DDPStrategy(ddp_comm_hook={name}, ddp_comm_wrapper={outer}): there are torch's hooks {', '.join(words)}, "
+            f"each by itself."
+        )
+    return words.get(name or "")
+
+
+def _power_sgd_options(state: object | None) -> dict[str, Any] | None:
+    if state is None:
+        return None
+    names = ("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback")
+    return {name: getattr(state, name) for name in names if hasattr(state, name)}
+
+
+def _devices_of(devices: list[torch.device] | None) -> dict[str, Any]:
+    if not devices:
+        return {}
+    return {"accelerator": devices[0].type, "devices": [device.index or index for index, device in enumerate(devices)]}
+
+
+def _class_names(policy: Any, argument: str) -> list[str] | None:
+    """Return the names of the classes in a set."""
+    if policy is None:
+        return None
+    classes = [policy] if isinstance(policy, type) else policy
+    if not isinstance(classes, (set, frozenset, list, tuple)):
+        raise UnsupportedError(f"FSDPStrategy({argument}={type(policy).__name__}): give the set of classes to wrap.")
+    return sorted(one.__name__ for one in classes)

@@ -1,0 +1,333 @@
+"""Trainer with Lightning's arguments, defaults, attributes and exceptions."""
+
+import inspect
+import os
+from datetime import timedelta
+
+import lightning.pytorch as real
+import pytest
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch.utils.data import DataLoader
+
+import legato.compat.lightning.pytorch as pl
+from legato.compat.lightning.placeholders import UnsupportedError
+from legato.compat.lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
+from legato.trainer.errors import ConfigError
+
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+SILENT = {**QUIET, "logger": False, "enable_checkpointing": False}
+
+
+class Small(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).pow(2).mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch).mean())
+
+    def predict_step(self, batch, batch_idx):
+        return self.layer(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader(count=8):
+    return DataLoader(torch.arange(2.0 * count).reshape(count, 2) / count, batch_size=2)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Run in a folder of the test's own, which is where Lightning writes."""
+    monkeypatch.chdir(tmp_path)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+def signature_of(function):
+    """Return the names, kinds and defaults of arguments."""
+    return [(one.name, one.kind, one.default) for one in inspect.signature(function).parameters.values()]
+
+
+def test_arguments_and_defaults_are_lightnings():
+    assert signature_of(pl.Trainer.__init__) == signature_of(real.Trainer.__init__)
+    for name in ("fit", "validate", "test", "predict", "init_module"):
+        assert signature_of(getattr(pl.Trainer, name)) == signature_of(getattr(real.Trainer, name)), name
+
+
+@pytest.mark.parametrize("name", ["DDPStrategy", "FSDPStrategy", "ModelParallelStrategy", "SingleDeviceStrategy"])
+def test_strategies_take_lightnings_arguments(name):
+    own, other = (signature_of(getattr(module.strategies, name).__init__) for module in (pl, real))
+    assert [one[:2] for one in own] == [one[:2] for one in other]
+
+
+def test_modules_have_lightnings_arguments():
+    for own, other in (
+        (pl.LightningModule, real.LightningModule),
+        (pl.LightningDataModule, real.LightningDataModule),
+    ):
+        names = {name for name in dir(other) if not name.startswith("_")} - {*dir(torch.nn.Module)}
+        names.remove("configure_sharded_model") if own is pl.LightningModule else None  # which Lightning refuses
+        for name in names:
+            assert hasattr(own, name), name
+            there = inspect.getattr_static(other, name)
+            if callable(getattr(other, name)) and not isinstance(there, property):
+                told, here = ([one[0] for one in signature_of(getattr(of, name))] for of in (other, own))
+                told = [one for one in told if one not in ("self", "cls")]
+                assert [one for one in here if one not in ("self", "cls")][: len(told)] == told, name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "attributes"),
+    [
+        ({"precision": "bf16"}, {"precision": "bf16-mixed"}),
+        ({"devices": "1"}, {"num_devices": 1, "device_ids": [0]}),
+        ({"devices": [0]}, {"num_devices": 1}),
+        ({"max_time": {"hours": 1}}, {}),
+        ({"max_time": timedelta(hours=1)}, {}),
+        ({"strategy": SingleDeviceStrategy()}, {"world_size": 1}),
+        ({"plugins": [pl.plugins.HalfPrecision("bf16-true")]}, {"precision": "bf16-true"}),
+        ({"plugins": [pl.plugins.TorchSyncBatchNorm()]}, {"sync_batchnorm": True}),
+        ({"accelerator": pl.accelerators.CPUAccelerator()}, {"num_devices": 1}),
+        ({"max_epochs": -1}, {"max_epochs": -1}),
+        ({"max_steps": 4}, {"max_epochs": -1, "max_steps": 4}),
+        ({}, {"max_epochs": 1000}),
+        ({"limit_val_batches": 3, "gradient_clip_algorithm": "value"}, {"limit_val_batches": 3}),
+        ({"barebones": True, "logger": None, "enable_checkpointing": None}, {"loggers": [], "barebones": True}),
+        ({"fast_dev_run": 2}, {"max_steps": 2, "num_sanity_val_steps": 0}),
+    ],
+)
+def test_arguments_have_their_effect(arguments, attributes):
+    quiet = {} if "barebones" in arguments else SILENT
+    trainer = pl.Trainer(**{**quiet, **arguments})
+    assert {name: getattr(trainer, name) for name in attributes} == attributes
+
+
+@pytest.mark.parametrize(
+    ("word", "found"),
+    [
+        ("ddp", {}),
+        ("ddp_spawn", {}),
+        ("ddp_notebook", {}),
+        ("ddp_fork", {}),
+        ("auto", {}),
+        ("ddp_find_unused_parameters_true", {"find_unused_parameters": True}),
+    ],
+)
+def test_words_of_strategies(word, found):
+    trainer = pl.Trainer(**SILENT, strategy=word, devices=2)
+    assert isinstance(trainer.strategy, DDPStrategy)
+    assert found.items() <= trainer.strategy.module_options.items()
+    assert isinstance(pl.strategies.StrategyRegistry.get("fsdp"), FSDPStrategy)
+
+
+def test_the_hook_of_ddp_is_torchs():
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    assert DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook).comm_hook == "fp16_compress"
+    with pytest.raises(UnsupportedError, match="bf16_compress_hook"):
+        DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
+
+
+class Own(pl.strategies.Strategy):
+    """A strategy of one's own."""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"strategy": "deepspeed_stage_3"}, UnsupportedError, "strategy='fsdp'"),
+        ({"strategy": "dp"}, UnsupportedError, "'ddp'"),
+        ({"strategy": "ddpp"}, ValueError, "Did you mean 'ddp'"),
+        ({"strategy": Own()}, UnsupportedError, "one's own"),
+        ({"strategy": 3}, ValueError, "a word or a Strategy"),
+        ({"accelerator": "tpu"}, UnsupportedError, "CPU, CUDA and MPS"),
+        ({"accelerator": "what"}, ValueError, "there are auto"),
+        ({"precision": "12"}, ValueError, "precision"),
+        ({"gradient_clip_val": "1"}, TypeError, "gradient_clip_val"),
+        ({"gradient_clip_algorithm": "nom"}, ConfigError, "norm"),
+        ({"val_check_interval": timedelta(hours=1)}, UnsupportedError, "a count of batches"),
+        ({"model_registry": "name"}, UnsupportedError, "after_save_checkpoint"),
+        ({"plugins": [object()]}, UnsupportedError, "object"),
+        ({"fast_dev_run": -1}, ConfigError, "fast_dev_run"),
+        ({"barebones": True, "detect_anomaly": True}, ValueError, "detect_anomaly"),
+        ({"max_epoch": 1}, TypeError, "max_epoch"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, error, message):
+    quiet = {} if "barebones" in arguments else SILENT
+    with pytest.raises(error, match=message):
+        pl.Trainer(**{**quiet, **arguments})
+
+
+# --- attributes -------------------------------------------------------------------------------------------------------
+NOT_THE_SAME = {
+    *("accelerator", "strategy", "precision_plugin", "state", "logger", "loggers", "callbacks", "profiler", "log_dir"),
+    *("fit_loop", "validate_loop", "test_loop", "predict_loop", "checkpoint_callback", "checkpoint_callbacks"),
+    *("train_dataloader", "val_dataloaders", "lightning_module", "model", "optimizers"),
+}
+"""Objects, which are not equal between the packages."""
+
+
+def attributes_of(trainer):
+    """Return the public attributes that are values."""
+    found = {}
+    for name in dir(real.Trainer):
+        value = inspect.getattr_static(real.Trainer, name)
+        if isinstance(value, property) and not name.startswith("_"):
+            found[name] = getattr(trainer, name)
+    return found
+
+
+def both():
+    """Return a trainer of each package, with its module."""
+    torch.manual_seed(0)
+    own = Small()
+    other = type("Other", (real.LightningModule,), {name: vars(Small)[name] for name in STEPS})()
+    other.layer = torch.nn.Linear(2, 1)
+    other.load_state_dict(own.state_dict())
+    options = {**QUIET, "max_epochs": 2, "limit_train_batches": 3, "enable_checkpointing": False, "logger": False}
+    return (pl.Trainer(**options), own), (real.Trainer(**options), other)
+
+
+STEPS = ("training_step", "validation_step", "predict_step", "configure_optimizers")
+
+
+def compare(own, other):
+    """Return the attributes that differ, with both values."""
+    own, other = attributes_of(own), attributes_of(other)
+    return {name: (own[name], other[name]) for name in other if name not in NOT_THE_SAME and own[name] != other[name]}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_attributes_answer_before_and_after_a_run_as_lightnings_do():
+    (own, module), (other, other_module) = both()
+    assert compare(own, other) == {}
+    assert (own.lightning_module, own.model, own.train_dataloader, own.val_dataloaders) == (None,) * 4
+    assert (own.optimizers, own.state.fn, own.state.stage, own.state.finished) == ([], None, None, False)
+    own.fit(module, loader(), loader())
+    other.fit(other_module, loader(), loader())
+    differing = compare(own, other)
+    differing.pop("min_epochs")  # None here, 0 there
+    assert differing == {}
+    assert own.lightning_module is own.model is module
+    assert own.state.fn == TrainerFn.FITTING.value == "fit"
+    assert own.state.status.value == TrainerStatus.FINISHED.value
+    assert own.state.finished
+    for name in ("max_epochs", "batch_idx", "total_batch_idx", "max_batches", "done"):
+        assert getattr(own.fit_loop, name) == getattr(other.fit_loop, name), name
+    for tracker in ("total", "current"):
+        mine, theirs = (getattr(one.fit_loop.epoch_loop.batch_progress, tracker) for one in (own, other))
+        assert (mine.ready, mine.completed) == (theirs.ready, theirs.completed)
+    assert own.fit_loop.epoch_progress.current.completed == other.fit_loop.epoch_progress.current.completed
+
+
+def test_a_second_fit_goes_on_from_the_first():
+    trainer, model = pl.Trainer(**SILENT, max_epochs=1), Small()
+    trainer.fit(model, loader())
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, loader())
+    assert (trainer.current_epoch, trainer.global_step) == (3, 12)
+    trainer.fit(model, loader())
+    assert trainer.global_step == 12
+
+
+def test_what_hooks_read():
+    seen = []
+
+    class Reads(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert trainer.state.stage.value == "train"
+            assert trainer.fit_loop.epoch_loop.batch_idx == batch_idx
+            assert trainer.callback_metrics["loss"] == outputs["loss"]  # moves with every batch
+            assert isinstance(trainer.logged_metrics["loss"], torch.Tensor)
+            assert trainer.progress_bar_metrics["loss"] == pytest.approx(outputs["loss"].item())
+            seen.append(trainer.global_step)
+
+        def on_validation_start(self, trainer, pl_module):
+            assert trainer.state.stage.value == ("sanity_check" if trainer.sanity_checking else "validate")
+
+    pl.Trainer(**SILENT, max_epochs=1, callbacks=Reads()).fit(Small(), loader(), loader())
+    assert seen == [1, 2, 3, 4]
+
+
+def test_an_error_leaves_the_trainer_interrupted():
+    class Fails(Small):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("broken")
+
+    trainer = pl.Trainer(**SILENT, max_epochs=1)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(Fails(), loader())
+    assert trainer.interrupted
+    assert trainer.state.stopped
+    assert not trainer.state.finished
+
+
+def test_stepping_batches_are_known_in_setup():
+    class Asks(Small):
+        def setup(self, stage):
+            self.total = self.trainer.estimated_stepping_batches
+
+    model = Asks()
+    pl.Trainer(**SILENT, max_epochs=3, accumulate_grad_batches=3).fit(model, loader())
+    assert model.total == 6
+
+
+def test_predictions():
+    trainer, model = pl.Trainer(**SILENT), Small()
+    found = trainer.predict(model, loader())
+    assert [tuple(one.shape) for one in found] == [(2, 1)] * 4
+    assert trainer.predict_loop.predictions is found
+    assert trainer.predict(model, loader(), return_predictions=False) is None
+
+
+def test_where_files_go(tmp_path):
+    trainer = pl.Trainer(**QUIET, max_epochs=1)
+    trainer.fit(Small(), loader())
+    assert os.listdir() == ["lightning_logs"]
+    assert os.path.isdir("lightning_logs/version_0/checkpoints")
+    assert trainer.default_root_dir == str(tmp_path)
+
+
+def test_a_compiled_module_is_trained():
+    model = Small()
+    compiled = torch.compile(model, backend="eager")
+    before = model.layer.weight.detach().clone()
+    trainer = pl.Trainer(**SILENT, max_epochs=1)
+    trainer.fit(compiled, loader())
+    assert trainer.lightning_module is model
+    assert not torch.equal(before, model.layer.weight)
+
+
+def test_loaders_without_a_step_are_left_out():
+    class Trains(Small):
+        validation_step = None
+
+    pl.Trainer(**SILENT, max_epochs=1).fit(Trains(), loader(), loader())
+
+
+def test_a_method_named_almost_like_a_hook_is_left_alone(caplog):
+    class Old(Small):
+        def on_train_epoch_begin(self):
+            raise AssertionError
+
+    pl.Trainer(**SILENT, max_epochs=1).fit(Old(), loader())
+    assert "on_train_epoch_begin is named like a hook" in caplog.text
+
+
+@pytest.mark.slow
+def test_two_processes():
+    torch.manual_seed(0)
+    model = Small()
+    trainer = pl.Trainer(**SILENT, max_epochs=2, devices=2, strategy="ddp_spawn")
+    trainer.fit(model, loader(), loader())
+    assert (trainer.global_step, trainer.current_epoch, trainer.world_size) == (4, 2, 2)
+    assert trainer.state.finished
+    assert {"loss", "val"} <= trainer.callback_metrics.keys()

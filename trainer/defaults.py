@@ -1,0 +1,70 @@
+"""What a subclass of Trainer may choose otherwise: state, strategies, callbacks, run directory, points of the log.
+
+A Trainer for programs that were written for another library overrides these; they change nothing by themselves.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .checkpoints import store
+from .state import State
+from .strategies import STRATEGIES
+from .strategies import __getattr__ as strategy_named
+from .view import TrainerView
+
+if TYPE_CHECKING:
+    from ..callbacks.callback import Callback
+    from .strategies.strategy import Strategy
+
+
+class TrainerDefaults(TrainerView):
+    """Choices of a Trainer that a subclass may override."""
+
+    keeps_gradients: ClassVar[bool] = False
+    """Whether the gradients of a step stay until the next step's first forward is done, for its hooks to read."""
+    shows_newest_batch: ClassVar[bool] = False
+    """Whether the value of a step is that of its newest batch rather than the mean over its batches."""
+    refuses_near_names: ClassVar[bool] = True
+    """Whether a method named almost like a hook is an error rather than a warning."""
+    logs_cut_epochs: ClassVar[bool] = False
+    """Whether the values of an epoch that ends within are written, though a resume will write those of all of it."""
+    closure_runs_step: ClassVar[bool] = False
+    """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
+
+    keeps_seed: ClassVar[bool] = True
+    """Whether a run that goes on must be given the seed that it began with."""
+    logs_hyperparameters: bool = True
+    """Whether loggers are given the hyperparameters when a run begins."""
+
+    def new_state(self) -> State:
+        """Return the state with which a fit begins."""
+        return State()
+
+    def strategy_class(self, name: str) -> "type[Strategy]":
+        """Return the class behind the name of a strategy."""
+        found: type[Strategy] = strategy_named(STRATEGIES[name].split(":")[1])
+        return found
+
+    def default_callbacks(self) -> "list[tuple[bool, type[Callback], dict[str, Any]]]":
+        """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""
+        from .. import callbacks as known
+
+        logs = bool(self.loggers)
+        return [
+            (self.enable_progress_bar, known.ProgressBar, {}),
+            (self.enable_model_summary, known.ModelSummary, {}),
+            (logs, known.LearningRateMonitor, {}),
+            (logs, known.ThroughputMonitor, {}),
+            (self.max_time is not None, known.Timer, {"duration": self.max_time}),
+            (self.enable_checkpointing, known.Checkpoint, {}),
+        ]
+
+    def new_run_dir(self) -> Path | None:
+        """Return the directory of a new run, made now; None where nothing is to be written."""
+        if self.loggers or self.checkpoint_callback is not None:
+            return store.create(Path(self.default_root_dir), self.run_name)
+        return None
+
+    def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
+        """Return the place of a point of the log on the x-axis, and its values."""
+        return self.state.global_step, {**values, "epoch": self.state.epoch}
