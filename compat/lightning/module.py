@@ -61,6 +61,13 @@ class _InitialHyperparameters:
         this: Any = self
         self.__dict__["_hparams_initial"] = copy.copy(this.hparams)
 
+    def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
+        """Forget hyperparameters by name."""
+        this: Any = self
+        for name in ignore_list:
+            this.hparams.pop(name, None)
+            self.__dict__.get("_hparams_initial", {}).pop(name, None)
+
     @property
     def hparams_initial(self) -> AttributeDict:
         """The hyperparameters as they were saved; a copy."""
@@ -181,7 +188,16 @@ class LightningModule(_InitialHyperparameters, Task):
             torch.jit.save(found, file_path)
         return found
 
-    def to_tensorrt(self, *arguments: Any, **options: Any) -> Any:
+    def to_tensorrt(
+        self,
+        file_path: Any = None,
+        input_sample: Any = None,
+        ir: str = "default",
+        output_format: str = "exported_program",
+        retrace: bool = False,
+        default_device: Any = "cuda",
+        compile_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Raise UnsupportedError."""
         raise UnsupportedError("to_tensorrt: call torch_tensorrt.compile(module.eval(), ...) of the package.")
 
