@@ -1,4 +1,426 @@
 """Loggers, with Lightning's arguments."""
 
-from ...trainer.loggers.logger import Logger as Logger
-from ...trainer.loggers.tensorboard import TensorBoardLogger as TensorBoardLogger
+import statistics
+from abc import ABC, abstractmethod
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Literal
+
+from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
+from ...trainer.loggers.folder import write_hyperparameters
+from ...trainer.loggers.logger import NoExperiment
+from ...trainer.processes.environment import get_variable
+from .rank_zero import rank_zero_only
+
+LOCAL_FILE_URI_PREFIX = "file:"
+
+
+class Logger(logger.Logger, ABC):
+    """Base class of loggers. Rank 0's `log_metrics`, `log_hyperparams`, `save` and `finalize` are called by a run."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str | None:
+        """The name of the experiment."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int | str | None:
+        """The version of the experiment."""
+
+    @property
+    def root_dir(self) -> str | None:
+        """The folder of all versions; None if nothing is saved here."""
+        return None
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder of this version; None if nothing is saved here."""
+        return None
+
+    @property
+    def save_dir(self) -> str | None:
+        """The folder of all experiments; None if nothing is saved here."""
+        return None
+
+    @property
+    def group_separator(self) -> str:
+        """What stands between the group and the name of a metric."""
+        return "/"
+
+    @abstractmethod
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Write metrics of a step."""
+
+    @abstractmethod
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Record hyperparameters."""
+
+    def finalize(self, status: str) -> None:
+        """End the log: save it."""
+        self.save()
+
+
+def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Make a logger's `experiment` a no-op object on ranks other than 0."""
+
+    @wraps(fn)
+    def experiment(self: Any) -> Any:
+        return fn(self) if rank_zero_only.rank == 0 else DummyExperiment()
+
+    return experiment
+
+
+class DummyExperiment(NoExperiment):
+    """A no-op object, also where it is indexed."""
+
+    def __getitem__(self, index: Any) -> "DummyExperiment":
+        return self
+
+    def __setitem__(self, *arguments: Any) -> None:
+        return None
+
+
+class DummyLogger(Logger):
+    """A logger that writes nothing and takes every call."""
+
+    name = version = ""
+
+    @property
+    def experiment(self) -> DummyExperiment:
+        """A no-op object."""
+        return DummyExperiment()
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def __getitem__(self, index: int) -> "DummyLogger":
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: None
+
+
+class TensorBoardLogger(tensorboard.TensorBoardLogger):
+    """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`; it opens when it is first used."""
+
+    LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, sub_dir, log_graph, default_hp_metric, prefix, **kwargs)
+        self.hparams: dict[str, Any] = {}
+
+    group_separator = "/"
+
+    @property
+    def experiment(self) -> Any:
+        """Torch's SummaryWriter, opened when it is first asked for on rank 0."""
+        if self._writer is None and rank_zero_only.rank == 0 and self.folder is not None:
+            self.open(self.folder.path, None)
+        return super().experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write scalars; the items of a dict as curves of one chart."""
+        if rank_zero_only.rank != 0:
+            return
+        _ = self.experiment
+        for name, values in metrics.items():
+            if isinstance(values, Mapping):
+                self.experiment.add_scalars(name, values, step)
+        super().log_metrics(
+            {name: value for name, value in metrics.items() if not isinstance(value, Mapping)}, step or 0
+        )
+
+    def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
+        """Record hyperparameters, and metrics to show beside them: a dict, or the value of `hp_metric`."""
+        found = as_dict(params)
+        self.hparams.update(found)
+        values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
+        if values:
+            self.log_metrics(values, step)
+        super().log_hyperparams(sanitize_callables(found), values)
+
+    def save(self) -> None:
+        """Flush all events, and write `hparams.yaml` if there is none."""
+        super().save()
+        folder = Path(self.log_dir or "")
+        if self._writer is not None and not (folder / self.NAME_HPARAMS_FILE).exists():
+            write_hyperparameters(folder, self.hparams)
+
+    def finalize(self, status: str) -> None:
+        """End the log."""
+        if self._writer is not None:
+            self.save()
+        super().finalize(status)
+        self._writer = None  # what comes later opens the folder again
+
+
+class ExperimentWriter:
+    """Writes `metrics.csv` and `hparams.yaml` to a folder."""
+
+    NAME_HPARAMS_FILE, NAME_METRICS_FILE = "hparams.yaml", "metrics.csv"
+
+    def __init__(self, log_dir: str, writer: csv_file.CSVLogger | None = None) -> None:
+        self.log_dir = log_dir
+        self.metrics_file_path = str(Path(log_dir, self.NAME_METRICS_FILE))
+        self._writer = writer or csv_file.CSVLogger()
+        if writer is None:
+            self._writer.open(Path(log_dir), None)
+        self._rows = 0
+
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """The hyperparameters recorded so far."""
+        return self._writer.hparams
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Record hyperparameters."""
+        self._writer.log_hyperparams(params)
+
+    def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
+        """Write a row."""
+        csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, self._rows if step is None else step)
+        self._rows += 1
+
+    def save(self) -> None:
+        """Sync the file to disk."""
+        self._writer.save()
+
+
+class CSVLogger(csv_file.CSVLogger):
+    """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`; it opens when it is first used."""
+
+    LOGGER_JOIN_CHAR, group_separator = "-", "/"
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        name: str | None = "lightning_logs",
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        self._experiment: ExperimentWriter | None = None
+
+    @property
+    def experiment(self) -> Any:
+        """The writer, opened when it is first asked for on rank 0."""
+        if rank_zero_only.rank != 0:
+            return DummyExperiment()
+        if self._path is None and self.folder is not None:
+            self.open(self.folder.path, None)
+        if self._experiment is None:
+            self._experiment = ExperimentWriter(self.log_dir or "", self)
+        return self._experiment
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write a row."""
+        self.experiment.log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
+        """Record hyperparameters."""
+        _ = self.experiment
+        super().log_hyperparams(as_dict(params))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process opens the folder anew."""
+        return {**self.__dict__, "_experiment": None, "_path": None}
+
+
+class MLFlowLogger(mlflow.MLFlowLogger):
+    """Writes to MLflow, by its own package."""
+
+    LOGGER_JOIN_CHAR, group_separator = "-", "/"
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | None = "./mlruns",
+        log_model: bool | Literal["all"] = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        where = {"artifact_location": artifact_location, "run_id": run_id, "synchronous": synchronous}
+        super().__init__(experiment_name, run_name, tracking_uri, tags, save_dir, log_model, prefix, **where)  # type: ignore[arg-type]
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write the metrics of a step, on rank 0."""
+        if rank_zero_only.rank == 0:
+            super().log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+        """Record hyperparameters, on rank 0."""
+        if rank_zero_only.rank == 0:
+            super().log_hyperparams(as_dict(params))
+
+
+class WandbLogger(wandb.WandbLogger):
+    """Writes to Weights & Biases, by its own package."""
+
+    LOGGER_JOIN_CHAR, group_separator = "-", "/"
+
+    def __init__(  # noqa: PLR0913
+        self,
+        name: str | None = None,
+        save_dir: str | Path = ".",
+        version: str | None = None,
+        offline: bool = False,
+        dir: str | Path | None = None,
+        id: str | None = None,
+        anonymous: bool | None = None,
+        project: str | None = None,
+        log_model: bool | Literal["all"] = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        add_file_policy: Literal["mutable", "immutable"] = "mutable",
+        **kwargs: Any,
+    ) -> None:
+        project = project or get_variable("WANDB_PROJECT") or "lightning_logs"
+        options = {**({"anonymous": "allow"} if anonymous else {}), **kwargs}
+        super().__init__(
+            name, save_dir or dir, version or id, offline, project, log_model, experiment, prefix, **options
+        )
+        self.checkpoint_name, self.add_file_policy = checkpoint_name, add_file_policy
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write the metrics of a step, on rank 0."""
+        if rank_zero_only.rank == 0:
+            super().log_metrics(metrics, step)
+
+    def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+        """Record hyperparameters, on rank 0."""
+        if rank_zero_only.rank == 0:
+            super().log_hyperparams(sanitize_callables(as_dict(params)))
+
+    def log_table(
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        """Write a table."""
+        import wandb
+
+        self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_text(  # type: ignore[override]
+        self, key: str, columns: Any = None, data: Any = None, dataframe: Any = None, step: int | None = None
+    ) -> None:
+        """Write texts as a table."""
+        if not isinstance(columns, str):  # which is a text of Legato's, such as the config
+            self.log_table(key, columns, data, dataframe, step)
+
+    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images; further arguments are lists with one value for each, such as `caption`."""
+        self._log_media("Image", key, images, step, kwargs)
+
+    def log_audio(self, key: str, audios: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write sounds; further arguments are lists with one value for each."""
+        self._log_media("Audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: list[Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write videos; further arguments are lists with one value for each."""
+        self._log_media("Video", key, videos, step, kwargs)
+
+    def _log_media(self, kind: str, key: str, items: Any, step: int | None, options: Mapping[str, Any]) -> None:
+        import wandb
+
+        if not isinstance(items, list):
+            raise TypeError(f'Expected a list as "{kind.lower()}s", found {type(items)}')
+        for name, values in options.items():
+            if len(values) != len(items):
+                raise ValueError(f"Expected {len(items)} items but only found {len(values)} for {name}")
+        each = [{name: values[index] for name, values in options.items()} for index in range(len(items))]
+        make = getattr(wandb, kind)
+        self.log_metrics({key: [make(item, **one) for item, one in zip(items, each, strict=True)]}, step)
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Record that the run uses an artifact."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    @staticmethod
+    def download_artifact(
+        artifact: str,
+        save_dir: str | Path | None = None,
+        artifact_type: str | None = None,
+        use_artifact: bool | None = True,
+    ) -> str:
+        """Download an artifact and return where it lies."""
+        import wandb
+
+        run = wandb.run
+        found = run.use_artifact(artifact) if run and use_artifact else wandb.Api().artifact(artifact, artifact_type)
+        return str(found.download(root=None if save_dir is None else str(save_dir)))
+
+
+for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
+    Logger.register(kind)
+
+
+# --- hyperparameters ------------------------------------------------------------------------------------------------
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """Return hyperparameters, a mapping or a namespace or None, as a dict."""
+    if isinstance(params, Namespace):
+        return dict(vars(params))
+    return {} if params is None else dict(params)
+
+
+def sanitize_callables(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters with the names of classes and functions in their place."""
+    return {
+        name: getattr(value, "__name__", str(value)) if callable(value) else value for name, value in params.items()
+    }
+
+
+def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:
+    """Return nested mappings, dataclasses and lists of mappings as one dict with names like "outer/inner"."""
+    flat: dict[str, Any] = {}
+    for key, value in params.items():
+        name = f"{parent_key}{delimiter}{key}" if parent_key else str(key)
+        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        value = vars(value) if isinstance(value, Namespace) else value
+        if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value))
+        flat |= flatten_dict(value, delimiter, name) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def merge_dicts(
+    dicts: Sequence[Mapping[str, Any]],
+    agg_key_funcs: Mapping[str, Any] | None = None,
+    default_func: Callable[[Sequence[float]], float] = statistics.mean,
+) -> dict[str, Any]:
+    """Return one dict with the values of each key put together by a function, nested dicts likewise."""
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for one in dicts for key in one):
+        values = [one[key] for one in dicts if one.get(key) is not None]
+        function = (agg_key_funcs or {}).get(key)
+        if isinstance(values[0], Mapping):
+            merged[key] = merge_dicts(values, function, default_func)
+        else:
+            merged[key] = (function or default_func)(values)
+    return merged

@@ -358,34 +358,74 @@ NAMES: dict[str, dict[str, Entry]] = {
         "_load_from_checkpoint": Entry("same", ".saving:load_from_checkpoint"),
     },
     "pytorch.loggers.comet": {
-        "FRAMEWORK_NAME": Entry("placeholder", "", "Legato does without it."),
-        "comet_experiment": Entry("placeholder", "", "Legato does without it."),
-        "CometLogger": Entry("placeholder", "", "Legato does without it."),
+        "FRAMEWORK_NAME": Entry(
+            "placeholder",
+            "",
+            "Write a Logger of your own over the package (subclass lightning.pytorch.loggers.Logger with "
+            "name, version, log_metrics and log_hyperparams), or use WandbLogger or MLFlowLogger.",
+        ),
+        "comet_experiment": Entry(
+            "placeholder",
+            "",
+            "Write a Logger of your own over the package (subclass lightning.pytorch.loggers.Logger with "
+            "name, version, log_metrics and log_hyperparams), or use WandbLogger or MLFlowLogger.",
+        ),
+        "CometLogger": Entry(
+            "placeholder",
+            "",
+            "Write a Logger of your own over the package (subclass lightning.pytorch.loggers.Logger with "
+            "name, version, log_metrics and log_hyperparams), or use WandbLogger or MLFlowLogger.",
+        ),
     },
     "pytorch.loggers.csv_logs": {
-        "ExperimentWriter": Entry("placeholder", "", "Legato does without it."),
-        "CSVLogger": Entry("placeholder", "", "Legato does without it."),
+        "ExperimentWriter": Entry("same", ".loggers"),
+        "CSVLogger": Entry(
+            "better",
+            ".loggers",
+            "Each row is written at once, and a resume removes the rows of later steps.",
+        ),
     },
     "pytorch.loggers.litlogger": {
-        "LitLogger": Entry("placeholder", "", "Legato does without it."),
+        "LitLogger": Entry(
+            "placeholder",
+            "",
+            "Write a Logger of your own over the package (subclass lightning.pytorch.loggers.Logger with "
+            "name, version, log_metrics and log_hyperparams), or use WandbLogger or MLFlowLogger.",
+        ),
     },
     "pytorch.loggers.logger": {
-        "Logger": Entry("adapter", ".loggers", ""),
-        "DummyLogger": Entry("placeholder", "", "Legato does without it."),
-        "merge_dicts": Entry("placeholder", "", "Legato does without it."),
+        "Logger": Entry("same", ".loggers"),
+        "DummyLogger": Entry("same", ".loggers"),
+        "merge_dicts": Entry("same", ".loggers"),
+        "rank_zero_experiment": Entry("same", ".loggers"),
+        "DummyExperiment": Entry("same", ".loggers"),
     },
     "pytorch.loggers.mlflow": {
-        "LOCAL_FILE_URI_PREFIX": Entry("placeholder", "", "Legato does without it."),
-        "MLFlowLogger": Entry("placeholder", "", "Legato does without it."),
+        "LOCAL_FILE_URI_PREFIX": Entry("same", ".loggers"),
+        "MLFlowLogger": Entry(
+            "better",
+            ".loggers",
+            "A resume of the run goes on in the same run of the service, and writes no point twice; "
+            "checkpoints are directories.",
+        ),
     },
     "pytorch.loggers.neptune": {
-        "NeptuneLogger": Entry("placeholder", "", "Legato does without it."),
+        "NeptuneLogger": Entry("placeholder", "", "Neptune has been shut down; use WandbLogger or MLFlowLogger."),
     },
     "pytorch.loggers.tensorboard": {
-        "TensorBoardLogger": Entry("adapter", ".loggers", ""),
+        "TensorBoardLogger": Entry(
+            "better",
+            ".loggers",
+            "A resume shows each point once; the HPARAMS tab has the final metrics.",
+        ),
     },
     "pytorch.loggers.wandb": {
-        "WandbLogger": Entry("placeholder", "", "Legato does without it."),
+        "WandbLogger": Entry(
+            "better",
+            ".loggers",
+            "A resume of the run goes on in the same run of the service, and writes no point twice; "
+            "checkpoints are directories.",
+        ),
     },
     "pytorch.loops.evaluation_loop": {
         "RestartStage": Entry(
@@ -832,6 +872,15 @@ NAMES: dict[str, dict[str, Entry]] = {
     "pytorch.tuner.lr_finder": {
         "_LRFinder": Entry("same", "legato.trainer.tuning:LearningRateSweep"),
     },
+    "fabric.utilities.logger": {
+        "_convert_params": Entry("same", ".loggers:as_dict"),
+        "_flatten_dict": Entry("same", ".loggers:flatten_dict"),
+        "_sanitize_callable_params": Entry("same", ".loggers:sanitize_callables"),
+    },
+    "fabric.loggers.logger": {
+        "Logger": Entry("same", ".loggers"),
+        "rank_zero_experiment": Entry("same", ".loggers"),
+    },
 }
 
 EXPORTS: dict[str, str] = {
@@ -852,7 +901,9 @@ EXPORTS: dict[str, str] = {
     "pytorch.callbacks.progress": "ProgressBar RichProgressBar TQDMProgressBar",
     "pytorch.core": "LightningDataModule LightningModule",
     "pytorch.core.mixins": "HyperparametersMixin",
-    "pytorch.loggers": "CometLogger CSVLogger LitLogger Logger MLFlowLogger TensorBoardLogger WandbLogger",
+    "pytorch.loggers": """
+        CometLogger CSVLogger LitLogger Logger MLFlowLogger TensorBoardLogger WandbLogger NeptuneLogger
+    """,
     "pytorch.plugins": """
         CheckpointIO ClusterEnvironment TorchCheckpointIO XLACheckpointIO AsyncCheckpointIO LayerSync
         TorchSyncBatchNorm MixedPrecision BitsandbytesPrecision DeepSpeedPrecision DoublePrecision
@@ -903,6 +954,7 @@ EXPORTS: dict[str, str] = {
     "pytorch.utilities.distributed": "rank_zero_only rank_zero_info rank_zero_warn rank_zero_deprecation",
     "pytorch.core.saving": "get_filesystem",
     "pytorch.callbacks.model_checkpoint": "_is_local_file_protocol",
+    "fabric.loggers": "Logger CSVLogger TensorBoardLogger",
 }
 
 INTERNAL = """

@@ -1,0 +1,189 @@
+"""Loggers of the room: Lightning's arguments, files and attributes; loggers that users write."""
+
+import csv
+import importlib
+import inspect
+import warnings
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from legato.compat.lightning.pytorch import LightningModule, Trainer
+from legato.compat.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from legato.compat.lightning.pytorch.loggers.logger import DummyLogger, merge_dicts, rank_zero_experiment
+
+QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+def real_loggers():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module("lightning.pytorch.loggers")
+
+
+class Model(LightningModule):
+    def __init__(self, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def fit(folder, logger):
+    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, log_every_n_steps=2, logger=logger, default_root_dir=folder, **QUIET
+    )
+    trainer.fit(Model(), loader)
+    return trainer
+
+
+class Own(Logger):
+    """As a user writes one: no call of `super().__init__`, decorated methods."""
+
+    def __init__(self):
+        self.calls = []
+
+    name = "own"
+
+    @property
+    def version(self):
+        return "0.1"
+
+    @property
+    @rank_zero_experiment
+    def experiment(self):
+        return self.calls
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        self.calls.append(("hparams", dict(params)))
+
+    def log_metrics(self, metrics, step):
+        self.calls.append((step, dict(metrics)))
+
+    def save(self):
+        self.calls.append("save")
+
+    def finalize(self, status):
+        self.calls.append(status)
+
+
+def test_a_logger_that_a_user_wrote(tmp_path):
+    logger = Own()
+    fit(tmp_path, logger)
+    assert logger.calls[0] == ("hparams", {"lr": 0.1})
+    assert [call[0] for call in logger.calls if isinstance(call, tuple) and "loss" in call[1]] == [2, 4]
+    assert logger.calls[-1] == "success"
+    assert (logger.save_dir, logger.log_dir, logger.root_dir) == (None, None, None)
+    with pytest.raises(TypeError, match="abstract"):
+        Logger()
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger"])
+@pytest.mark.parametrize("options", [{}, {"name": "x", "version": 3}, {"name": "", "version": "v"}, {"name": None}])
+def test_what_a_logger_answers_before_fit(tmp_path, name, options):
+    ours = {"CSVLogger": CSVLogger, "TensorBoardLogger": TensorBoardLogger}[name](str(tmp_path), **options)
+    pytest.importorskip("tensorboard")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = getattr(real_loggers(), name)(str(tmp_path), **options)
+    for attribute in ("name", "version", "save_dir", "root_dir", "log_dir", "group_separator"):
+        found, expected = (str(getattr(one, attribute)).rstrip("/") for one in (ours, theirs))
+        assert found == expected, attribute
+    assert isinstance(ours, Logger)
+
+
+def test_the_files_of_a_csv_logger(tmp_path):
+    logger = CSVLogger(tmp_path, "mine")
+    fit(tmp_path, logger)
+    folder = tmp_path / "mine" / "version_0"
+    assert yaml.safe_load((folder / "hparams.yaml").read_text()) == {"lr": 0.1}
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row.get("loss")] == ["2", "4"]
+    logger.log_metrics({"after": 1})
+    assert "after" in (folder / "metrics.csv").read_text()
+    assert CSVLogger(tmp_path, "mine").version == 1
+
+
+def test_a_logger_opens_when_it_is_used(tmp_path):
+    logger = TensorBoardLogger(tmp_path, default_hp_metric=False)
+    logger.log_metrics({"x": 1.0, "pair": {"a": 1.0, "b": 2.0}}, 3)
+    logger.experiment.add_text("note", "text")
+    logger.log_hyperparams({"lr": 0.1}, {"best": 2.0})
+    logger.finalize("success")
+    folder = tmp_path / "lightning_logs" / "version_0"
+    assert yaml.safe_load((folder / "hparams.yaml").read_text()) == {"lr": 0.1}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    assert sorted(found.Tags()["scalars"]) == ["best", "x"]
+    assert (folder / "pair_a").is_dir()
+    logger = CSVLogger(tmp_path / "csv")
+    logger.experiment.log_metrics({"x": 1})
+    logger.experiment.log_hparams({"a": 1})
+    logger.log_metrics({"x": 2})
+    assert (tmp_path / "csv" / "lightning_logs" / "version_0" / "metrics.csv").read_text().split() == [
+        "step,x",
+        "0,1",
+        "1,2",
+    ]
+
+
+def test_a_run_and_then_more(tmp_path):
+    logger = TensorBoardLogger(tmp_path, "mine")
+    fit(tmp_path, logger)
+    logger.log_metrics({"later": 1.0}, 9)
+    logger.finalize("success")
+    assert len(list((tmp_path / "mine").iterdir())) == 1
+
+
+def test_small_things():
+    dummy = DummyLogger()
+    dummy.anything(1)
+    assert dummy[0].experiment[0].add_image(1) is not None
+    assert (dummy.name, dummy.version) == ("", "")
+    first, second = {"a": 1.5, "d": {"x": 1}}, {"a": 2.5, "b": 1, "d": {"x": 3}}
+    assert merge_dicts([first, second], {"a": max}) == {"a": 2.5, "b": 1, "d": {"x": 2}}
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger", "WandbLogger", "MLFlowLogger"])
+def test_arguments_are_lightnings(name):
+    ours = getattr(importlib.import_module("legato.compat.lightning.pytorch.loggers"), name)
+    theirs = getattr(real_loggers(), name)
+    first, second = (inspect.signature(one.__init__).parameters for one in (ours, theirs))
+    assert list(first) == list(second)
+    assert [one.default for one in first.values()] == [one.default for one in second.values()]
+    for method, value in vars(theirs).items():
+        if not method.startswith("_") and not method.isupper():
+            assert hasattr(ours, method), method
+            if inspect.isfunction(value) and method not in ("finalize", "log_graph"):
+                names = list(inspect.signature(value).parameters)
+                assert list(inspect.signature(getattr(ours, method)).parameters)[: len(names)] == names, method
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger("shown", tmp_path, offline=True)
+    assert logger.name == "lightning_logs"
+    fit(tmp_path, logger)
+    logger.log_table("t", columns=["a"], data=[[1]])
+    logger.log_image("i", [torch.zeros(3, 4, 4)], caption=["zero"])
+    with pytest.raises(ValueError, match="caption"):
+        logger.log_image("i", [torch.zeros(3, 4, 4)], caption=[])
+    assert logger.experiment.summary.get("loss") is not None
+    wandb.finish()
