@@ -137,7 +137,9 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """
         from ..trainer.processes.gather import gather
 
-        return gather(self.trainer, data, group, sync_grads)
+        trainer = self.trainer
+        refuse_in_step = None if trainer.run is None else trainer.run.refuse_gather
+        return gather(trainer.strategy, data, group, sync_grads, refuse_in_step)
 
     # --- model and steps --------------------------------------------------------------------------------------------
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -98,7 +98,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     call.watchdog.place = located(find_place(trainer.cluster) or Place())
     undo.enter_context(call.watchdog)
     place = membership.connect(call.watchdog.place)
-    check_place(trainer, place)
+    check_place(trainer, strategy, trainer.device_list, place)
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy)
     threads = trainer.threads or (1 if call.bitwise else None)
@@ -366,7 +366,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         del saved["state_dict"]  # before there are optimizers
     make_loaders(call)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
-    optimization = make_optimizers(call) if stage == "fit" else Optimization(call)
+    optimization = make_optimizers(call) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
     described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
     transfer = make_transfer(call)
     one_order = call.bitwise or call.members_change
@@ -505,7 +505,7 @@ def make_training_data(call: Call) -> None:
     call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
     call.trainer.lengths["train"] = call.data.training.rounds
     call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
-    call.data.samples = fingerprint.samples_of(call)
+    call.data.samples = fingerprint.samples_of(trainer, combined(given), call.data.training.rounds)
     if call.data.training.rounds == 0:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
@@ -576,8 +576,9 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
     optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
-    optimization = Optimization(call, [strategy.wrap_optimizer(optimizer) for optimizer in optimizers], schedulers)
-    optimization.use_guard(make_guard(call, optimization))
+    optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
+    optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
+    optimization.use_guard(make_guard(optimization, call))
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
             f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "

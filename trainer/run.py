@@ -4,6 +4,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 `JoinedCall` what is known when its processes have met, a `Run` everything. `build.py` makes one from the other.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -15,17 +16,16 @@ from torch import nn
 
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
+from . import diagnosis
 from .data.dealing import EvaluationData, TrainingData
 from .data.sampling import Layout
 from .data.steps import ReplicaBatch, StepInput
 from .elastic.membership import Membership
-from .errors import ConfigError, DataError, NonFiniteError
+from .errors import ConfigError, DataError, NonFiniteError, TaskError
 from .hooks import Calls, Hooks, count_arguments, fitted
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced, by_loader
-from .optimization.nonfinite import bad_weights, explained
 from .optimization.optimization import Optimization
-from .optimization.outputs import warn_of_no_loss
 from .preemption import Preemption
 from .processes.collectives import SINGLE
 from .processes.script_collectives import ScriptCollectives
@@ -37,6 +37,8 @@ from .undo import Undo
 if TYPE_CHECKING:
     from .strategies.strategy import Strategy
     from .trainer import Trainer
+
+log = logging.getLogger("legato")
 
 DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
 """How the hooks and steps of a stage are named."""
@@ -242,6 +244,10 @@ class Call:
             return "the sanity check"
         return f"{self.loop.doing} at step {self.state.global_step}" if self.stage == "fit" else self.loop.doing
 
+    def explained(self, error: NonFiniteError) -> NonFiniteError:
+        """Return the error with a diagnosis of the newest batch; every rank calls it."""
+        return diagnosis.explained(self.trainer.current_run, error)
+
     def check_losses(self) -> None:
         """Raise NonFiniteError, on every rank, if a loss since the last look was not finite."""
         self.strategy.timeouts.end_startup()
@@ -249,7 +255,46 @@ class Call:
             try:
                 self.metrics.check_losses()
             except NonFiniteError as error:
-                raise explained(self.trainer.current_run, error) from None
+                raise self.explained(error) from None
+
+    def require_finite(self) -> None:
+        """Raise NonFiniteError if the weights to save are not finite; every rank calls it."""
+        diagnosis.require_finite(self)
+
+    def refuse_gather(self, size: int, sync_grads: bool) -> None:
+        """Raise TaskError for a gather over `size` ranks in a step that not all of them run at the same time."""
+        if not self.loop.open or not (self.metrics.in_step and self.metrics.in_turn):
+            return
+        doing, strategy, how = self.loop.doing, self.strategy, "with sync_grads=True " if sync_grads else ""
+        replicas, processes = self.state.replicas, f"{strategy.data_ranks.size} processes"
+        if doing == "train" and strategy.cuts_batches:
+            raise TaskError(
+                f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. "
+                f"Use strategy ddp, whose processes have whole batches."
+            )
+        if doing == "train" and (self.local_replicas > 1 or self.members_change):
+            raise TaskError(
+                f"training_step calls all_gather {how}over {replicas} replicas, which run on {processes}"
+                f"{' that may die' if self.members_change else ''}, one after the other: what a later one computes is "
+                f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
+                f"number."
+            )
+        if size > 1 and not self._all_take_part():
+            stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)
+            instead = (
+                "drop_last=True or a limit on batches" if doing == "train" else f"gathering in on_{stage}_epoch_end"
+            )
+            raise TaskError(
+                f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not go "
+                f"evenly into {replicas} replicas on {processes}: some rank has fewer. What helps: {instead}."
+            )
+
+    def _all_take_part(self) -> bool:
+        """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
+        if self.loop.doing == "train":
+            return self.training_data.is_whole is not False and self.loop.step is not None and self.loop.step.whole
+        data = self.data.evaluations["validation" if self.loop.doing == "sanity_check" else self.loop.doing]
+        return data.is_whole is not False and data.whole and self.state.replicas % self.strategy.data_ranks.size == 0
 
     def restore_training_mode(self) -> None:
         """Give each module of the task the mode that it had before `evaluation_mode`."""
@@ -355,7 +400,7 @@ class Run(JoinedCall):
         try:
             reduced, highest = self.metrics.log_point(checks, contribution)
         except NonFiniteError as error:
-            raise explained(self, error) from None
+            raise self.explained(error) from None
         if together:
             agreement.apply(step, highest)
         else:
@@ -366,7 +411,7 @@ class Run(JoinedCall):
 
     def bad_weights(self) -> list[str]:
         """Return the names of trained parameters that are not finite; every rank calls it."""
-        return bad_weights(self)
+        return diagnosis.bad_weights(self)
 
     def agree(self) -> None:
         """Agree with the other ranks between two steps; end the run if one of them was told to."""
@@ -409,7 +454,13 @@ class Run(JoinedCall):
         if self.training_data.amount_read:
             self.watchdog.require_same_end(self.training_data.amount_read)
         self.refuse_empty_epoch()
-        warn_of_no_loss(self)
+        # batches_left_out: a run resumed at the end of an epoch has no batches, and needs no warning
+        metrics, trains = self.metrics, self.optimization.optimizers and not self.loop.epoch_skipped
+        if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and self.trainer.is_global_zero:
+            log.warning(
+                "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
+                self.state.epoch,
+            )
         self.check_losses()
         self.show_step()
 

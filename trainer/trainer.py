@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import build, lifecycle
+from . import build, lifecycle, masked
 from .build import check_arguments, make_callbacks, make_loggers, make_strategy
 from .checkpoints.saver import Saver
-from .data.masked import counted
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import StepInput
@@ -136,6 +135,8 @@ class Trainer(TrainerDefaults):
         output, batch, turn, replica = None, None, None, -1
         if optimization.automatic:
             optimization.zero_gradients(step)
+            if step.masked:  # after clearing: they may add other processes' gradients to this shard
+                masked.train(run, step.masked if step.turns else step.masked[:-1], last=False)
         for turn in step.turns:
             left -= 1
             if run.by_replica and turn.replica != replica:
@@ -294,7 +295,7 @@ class Trainer(TrainerDefaults):
             metrics.open(word, loaders=len(data.loaders))
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
-            for turn in counted(run, data.batches(state.epoch, limit), step, arity):
+            for turn in masked.counted(run, data.batches(state.epoch, limit), step, arity):
                 arguments = turn.batch_idx, turn.dataloader_idx
                 metrics.open_turn(turn.replica, turn.samples)
                 metrics.open_loader(turn.dataloader_idx)

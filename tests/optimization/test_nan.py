@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import legato as lg
 from legato.trainer.checkpoints import store
 from legato.trainer.errors import ConfigError, NonFiniteError
-from legato.trainer.optimization.nonfinite import are_finite
+from legato.trainer.optimization.finite import are_finite
 
 
 class Hurt(Tiny):

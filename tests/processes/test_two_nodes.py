@@ -163,7 +163,7 @@ def test_the_roll_groups_ranks_by_node_and_device():
 def test_nodes_and_devices_must_agree_with_the_launcher(trainer, options, place, message):
     made = trainer(strategy="ddp", **options)
     if message is None:
-        check_place(made, place)
+        check_place(made, made.strategy, made.device_list, place)
         return
     with pytest.raises(ConfigError, match=message):
-        check_place(made, place)
+        check_place(made, made.strategy, made.device_list, place)

@@ -92,6 +92,63 @@ def test_no_modules_import_each_other_in_a_circle():
     assert {module: sorted(imported) for module, imported in left.items()} == {}
 
 
+NAMED_BY_TYPE = {
+    "callbacks.callback": "tasks.task trainer.arguments trainer.checkpoints.convert trainer.view",
+    "tasks.data_module": "trainer.checkpoints.restore trainer.view",
+    "tasks.task": """callbacks.callback callbacks.checkpoint callbacks.early_stopping callbacks.progress_bar
+        trainer.checkpoints.restore trainer.processes.run_in_workers trainer.strategies.bitwise.buffers
+        trainer.strategies.servers trainer.strategies.state_dicts trainer.view""",
+    "trainer.checkpoints.saver": "trainer.checkpoints.store trainer.view",
+    "trainer.optimization.nonfinite": "trainer.optimization.optimization",
+    "trainer.optimization.optimization": """trainer.checkpoints.fingerprint trainer.optimization.nonfinite
+        trainer.optimization.optimizers""",
+    "trainer.optimization.optimizers": "trainer.checkpoints.fingerprint",
+    "trainer.processes.environment": "trainer.processes.own_group",
+    "trainer.run": "trainer.diagnosis trainer.masked trainer.view",
+    "trainer.strategies.pipeline.pipeline": "trainer.strategies.pipeline.batch_run",
+    "trainer.strategies.state_dicts": "trainer.checkpoints.restore",
+    "trainer.strategies.strategy": """trainer.arguments trainer.checkpoints.contents trainer.optimization.optimization
+        trainer.processes.gather trainer.processes.layout_report trainer.processes.watchdog trainer.run trainer.view""",
+    "trainer.trainer": """callbacks.callback callbacks.checkpoint callbacks.checkpoint_callback callbacks.early_stopping
+        callbacks.monitor callbacks.progress_bar tasks.data_module tasks.task tasks.task_hooks trainer.build
+        trainer.checkpoints.contents trainer.checkpoints.convert trainer.checkpoints.restore trainer.checkpoints.saver
+        trainer.elastic.membership trainer.hooks trainer.lifecycle trainer.preemption
+        trainer.processes.run_in_workers trainer.run""",
+}
+"""Contracts, and who names each under TYPE_CHECKING although the contract imports it, or something else that does.
+
+Nothing is added to it: a module takes what it needs of the run as arguments, or by a small Protocol of its own.
+"""
+
+
+def reachable(imports, start):
+    found, ahead = set(), [start]
+    while ahead:
+        for module in imports[ahead.pop()] - found:
+            found.add(module)
+            ahead.append(module)
+    return found
+
+
+@pytest.mark.slow
+def test_modules_name_each_other_by_type_only_where_a_contract_is_met():
+    whole, at_run_time = (
+        {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
+        for graph in (
+            grimp.build_graph("legato", exclude_type_checking_imports=left_out, cache_dir=None)
+            for left_out in (False, True)
+        )
+    )
+    behind = {name: reachable(whole, name) for name in whole if name != "legato"}
+    pairs = {
+        (user.removeprefix("legato."), named.removeprefix("legato."))
+        for user in behind
+        for named in whole[user] - at_run_time[user]
+        if user in behind[named]
+    }
+    assert pairs == {(user, named) for named, users in NAMED_BY_TYPE.items() for user in users.split()}
+
+
 def test_each_room_has_a_quick_test():
     """What `make quick` leaves out is marked slow, in a file or on a function."""
     quick = set()

@@ -13,15 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..data.combined import CombinedLoader, combined, loaders_in
+from ..arguments import TrainerArguments
+from ..data.combined import CombinedLoader, loaders_in
 from ..data.loaders import is_plain_shuffle, length_of
 from ..optimization import kernels
 
 if TYPE_CHECKING:
     from ..optimization.optimization import Optimization
     from ..optimization.optimizers import SchedulerConfig
-    from ..run import Call
-    from ..trainer import Trainer
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}
@@ -60,9 +59,9 @@ class Changes:
 
 
 # --- taking it --------------------------------------------------------------------------------------------------------
-def fingerprint_of(trainer: "Trainer", optimization: "Optimization") -> dict[str, Any]:
+def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> dict[str, Any]:
     """Return the fingerprint of a run whose optimizers were just made; for its samples see `samples_of`."""
-    names = trainer.strategy.state_dicts.parameter_names
+    names = optimization.strategy.state_dicts.parameter_names
     limit = trainer.gradient_clip_val or None
     return {
         "training": {
@@ -80,15 +79,17 @@ def fingerprint_of(trainer: "Trainer", optimization: "Optimization") -> dict[str
     }
 
 
-def samples_of(call: "Call") -> dict[str, Any]:
-    """Return the settings that decide which samples make up a step, as far as the training loader has them."""
-    trainer, loader = call.trainer, combined(call.data.loaders["train"])
+def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None) -> dict[str, Any]:
+    """Return the settings that decide which samples make up a step, as far as the training loader has them.
+
+    rounds: batches that each replica has in an epoch, if that is known.
+    """
     found: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "limit_train_batches": trainer.limit_train_batches,
         "overfit_batches": trainer.overfit_batches,
         "use_distributed_sampler": trainer.use_distributed_sampler,
-        "batches of an epoch": call.training_data.rounds,
+        "batches of an epoch": rounds,
     }
     several = isinstance(loader, CombinedLoader)
     if several:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError, LegatoError
-from ..optimization.nonfinite import require_finite
 from . import manifest, store
 from .background import Writer
 from .commit import Owner, make_folder, remove
@@ -124,7 +123,7 @@ class Saver:
             step = trainer.global_step
             if trainer.training and step and step % trainer.log_every_n_steps == 0:
                 trainer.log_step()
-            require_finite(trainer.current_run)
+            trainer.current_run.require_finite()
             if trainer.current_run.metrics.shares:
                 trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)

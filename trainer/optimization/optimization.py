@@ -1,33 +1,55 @@
 """Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...tasks.task import Task
-from ..data import masked
 from ..data.steps import StepInput
 from ..errors import ConfigError, TaskError, did_you_mean
-from ..hooks import overrides
+from ..hooks import Hooks, overrides
+from ..metrics.log import Metrics
+from ..state import State
 from .optimizers import ManualOptimizer, SchedulerConfig
 from .outputs import describe_bad_loss
 
 if TYPE_CHECKING:
-    from ..run import JoinedCall
+    from ..strategies.strategy import Strategy
     from .nonfinite import StepGuard
+
+
+class OptimizingTrainer(Protocol):
+    """What optimization asks of the trainer."""
+
+    gradient_clip_val: float | None
+    gradient_clip_algorithm: Literal["norm", "value"]
+    nan: Literal["raise", "skip", "ignore"]
+    nan_skips: int
+    state: State
+    strategy: "Strategy"
+    callback_metrics: dict[str, Tensor]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The callback that saves before an error that ends the run."""
 
 
 class Optimization:
     """The optimizers and learning rate schedulers of a run."""
 
     def __init__(
-        self, call: "JoinedCall", optimizers: Sequence[Optimizer] = (), schedulers: Sequence[SchedulerConfig] = ()
+        self,
+        trainer: OptimizingTrainer,
+        task: Task,
+        hooks: Hooks,
+        metrics: Metrics,
+        optimizers: Sequence[Optimizer] = (),
+        schedulers: Sequence[SchedulerConfig] = (),
     ) -> None:
-        task, trainer, hooks = call.task, call.trainer, call.hooks
-        self.trainer, self.task, self.hooks = trainer, task, hooks
-        self.state, self.strategy, self.metrics = call.state, call.strategy, call.metrics
+        self.trainer, self.task, self.hooks, self.metrics = trainer, task, hooks, metrics
+        self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
         self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
@@ -46,8 +68,8 @@ class Optimization:
         self.prepares_steps = (
             self.looks_at_gradients
             or self.own_optimizer_step
-            or call.strategy.precision.scaler is not None
-            or call.metrics.shares
+            or self.strategy.precision.scaler is not None
+            or metrics.shares
         )
         """Whether anything runs right before or after an optimizer step."""
         self.epoch = -1
@@ -89,8 +111,6 @@ class Optimization:
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
-        if step.masked:  # after clearing: they may add other processes' gradients to this rank's shard
-            masked.train(self.trainer.current_run, step.masked if step.turns else step.masked[:-1], last=False)
 
     def _call_zero_grad(self, step: StepInput) -> None:
         batch_idx = step.turns[0].batch_idx if step.turns else self.state.epoch_rounds

@@ -1,17 +1,11 @@
 """Parsing and checking of what training_step returns."""
 
-import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import TaskError
-
-if TYPE_CHECKING:
-    from ..run import Run
-
-log = logging.getLogger("legato")
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
@@ -65,14 +59,3 @@ def describe_bad_loss(loss: Tensor) -> str:
         "training_step returned a loss without a graph: it does not depend on any parameter that requires a gradient. "
         "Was it detached, computed under torch.no_grad, or are all parameters frozen?"
     )
-
-
-def warn_of_no_loss(run: "Run") -> None:
-    """Warn on rank 0 at the end of an epoch in which every batch returned None, usually a forgotten return."""
-    metrics, trains = run.metrics, run.optimization.optimizers and not run.loop.epoch_skipped
-    # turns_left_out: a run resumed at the end of an epoch has no batches, and needs no warning
-    if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and run.trainer.is_global_zero:
-        log.warning(
-            "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
-            run.state.epoch,
-        )

@@ -5,7 +5,7 @@ Only the first dimension may differ: evaluation counts every sample once, so sha
 raises on every rank.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -19,9 +19,7 @@ from .collectives import Collectives, GroupCollectives
 from .own_group import serves_host
 
 if TYPE_CHECKING:
-    from ..run import Call
     from ..strategies.strategy import Strategy
-    from ..trainer import Trainer
 
 MESSAGE_ALIGNMENT = 16
 """Bytes to which each row of a message is padded, so that every dtype is aligned."""
@@ -47,12 +45,17 @@ class _Description(NamedTuple):
     with_gradient: bool
 
 
-def gather(trainer: "Trainer", data: Any, group: Any, sync_grads: bool) -> Any:
-    """Return `data` with every tensor gathered; see `Task.all_gather`."""
-    strategy = trainer.strategy
+def gather(
+    strategy: "Strategy", data: Any, group: Any, sync_grads: bool, refuse_in_step: Callable[[int, bool], object] | None
+) -> Any:
+    """Return `data` with every tensor gathered; see `Task.all_gather`.
+
+    `refuse_in_step`: raises TaskError where not all of so many ranks run the step at the same time.
+    """
     ranks = _ranks_of(strategy, group)
     size = ranks.size
-    _refuse_in_step(trainer, size, sync_grads)
+    if refuse_in_step is not None:
+        refuse_in_step(size, sync_grads)
     data = map_tensors(data, lambda tensor: tensor, number=lambda value: torch.as_tensor(value, device=strategy.device))
     tensors: list[Tensor] = []
     map_tensors(data, lambda tensor: tensors.append(tensor) or tensor)  # type: ignore[func-returns-value]
@@ -103,43 +106,6 @@ def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
             f"the ranks that torch.distributed.new_group was given."
         )
     return GroupCollectives(dist.get_rank(group), size, group)
-
-
-def _refuse_in_step(trainer: "Trainer", size: int, sync_grads: bool) -> None:
-    """Raise TaskError where not all replicas or ranks run the step at the same time."""
-    run = trainer.run
-    if run is None or not run.loop.open or not (run.metrics.in_step and run.metrics.in_turn):
-        return
-    strategy, how = run.strategy, "with sync_grads=True " if sync_grads else ""
-    if run.loop.doing == "train" and strategy.cuts_batches:
-        raise TaskError(
-            f"training_step calls all_gather {how}on a part of its batch: strategy {strategy.name!r} cuts batches. Use "
-            f"strategy ddp, whose processes have whole batches."
-        )
-    if run.loop.doing == "train" and (run.local_replicas > 1 or run.members_change):
-        processes = f"{strategy.data_ranks.size} processes" + (" that may die" if run.members_change else "")
-        raise TaskError(
-            f"training_step calls all_gather {how}over {run.state.replicas} replicas, which run on {processes}, one "
-            f"after the other: what a later one computes is not there yet. Start {run.state.replicas} processes "
-            f"(strategy ddp) that stay, or set trainer.replicas to their number."
-        )
-    if size > 1 and not _all_take_part(run):
-        trains = run.loop.doing == "train"
-        stage = "validation" if run.loop.doing == "sanity_check" else run.loop.doing
-        instead = "drop_last=True or a limit on batches" if trains else f"gathering in on_{stage}_epoch_end"
-        raise TaskError(
-            f"{'training' if trains else stage}_step calls all_gather, which every rank must call equally often, but "
-            f"the batches do not go evenly into {run.state.replicas} replicas on {strategy.data_ranks.size} processes: "
-            f"some rank has fewer. What helps: {instead}."
-        )
-
-
-def _all_take_part(run: "Call") -> bool:
-    """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
-    if run.loop.doing == "train":
-        return run.training_data.is_whole is not False and run.loop.step is not None and run.loop.step.whole
-    data = run.data.evaluations["validation" if run.loop.doing == "sanity_check" else run.loop.doing]
-    return data.is_whole is not False and data.whole and run.state.replicas % run.strategy.data_ranks.size == 0
 
 
 # --- what must agree --------------------------------------------------------------------------------------------------

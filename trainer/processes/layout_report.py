@@ -6,27 +6,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..arguments import TrainerArguments
 from ..errors import ConfigError
 from ..messages import STDERR
 from .environment import Place
 
 if TYPE_CHECKING:
     from ..strategies.strategy import Strategy
-    from ..trainer import Trainer
 
 ProcessEntry = tuple[int, int, str, str]
 """Rank, node index, host name and device of a process."""
 
 
-def check_place(trainer: "Trainer", place: Place) -> None:
+def check_place(trainer: TrainerArguments, strategy: "Strategy", devices: Sequence[torch.device], place: Place) -> None:
     """Raise ConfigError, on every rank, if a launcher started other processes than num_nodes and devices ask for.
 
     The defaults `devices=auto` and `num_nodes=1` accept any layout.
     """
-    if place.origin in ("alone", "legato") or trainer.strategy.elastic.changes:
+    if place.origin in ("alone", "legato") or strategy.elastic.changes:
         return
-    automatic, devices = trainer.devices in ("auto", -1, "-1"), trainer.device_list
-    local = len(devices) if automatic else trainer.strategy.local_processes(devices)
+    automatic = trainer.devices in ("auto", -1, "-1")
+    local = len(devices) if automatic else strategy.local_processes(devices)
     if place.origin == "script":
         nodes = trainer.num_nodes if trainer.num_nodes > 1 else place.nodes  # the default, 1, accepts any number
         if not automatic and place.world_size != local * nodes:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..data.sampling import Layout
-from ..optimization.nonfinite import are_finite
+from ..optimization.finite import are_finite
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.tree import GradientTree
 

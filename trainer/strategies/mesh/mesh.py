@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
-from ...data import masked
+from ... import masked
 from ...data.sampling import Layout
 from ...errors import ConfigError, TaskError
 from ...optimization import kernels

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..optimization.outputs import losses_of
-from .randomness import seed_generators
-from .sampling import mix
-from .steps import ReplicaBatch
+from .data.randomness import seed_generators
+from .data.sampling import mix
+from .data.steps import ReplicaBatch
+from .optimization.outputs import losses_of
 
 if TYPE_CHECKING:
-    from ..run import Run
+    from .run import Run
 
 MASKED = 0x6D61736B
 """Stream constant that separates their random numbers from those of batches that count."""

@@ -1,0 +1,172 @@
+"""Search for NaN and infinity in a run: refused checkpoints, and the first bad tensor of the newest batch."""
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .data.randomness import seed_generators
+from .data.sampling import mix
+from .errors import NonFiniteError
+from .optimization.finite import are_finite
+
+if TYPE_CHECKING:
+    from .data.steps import ReplicaBatch
+    from .run import Call, Run
+
+log = logging.getLogger("legato")
+
+SHOWN = 6
+"""Number of names listed in a message."""
+
+
+def bad_weights(run: "Call") -> list[str]:
+    """Return the names of non-finite trained parameters, of this rank or else of another one. Collective.
+
+    Frozen parameters and buffers may be infinite on purpose, as masks are.
+    """
+    trained = {name: parameter for name, parameter in run.task.named_parameters() if parameter.requires_grad}
+    names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
+    if run.strategy.place.world_size == 1:
+        return names
+    if not run.strategy.collectives.all_reduce(torch.tensor([float(bool(names))]), "max").item():
+        return []
+    return names or next(names for names in run.strategy.collectives.gather_objects(names) if names)
+
+
+def require_finite(run: "Call") -> None:
+    """Raise NonFiniteError if the weights to save are not finite; with `nan: ignore` only warn. Collective."""
+    run.check_losses()
+    bad = bad_weights(run)
+    if not bad:
+        return
+    what = f"The weights after step {run.state.global_step} are not finite: {first_names(bad)}."
+    if run.trainer.nan != "ignore":
+        raise NonFiniteError(
+            f"{what} They were not saved; earlier checkpoints are untouched. Resume from one of those with a "
+            f"lower learning rate, or with gradient_clip_val."
+        )
+    if run.trainer.is_global_zero:
+        log.warning("%s They are saved all the same (nan=ignore).", what)
+
+
+def first_names(names: list[str]) -> str:
+    """Join the first names, and say how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
+    """Return the error extended by a diagnosis of the newest batch and the task. Collective.
+
+    The diagnosis comes from the first rank with a non-finite loss, else from the first rank with findings.
+    """
+    try:
+        findings = [*diagnose_forward(run), *diagnose_task(run.task)]
+    except Exception as problem:  # must not hide the error that it explains
+        findings = [f"The diagnosis failed with {type(problem).__name__}: {problem}."]
+    first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
+    ranks = run.strategy.collectives.gather_objects((first, not findings, run.strategy.place.rank, findings))
+    _, _, rank, findings = min(ranks, key=lambda one: one[:3])
+    if not findings:
+        return error
+    head = f"Rank {rank}: " if len(ranks) > 1 else ""
+    return NonFiniteError(f"{error} {head}{' '.join(findings)}")
+
+
+def diagnose_task(task: nn.Module) -> list[str]:
+    """List the non-finite parameters, gradients and buffers."""
+    gradients = [(name, parameter.grad) for name, parameter in task.named_parameters() if parameter.grad is not None]
+    found = []
+    for what, tensors in (
+        ("parameters", list(task.named_parameters())),
+        ("gradients", gradients),
+        ("buffers", list(task.named_buffers())),
+    ):
+        bad = [name for name, tensor in tensors if not are_finite([tensor])]
+        if bad:
+            found.append(f"{len(bad)} of {len(tensors)} {what} ({first_names(bad)})")
+    findings = [f"Not finite are {'; '.join(found)}."] if found else []
+    if not are_finite(task.parameters()):
+        findings.append(
+            "To see where it began, go on from the newest checkpoint with nan=skip and nan_skips=0: the same steps "
+            "come again, and the run ends at the first bad one, with its weights as they were."
+        )
+    return findings
+
+
+def diagnose_forward(run: "Run") -> list[str]:
+    """Re-run the newest batch and describe the first module with a non-finite output."""
+    turns = run.loop.step.turns if run.loop.step is not None else []
+    # A forward may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none.
+    able = torch.tensor([float(bool(turns) and run.optimization.automatic)])
+    if not run.strategy.collectives.all_reduce(able, "min").item():
+        return []
+    turn = turns[-1]
+    batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
+    bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
+    # likewise if any rank's batch is bad already
+    if run.strategy.collectives.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
+        return []
+    if bad:
+        return [f"The newest batch (batch_idx {turn.batch_idx}) is not finite itself: {first_names(bad)}."]
+    found = first_bad_module(run, turn, batch)
+    if found is None:
+        return []
+    name, module, input_is_finite = found
+    what = f"{name or 'the task'} ({type(module).__name__})"
+    if not are_finite(module.parameters(recurse=False)):
+        why = "whose parameters are not finite"
+    else:
+        why = "from finite input" if input_is_finite else "from input that was not finite before any module saw it"
+    where = f"In the newest batch (batch_idx {turn.batch_idx})"
+    return [f"{where} the first output that is not finite is that of {what}, {why}."]
+
+
+def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str, nn.Module, bool] | None:
+    """Re-run training_step on a batch; return the first module with a NaN output, else with an infinite one.
+
+    The bool tells whether that module's input was finite.
+    """
+    by_kind: dict[bool, tuple[str, nn.Module, bool]] = {}
+
+    def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = [tensor for _, tensor in named_tensors(output)]
+        if not are_finite(tensors):
+            is_nan = any(bool(tensor.isnan().any()) for tensor in tensors)
+            given = [tensor for _, tensor in named_tensors(inputs)]
+            by_kind.setdefault(is_nan, (name, module, are_finite(given)))
+
+    handles = [
+        module.register_forward_hook(lambda module, inputs, output, name=name: look(name, module, inputs, output))
+        for name, module in run.task.named_modules()
+    ]
+    try:
+        if run.data.keys_forward:
+            seed_generators(mix(run.state.seed, run.metrics.step, turn.replica, turn.batch_idx))
+        # it may fail on such numbers; the hooks' findings until then count
+        with suppress(Exception):
+            run.strategy.repeat_step((batch, turn.batch_idx)[: run.arity])
+    finally:
+        for handle in handles:
+            handle.remove()
+    return by_kind.get(True, by_kind.get(False))
+
+
+def named_tensors(value: Any, place: str = "batch") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating point tensors of a batch or an output, each with its path."""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            yield place, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from named_tensors(item, f"{place}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from named_tensors(item, f"{place}[{index}]")
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from named_tensors(getattr(value, field.name), f"{place}.{field.name}")

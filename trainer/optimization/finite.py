@@ -1,0 +1,24 @@
+"""Whether tensors are finite, found with few host syncs."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..metrics.reduce import to_floats
+from ..torch_private import local_part
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether all values of some tensors are finite, with one host sync per device."""
+    # of a DTensor only this rank's shard
+    local = (local_part(tensor).detach() for tensor in tensors)
+    values = [tensor for tensor in local if tensor.is_floating_point() and tensor.numel()]
+    values = [value.coalesce().values() if value.is_sparse else value for value in values]
+    on_host = [value for value in values if value.is_cpu]
+    # A finite sum has finite terms, and on a CPU takes a tenth of a norm's time. It may overflow, so look again.
+    sums = [value.sum(dtype=torch.float32 if value.dtype.itemsize < 4 else None) for value in on_host]
+    suspects = [value for value, total in zip(on_host, to_floats(sums), strict=True) if total - total != 0.0]
+    elsewhere = [value for value in values if not value.is_cpu]
+    largest = [nn.utils.get_total_norm(some, float("inf")) for some in (suspects, elsewhere) if some]
+    return all(bool(one.isfinite()) for one in largest)
