@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...trainer.errors import ConfigError
-from ...trainer.processes.gather import gather
 from ...trainer.strategies import strategy
 from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
 from ...trainer.strategies.group import GroupStrategy
@@ -158,7 +157,7 @@ class Strategy(strategy.Strategy):
         """Return every rank's tensor, stacked; on one process the tensor itself."""
         if self.place.world_size == 1 or self.task is None:
             return tensor
-        return gather(self.task.trainer, tensor, group, sync_grads)
+        return self.task.all_gather(tensor, group, sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Return whether all ranks, or any rank, say yes."""
