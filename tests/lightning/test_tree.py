@@ -199,3 +199,21 @@ if __name__ == "__main__":
 def test_processes_started_from_it_see_the_same(tmp_path):
     done = run(tmp_path, "train.py", script=CHILDREN)
     assert done.stdout.split() == ["legato.compat.lightning.trainer"] * 2 + ["2.6.6", "2.6.6"]
+
+
+DEMO = """
+import lightning as L
+from lightning.pytorch.demos.boring_classes import BoringModel, BoringDataModule
+
+assert issubclass(BoringModel, L.LightningModule) and L.__name__.startswith("legato.")
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+trainer = L.Trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1, accelerator="cpu", **options)
+trainer.fit(BoringModel(), datamodule=BoringDataModule())
+print(trainer.global_step)
+"""
+
+
+@pytest.mark.slow
+def test_lightnings_own_demonstrations_run(tmp_path):
+    done = run(tmp_path, "-m", "legato.trainer", "lightning", "train.py", script=DEMO)
+    assert done.stdout.split()[-1] == "2"

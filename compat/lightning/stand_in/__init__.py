@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -18,6 +19,10 @@ from ....trainer.processes.environment import lead_python_path
 FOLDER = str(Path(__file__).parent)
 ROOT = __name__.rpartition(".")[0]
 STANDS_FOR = {"lightning": ROOT, "pytorch_lightning": f"{ROOT}.pytorch", "lightning_fabric": f"{ROOT}.fabric"}
+
+
+DEMOS = "pytorch.demos"
+"""Lightning's demonstrations are programs for it, and stay what they are where it is installed."""
 
 
 class Aliases(MetaPathFinder, Loader):
@@ -31,6 +36,8 @@ class Aliases(MetaPathFinder, Loader):
         if top not in STANDS_FOR:
             return None
         real = f"{STANDS_FOR[top]}.{below}" if below else STANDS_FOR[top]
+        if real.startswith(f"{ROOT}.{DEMOS}"):
+            return _find_demo(fullname, real.removeprefix(f"{ROOT}."))
         try:
             module = import_module(real)
         except ModuleNotFoundError as error:
@@ -51,6 +58,18 @@ class Aliases(MetaPathFinder, Loader):
         spec = module.__spec__
         if spec is not None and isinstance(spec.loader, Aliases):
             module.__spec__ = spec.loader_state[1]
+
+
+def _find_demo(fullname: str, below: str) -> ModuleSpec | None:
+    """Return the spec of one of Lightning's demonstrations, read from the installed package as any user's module."""
+    installed = PathFinder.find_spec("lightning", [path for path in sys.path if path != FOLDER])
+    for folder in (installed and installed.submodule_search_locations) or ():
+        file = Path(folder, *below.split("."))
+        if file.is_dir():
+            return spec_from_file_location(fullname, file / "__init__.py", submodule_search_locations=[str(file)])
+        if file.with_suffix(".py").is_file():
+            return spec_from_file_location(fullname, file.with_suffix(".py"))
+    return None
 
 
 def install() -> None:
