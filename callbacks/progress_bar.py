@@ -21,7 +21,11 @@ SECONDS_BETWEEN_DRAWINGS = 0.1
 SECONDS_BETWEEN_LINES = 60.0
 
 
-class ProgressBar(Callback):
+class ProgressDisplay(Callback):
+    """Base class of callbacks that show progress; the trainer adds its ProgressBar only where none is given."""
+
+
+class ProgressBar(ProgressDisplay):
     """Draws bars for training and validation if stderr is a terminal, else prints a line a minute.
 
     It draws at most ten times a second; in between, a step costs one reading of the clock. It shows

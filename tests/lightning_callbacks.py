@@ -242,6 +242,163 @@ def wrong_arguments(L, folder):
     return found
 
 
+STOPS = {
+    "patience": ({"patience": 2}, (0.5, 0.3, 0.4, 0.35, 0.2, 0.1)),
+    "max": ({"patience": 1, "mode": "max", "min_delta": 0.1}, (0.1, 0.3, 0.35, 0.9)),
+    "stopping": ({"stopping_threshold": 0.3}, (0.5, 0.4, 0.2, 0.1)),
+    "diverging": ({"divergence_threshold": 2.0}, (0.5, 1.9, 2.1, 0.1)),
+    "finite": ({}, (0.5, float("nan"), 0.1)),
+    "not finite": ({"check_finite": False, "patience": 2}, (0.5, float("nan"), 0.4, 0.3)),
+    "after validation": ({"patience": 2, "check_on_train_epoch_end": False}, (0.5, 0.3, 0.4, 0.35, 0.2)),
+    "never": ({"patience": 9}, (0.5, 0.4)),
+    "not strict": ({"monitor": "nothing", "strict": False}, (0.5, 0.4)),
+    "strict": ({"monitor": "nothing"}, (0.5, 0.4)),
+}
+
+
+@scenario
+def early_stopping(L, folder):
+    found = {}
+    for name, (options, values) in STOPS.items():
+        callback = L.pytorch.callbacks.EarlyStopping(**({"monitor": "val_loss"} | options))
+        raised, trainer = "", make_trainer(L, folder / name, [callback], max_epochs=6, enable_checkpointing=False)
+        try:
+            trainer.fit(make_module(L, values), loader(), loader(1))
+        except RuntimeError as error:
+            raised = str(error).split("`")[1]
+        state = callback.state_dict()
+        found[name] = [
+            trainer.current_epoch, trainer.global_step, raised, callback.wait_count, callback.stopped_epoch,
+            callback.patience, round(float(callback.best_score), 5), callback.stopping_reason.name, callback.min_delta,
+            callback.stopping_reason_message, callback.state_key, sorted(state), callback.monitor_op.__name__,
+        ]  # fmt: skip
+    return found
+
+
+def recording_logger(L, points):
+    class Recording(L.pytorch.loggers.Logger):
+        name, version = "recording", 0
+
+        def log_metrics(self, metrics, step=None):
+            points.append(metrics)
+
+        def log_hyperparams(self, *arguments, **options):
+            pass
+
+    return Recording()
+
+
+@scenario
+def learning_rates(L, folder):
+    def groups(self):
+        first = torch.optim.SGD(
+            [{"params": self.backbone.parameters()}, {"params": self.head.parameters(), "lr": 0.05}],
+            lr=0.1,
+            momentum=0.9,
+        )
+        return [first], [torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)]
+
+    def named(self):
+        optimizer = torch.optim.AdamW([{"params": self.parameters(), "name": "all"}], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "name": "mine"},
+        }
+
+    def alone(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    found = []
+    for configure in (groups, named, alone):
+        for options in ({}, {"logging_interval": "epoch"}, {"logging_interval": "step", "log_momentum": True}):
+            points, callback = [], L.pytorch.callbacks.LearningRateMonitor(**options, log_weight_decay=True)
+            logger = recording_logger(L, points)
+            module = make_module(L, (0.5,), configure_optimizers=configure)
+            trainer = fit(L, folder, [callback], module, logger=logger, log_every_n_steps=1, enable_checkpointing=False)
+            rates = [one for one in points if any("lr" in name or "mine" in name for name in one)]
+            metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+            found.append([rates, callback.lrs, metrics, callback.last_momentum_values])
+    return found
+
+
+@scenario
+def bars(L, folder):
+    """What subclasses of the bar are asked for."""
+    calls = []
+
+    class Bar(L.pytorch.callbacks.TQDMProgressBar):
+        def init_train_tqdm(self):
+            calls.append("train")
+            bar = super().init_train_tqdm()
+            bar.set_description("own")
+            return bar
+
+        def init_validation_tqdm(self):
+            calls.append("validation")
+            return super().init_validation_tqdm()
+
+        def get_metrics(self, trainer, pl_module):
+            items = super().get_metrics(trainer, pl_module)
+            items.pop("v_num", None)
+            calls.append(sorted(items))
+            return items
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            super().on_train_epoch_end(trainer, pl_module)
+            bar = self.train_progress_bar
+            calls.append([bar.n, bar.total, trainer.progress_bar_callback is self, self.total_train_batches])
+
+    class Own(L.pytorch.callbacks.ProgressBar):
+        enabled = True
+
+        def disable(self):
+            self.enabled = False
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            calls.append(round(batch_idx / self.total_train_batches, 3))
+
+        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
+            calls.append([self.has_dataloader_changed(dataloader_idx), self.total_val_batches_current_dataloader])
+
+    for bar in (Bar(), Own()):
+        fit(L, folder, [bar], max_epochs=1, enable_progress_bar=True, enable_checkpointing=False)
+    return [one for index, one in enumerate(calls) if one != [] or calls[index - 1] != []]
+
+
+@scenario
+def timers(L, folder):
+    kind, interval = L.pytorch.callbacks.Timer, L.pytorch.callbacks.timer.Interval
+    stopped = kind({"seconds": 0})
+    trainer = fit(L, folder, [stopped], enable_checkpointing=False)
+    timer = kind(timedelta(hours=1), interval=interval.epoch)
+    fit(L, folder, [timer], enable_checkpointing=False)
+    elapsed, left = timer.time_elapsed("train"), timer.time_remaining("train")
+    return [
+        trainer.global_step, 0 < elapsed < 60, 3500 < left < 3600, timer.start_time("test"), timer.end_time("test"),
+        timer.time_elapsed("validate") > 0, kind("00:01:00:00").time_remaining() == 3600, stopped.time_remaining() <= 0,
+    ]  # fmt: skip
+
+
+@scenario
+def logging_from_callbacks(L, folder):
+    seen = []
+
+    class Logs(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            self.log("by_callback", float(batch_idx), on_step=False, on_epoch=True)
+
+        def on_validation_epoch_end(self, trainer, pl_module):
+            self.log_dict({"val_a": 1.0, "val_b": 2.0})
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.append({name: float(value) for name, value in sorted(trainer.callback_metrics.items())})
+
+    fit(L, folder, [Logs()], max_epochs=1, enable_checkpointing=False)
+    return seen
+
+
 def main():
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "legato", "lightning.fabric"):
@@ -249,6 +406,7 @@ def main():
     package, folder = importlib.import_module(sys.argv[1]), Path(sys.argv[2])
     importlib.import_module(f"{sys.argv[1]}.pytorch.callbacks")
     importlib.import_module(f"{sys.argv[1]}.pytorch.utilities.exceptions")
+    importlib.import_module(f"{sys.argv[1]}.pytorch.loggers")
     found = {}
     for name in sys.argv[3:] or SCENARIOS:
         place = folder / name

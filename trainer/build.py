@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint import Checkpoint
 from ..callbacks.checkpoint_callback import CheckpointCallback
+from ..callbacks.progress_bar import ProgressDisplay
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
@@ -753,8 +754,8 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         if not isinstance(callback, Callback):
             raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {type(callback).__name__}.")
     for wish, kind, options in trainer.default_callbacks():
-        alike = CheckpointCallback if issubclass(kind, CheckpointCallback) else kind
-        if wish and (kind is known.Timer or not any(isinstance(callback, alike) for callback in found)):
+        role = next((base for base in (CheckpointCallback, ProgressDisplay) if issubclass(kind, base)), kind)
+        if wish and (kind is known.Timer or not any(isinstance(callback, role) for callback in found)):
             try:
                 found.append(kind(**options))
             except ConfigError as error:

@@ -272,10 +272,10 @@ class TrainerView(TrainerArguments):
 
     @property
     def progress_bar_callback(self) -> Any:
-        """The first ProgressBar callback, or None."""
-        from ..callbacks.progress_bar import ProgressBar
+        """The first callback that shows progress, or None."""
+        from ..callbacks.progress_bar import ProgressDisplay
 
-        return self._first(ProgressBar)
+        return self._first(ProgressDisplay)
 
     def _first(self, kind: type[Value]) -> Value | None:
         return next((callback for callback in self.callbacks if isinstance(callback, kind)), None)

@@ -227,7 +227,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "DeviceStatsMonitor": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.callbacks.early_stopping": {
-        "EarlyStoppingReason": Entry("placeholder", "", "Legato does without it."),
+        "EarlyStoppingReason": Entry("same", ".callbacks.early_stopping", ""),
         "EarlyStopping": Entry("adapter", ".callbacks.early_stopping", ""),
     },
     "pytorch.callbacks.finetuning": {
@@ -245,7 +245,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "LearningRateFinder": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.callbacks.lr_monitor": {
-        "LearningRateMonitor": Entry("same", "legato.callbacks", ""),
+        "LearningRateMonitor": Entry("adapter", ".callbacks.monitors", ""),
     },
     "pytorch.callbacks.model_checkpoint": {
         "ModelCheckpoint": Entry(
@@ -256,7 +256,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.callbacks.model_summary": {
-        "ModelSummary": Entry("same", "legato.callbacks", ""),
+        "ModelSummary": Entry("adapter", ".callbacks.model_summary", ""),
     },
     "pytorch.callbacks.on_exception_checkpoint": {
         "OnExceptionCheckpoint": Entry("placeholder", "", "Legato does without it."),
@@ -266,30 +266,44 @@ NAMES: dict[str, dict[str, Entry]] = {
         "BasePredictionWriter": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.callbacks.progress.progress_bar": {
-        "ProgressBar": Entry("same", "legato.callbacks:ProgressBar", ""),
-        "get_standard_metrics": Entry("placeholder", "", "Legato does without it."),
+        "ProgressBar": Entry("adapter", ".callbacks.progress", ""),
+        "get_standard_metrics": Entry("same", ".callbacks.progress", ""),
     },
     "pytorch.callbacks.progress.rich_progress": {
-        "CustomBarColumn": Entry("placeholder", "", "Legato does without it."),
-        "CustomInfiniteTask": Entry("placeholder", "", "Legato does without it."),
-        "CustomProgress": Entry("placeholder", "", "Legato does without it."),
-        "CustomTimeColumn": Entry("placeholder", "", "Legato does without it."),
-        "BatchesProcessedColumn": Entry("placeholder", "", "Legato does without it."),
-        "ProcessingSpeedColumn": Entry("placeholder", "", "Legato does without it."),
-        "MetricsTextColumn": Entry("placeholder", "", "Legato does without it."),
-        "RichProgressBarTheme": Entry("placeholder", "", "Legato does without it."),
-        "RichProgressBar": Entry("placeholder", "", "Legato does without it."),
+        "CustomBarColumn": Entry("same", ".callbacks.rich_progress", ""),
+        "CustomInfiniteTask": Entry(
+            "placeholder",
+            "",
+            "Bars of RichProgressBar end by themselves; override configure_columns to show them otherwise.",
+        ),
+        "CustomProgress": Entry(
+            "placeholder",
+            "",
+            "Bars of RichProgressBar end by themselves; override configure_columns to show them otherwise.",
+        ),
+        "CustomTimeColumn": Entry("same", ".callbacks.rich_progress", ""),
+        "BatchesProcessedColumn": Entry("same", ".callbacks.rich_progress", ""),
+        "ProcessingSpeedColumn": Entry("same", ".callbacks.rich_progress", ""),
+        "MetricsTextColumn": Entry("same", ".callbacks.rich_progress", ""),
+        "RichProgressBarTheme": Entry("same", ".callbacks.rich_progress", ""),
+        "RichProgressBar": Entry(
+            "adapter", ".callbacks.rich_progress", "Draws with rich's own thread, ten times a second."
+        ),
     },
     "pytorch.callbacks.progress.tqdm_progress": {
-        "Tqdm": Entry("placeholder", "", "Legato does without it."),
-        "TQDMProgressBar": Entry("same", "legato.callbacks:ProgressBar", ""),
-        "convert_inf": Entry("placeholder", "", "Legato does without it."),
+        "Tqdm": Entry("same", ".callbacks.progress", ""),
+        "TQDMProgressBar": Entry(
+            "better",
+            ".callbacks.progress",
+            "Bars are drawn ten times a second at most, and once in ten seconds where standard output is no terminal.",
+        ),
+        "convert_inf": Entry("same", ".callbacks.progress", ""),
     },
     "pytorch.callbacks.pruning": {
         "ModelPruning": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.callbacks.rich_model_summary": {
-        "RichModelSummary": Entry("placeholder", "", "Legato does without it."),
+        "RichModelSummary": Entry("adapter", ".callbacks.model_summary", ""),
     },
     "pytorch.callbacks.spike": {
         "SpikeDetection": Entry("placeholder", "", "Legato does without it."),
@@ -301,8 +315,12 @@ NAMES: dict[str, dict[str, Entry]] = {
         "ThroughputMonitor": Entry("same", "legato.callbacks", ""),
     },
     "pytorch.callbacks.timer": {
-        "Interval": Entry("placeholder", "", "Legato does without it."),
-        "Timer": Entry("same", "legato.callbacks", ""),
+        "Interval": Entry("same", ".callbacks.monitors", ""),
+        "Timer": Entry(
+            "better",
+            ".callbacks.monitors",
+            "All ranks stop at the same step; time before a resume counts for each stage.",
+        ),
     },
     "pytorch.callbacks.weight_averaging": {
         "WeightAveraging": Entry("placeholder", "", "Legato does without it."),

@@ -10,6 +10,9 @@ import pytest
 from forked import Forked, run_source
 from tiny import Tiny, make_loader
 
+import legato as lg
+from legato.callbacks.progress_bar import ProgressDisplay
+
 PROGRAM = """
 import logging, sys, threading, time, torch
 import legato as lg
@@ -161,3 +164,16 @@ def test_the_steps_of_an_epoch_are_those_that_the_run_goes(trainer, capsys):
     trainer(max_epochs=3, max_steps=6, enable_progress_bar=True).fit(Tiny(), make_loader(16))
     lines = [line.split(" steps/s")[0].rsplit(" ", 1)[0] for line in capsys.readouterr().err.splitlines()]
     assert lines == ["epoch 0 step 1/4", "epoch 0 step 4/4", "epoch 1 step 2/2"]
+
+
+def test_a_display_of_ones_own_stands_in_for_the_bar(trainer):
+    class Steps(ProgressDisplay):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            self.steps = trainer.global_step
+
+    display = Steps()
+    made = trainer(callbacks=[display], enable_progress_bar=True, max_epochs=1)
+    assert made.progress_bar_callback is display
+    assert not any(isinstance(callback, lg.callbacks.ProgressBar) for callback in made.callbacks)
+    made.fit(Tiny(), make_loader())
+    assert display.steps == made.global_step > 0

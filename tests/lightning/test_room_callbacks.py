@@ -1,6 +1,7 @@
 """Callbacks of the room against the real package: the same runs under both, and what a script sees of them."""
 
 import importlib
+import io
 import json
 import os
 import subprocess
@@ -9,7 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from lightning_callbacks import SCENARIOS
+from lightning_callbacks import SCENARIOS, fit, loader, make_module, make_trainer
 
 import legato.compat.lightning as L
 
@@ -29,7 +30,7 @@ def real(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_script_sees_the_same(name, real, tmp_path):
-    for module in ("callbacks", "utilities.exceptions"):
+    for module in ("callbacks", "utilities.exceptions", "loggers"):
         importlib.import_module(f"legato.compat.lightning.pytorch.{module}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -38,3 +39,77 @@ def test_a_script_sees_the_same(name, real, tmp_path):
     for case in cases:
         assert repr(found[case]) == repr(real[name][case]), case
     assert len(found) == len(real[name])
+
+
+def test_bars_and_tables_by_rich(tmp_path, capsys):
+    from legato.compat.lightning.pytorch.callbacks import RichModelSummary, RichProgressBar
+    from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+
+    class Bar(RichProgressBar):
+        asked = 0
+
+        def get_metrics(self, trainer, pl_module):
+            self.asked += 1
+            return {"own": 0.5, **super().get_metrics(trainer, pl_module)}
+
+    written = io.StringIO()
+    console = {"file": written, "force_terminal": True, "width": 120}
+    bar = Bar(theme=RichProgressBarTheme(metrics_format=".2e"), leave=True, console_kwargs=console)
+    trainer = fit(
+        L, tmp_path, [bar, RichModelSummary(max_depth=-1)], make_module(L, (0.5,)), enable_checkpointing=False
+    )
+    assert trainer.progress_bar_callback is bar
+    trainer.validate(dataloaders=loader(1), verbose=False)
+    text = written.getvalue()
+    assert "Epoch 2/2" in text
+    assert "4/4" in text
+    assert "own: 5.00e-01" in text
+    assert "Validation" in text
+    assert bar.asked > 12
+    assert bar.progress is None
+    shown = capsys.readouterr().out
+    assert "backbone" in shown
+    assert "Total params: 19" in shown
+
+
+def test_what_a_model_summary_shows(tmp_path, caplog):
+    from legato.compat.lightning.pytorch.callbacks import ModelSummary
+
+    rows = []
+
+    class Table(ModelSummary):
+        @staticmethod
+        def summarize(
+            summary_data, total_parameters, trainable_parameters, model_size, total_training_modes, **options
+        ):
+            rows.append(
+                (dict(summary_data)["Name"], total_parameters, trainable_parameters, total_training_modes, options)
+            )
+
+    with caplog.at_level("INFO", logger="legato"):
+        fit(L, tmp_path, [ModelSummary(), Table(max_depth=-1, own=1)], max_epochs=1, enable_checkpointing=False)
+    assert rows == [(["backbone", "head"], 19, 19, {"train": 2, "eval": 0}, {"total_flops": 0, "own": 1})]
+    assert any("backbone | Linear" in message and "Non-trainable params" in message for message in caplog.messages)
+
+
+def test_a_bar_prints_above_itself_and_is_left_out_where_it_is_disabled(tmp_path, capsys):
+    from legato.compat.lightning.pytorch.callbacks import TQDMProgressBar
+
+    bar = TQDMProgressBar(refresh_rate=2, leave=True)
+    assert (bar.refresh_rate, bar.process_position, bar.is_enabled, bar.is_disabled) == (2, 0, True, False)
+    with pytest.raises(TypeError, match="_train_progress_bar"):
+        _ = bar.train_progress_bar
+
+    class Prints(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.progress_bar_callback.print("batch", batch_idx)
+
+    fit(L, tmp_path, [bar, Prints()], max_epochs=1, enable_checkpointing=False)
+    out = capsys.readouterr().out
+    assert "batch 3" in out
+    assert "4/4" in out
+    assert "Epoch 0" in out
+    bar.disable()
+    fit(L, tmp_path, [bar, Prints()], max_epochs=1, enable_checkpointing=False)
+    assert capsys.readouterr().out == ""
+    assert make_trainer(L, tmp_path, [bar]).progress_bar_callback is bar

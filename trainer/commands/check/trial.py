@@ -15,7 +15,7 @@ from ....callbacks.checkpoint import Checkpoint
 from ....callbacks.checkpoint_callback import CheckpointCallback
 from ....callbacks.early_stopping import EarlyStopping
 from ....callbacks.model_summary import ModelSummary
-from ....callbacks.progress_bar import ProgressBar
+from ....callbacks.progress_bar import ProgressDisplay
 from ... import loggers
 from ...arguments import ARGUMENT_NAMES
 from ...elastic.membership import Elasticity
@@ -25,7 +25,7 @@ from ...trainer import Trainer
 if TYPE_CHECKING:
     from ....tasks.task import Task
 
-SKIPPED = (CheckpointCallback, EarlyStopping, ProgressBar, ModelSummary)
+SKIPPED = (CheckpointCallback, EarlyStopping, ProgressDisplay, ModelSummary)
 """Callbacks to leave out of a trial: they would end it early, write elsewhere, or print."""
 
 

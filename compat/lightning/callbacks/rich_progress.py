@@ -1,0 +1,311 @@
+"""RichProgressBar, by the package rich."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from .progress import ProgressBar
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+    from ....trainer.trainer import Trainer
+
+if find_spec("rich") is not None:
+    from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+    from rich.text import Text
+else:  # the names can still be imported, and RichProgressBar says what is missing
+    Progress = ProgressColumn = BarColumn = TextColumn = Text = object  # type: ignore[assignment, misc]
+
+
+@dataclass
+class RichProgressBarTheme:
+    """Styles of the bar's parts, in rich's words."""
+
+    description: Any = ""
+    progress_bar: Any = "#6206E0"
+    progress_bar_finished: Any = "#6206E0"
+    progress_bar_pulse: Any = "#6206E0"
+    batch_progress: Any = ""
+    time: Any = "dim"
+    processing_speed: Any = "dim underline"
+    metrics: Any = "italic"
+    metrics_text_delimiter: str = " "
+    metrics_format: str = ".3f"
+
+
+class CustomBarColumn(BarColumn):
+    """The bar itself."""
+
+
+class BatchesProcessedColumn(ProgressColumn):
+    """Batches done, of all."""
+
+    def __init__(self, style: Any = "") -> None:
+        self.style = style
+        super().__init__()
+
+    def render(self, task: Any) -> Any:
+        """Return the column's text."""
+        return Text(f"{int(task.completed)}/{'--' if task.total is None else int(task.total)}", style=self.style)
+
+
+class CustomTimeColumn(ProgressColumn):
+    """Time passed, and time to go."""
+
+    max_refresh = 0.5
+
+    def __init__(self, style: Any = "") -> None:
+        self.style = style
+        super().__init__()
+
+    def render(self, task: Any) -> Any:
+        """Return the column's text."""
+        elapsed = task.finished_time if task.finished else task.elapsed
+        times = [
+            "-:--:--" if one is None else str(timedelta(seconds=int(one))) for one in (elapsed, task.time_remaining)
+        ]
+        return Text(" • ".join(times), style=self.style)
+
+
+class ProcessingSpeedColumn(ProgressColumn):
+    """Batches per second."""
+
+    def __init__(self, style: Any = "") -> None:
+        self.style = style
+        super().__init__()
+
+    def render(self, task: Any) -> Any:
+        """Return the column's text."""
+        return Text(f"{task.speed or 0.0:>.2f}it/s", style=self.style)
+
+
+class MetricsTextColumn(ProgressColumn):
+    """Values beside the bar of training."""
+
+    def __init__(
+        self, trainer: "Trainer", style: Any = "italic", text_delimiter: str = " ", metrics_format: str = ".3f"
+    ) -> None:
+        self._trainer, self._style, self._delimiter, self._format = trainer, style, text_delimiter, metrics_format
+        self._metrics: dict[str, Any] = {}
+        super().__init__()
+
+    def update(self, metrics: dict[str, Any]) -> None:
+        """Show these values from now on."""
+        self._metrics = dict(metrics)
+
+    def render(self, task: Any) -> Any:
+        """Return the column's text."""
+        shown = task.fields.get("shows_metrics", False)
+        return Text(self._delimiter.join(self._generate_metrics_texts()) if shown else "", style=self._style)
+
+    def _generate_metrics_texts(self) -> Iterator[str]:
+        for name, value in self._metrics.items():
+            try:
+                yield f"{name}: {value if isinstance(value, str) else format(value, self._format)}"
+            except (TypeError, ValueError):
+                yield f"{name}: {value}"
+
+
+class RichProgressBar(ProgressBar):
+    """Shows bars by rich; needs it installed.
+
+    Override `configure_columns` for other columns, `get_metrics` for other values.
+
+    Args:
+        refresh_rate: batches between two updates; 0: show nothing.
+        leave: keep each epoch's bar.
+        theme: styles of the parts.
+        console_kwargs: arguments of rich's console.
+    """
+
+    def __init__(
+        self,
+        refresh_rate: int = 1,
+        leave: bool = False,
+        theme: RichProgressBarTheme | None = None,
+        console_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if find_spec("rich") is None:
+            raise ModuleNotFoundError("RichProgressBar needs the package rich: pip install rich.")
+        super().__init__()
+        self._refresh_rate, self._leave, self._console_kwargs = refresh_rate, leave, console_kwargs or {}
+        self.theme = RichProgressBarTheme() if theme is None else theme
+        self._enabled = True
+        self.progress: Any = None
+        self._bars: dict[str, Any] = {}
+        self._metric_component: MetricsTextColumn | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is shown."""
+        return {**super().__getstate__(), "progress": None, "_bars": {}, "_metric_component": None}
+
+    @property
+    def refresh_rate(self) -> int:
+        """Batches between two updates; 0: nothing is shown."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are shown."""
+        return self._enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no bars are shown."""
+        return not self.is_enabled
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show bars again."""
+        self._enabled = True
+
+    @property
+    def train_progress_bar_id(self) -> Any:
+        """The id of the bar of training; None if there is none."""
+        return self._bars.get("train")
+
+    def configure_columns(self, trainer: "Trainer") -> list[Any]:
+        """Return the columns of the bars."""
+        theme = self.theme
+        styles = {
+            "complete_style": theme.progress_bar,
+            "finished_style": theme.progress_bar_finished,
+            "pulse_style": theme.progress_bar_pulse,
+        }
+        return [
+            TextColumn("[progress.description]{task.description}", style=theme.description),
+            CustomBarColumn(**styles),
+            BatchesProcessedColumn(style=theme.batch_progress),
+            CustomTimeColumn(style=theme.time),
+            ProcessingSpeedColumn(style=theme.processing_speed),
+        ]
+
+    # --- showing ----------------------------------------------------------------------------------------------------
+    def _init_progress(self, trainer: "Trainer") -> None:
+        if self.is_disabled or self.progress is not None:
+            return
+        from rich.console import Console
+
+        theme = self.theme
+        options = theme.metrics, theme.metrics_text_delimiter, theme.metrics_format
+        self._metric_component = MetricsTextColumn(trainer, *options)
+        columns = [*self.configure_columns(trainer), self._metric_component]
+        self.progress = Progress(*columns, console=Console(**self._console_kwargs), auto_refresh=True)
+        self.progress.start()
+
+    def _open(self, name: str, total: float, description: str, **fields: Any) -> None:
+        if self.progress is not None:
+            self._close(name)
+            self._bars[name] = self.progress.add_task(description, total=None if math.isinf(total) else total, **fields)
+
+    def _close(self, name: str) -> None:
+        if self.progress is not None and name in self._bars:
+            self.progress.update(self._bars.pop(name), visible=False)
+
+    def _update(self, name: str, done: int, total: float) -> None:
+        if self.progress is not None and name in self._bars and (done % self.refresh_rate == 0 or done == total):
+            self.progress.update(self._bars[name], completed=done)
+
+    def _update_metrics(self, trainer: "Trainer", task: "Task") -> None:
+        if self._metric_component is not None:
+            self._metric_component.update(self.get_metrics(trainer, task))
+
+    def _stop_progress(self) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+        self.progress, self._bars = None, {}
+
+    def refresh(self) -> None:
+        """Draw now."""
+        if self.progress is not None:
+            self.progress.refresh()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print above the bars."""
+        (print if self.progress is None else self.progress.console.print)(*args, **kwargs)
+
+    # --- training ---------------------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start showing."""
+        self._init_progress(trainer)
+
+    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin the epoch's bar."""
+        if self._leave:
+            self._bars.pop("train", None)
+        self._open("train", self.total_train_batches, self._get_train_description(trainer), shows_metrics=True)
+
+    def _get_train_description(self, trainer: "Trainer") -> str:
+        last = "" if trainer.max_epochs in (None, -1) else f"/{int(trainer.max_epochs or 0) - 1}"
+        return f"Epoch {trainer.current_epoch}{last}"
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Count the batch."""
+        self._update("train", batch_idx + 1, self.total_train_batches)
+        if self.is_enabled and (batch_idx + 1) % self.refresh_rate == 0:
+            self._update_metrics(trainer, task)
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Show the epoch's values."""
+        self._update_metrics(trainer, task)
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Stop showing, also after an exception."""
+        self._stop_progress()
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Start showing."""
+        self._init_progress(trainer)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_batch_start(
+        self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            words = self.sanity_check_description if trainer.sanity_checking else self.validation_description
+            self._open("val", self.total_val_batches_current_dataloader, words)
+
+    def on_test_batch_start(
+        self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            self._open("test", self.total_test_batches_current_dataloader, self.test_description)
+
+    def on_predict_batch_start(
+        self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Begin the bar of a loader."""
+        if self.has_dataloader_changed(dataloader_idx):
+            self._open("predict", self.total_predict_batches_current_dataloader, self.predict_description)
+
+    def on_validation_batch_end(
+        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        for name in ("val", "test", "predict"):
+            self._update(name, batch_idx + 1, batch_idx + 1)
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Remove the bar, and show the values beside that of training."""
+        self.reset_dataloader_idx_tracker()
+        if trainer.stage == "fit":
+            self._close("val")
+            self._update_metrics(trainer, task)
+
+    def on_test_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Leave the bar as it is."""
+        self.reset_dataloader_idx_tracker()
+
+    on_predict_end = on_test_end
