@@ -140,6 +140,20 @@ def read_devices(devices: Any) -> Any:
     return list(devices) if isinstance(devices, (tuple, set, range)) else devices
 
 
+class AcceleratorConnector:
+    """Devices that a Trainer's arguments mean, under the private names that packages read: no other part of it."""
+
+    def __init__(self, accelerator: Any = "auto", devices: Any = "auto", **_: Any) -> None:
+        word = accelerator.kind if isinstance(accelerator, Accelerator) else accelerator
+        self._parallel_devices = find_devices(word, read_devices(devices))
+        self._accelerator_flag = self._parallel_devices[0].type
+        self.accelerator = KINDS[self._accelerator_flag]()
+        of_cpu = self._accelerator_flag == "cpu"
+        self._devices_flag: Any = len(self._parallel_devices) if of_cpu or isinstance(devices, int) else devices
+        if self._devices_flag == "auto":
+            self._devices_flag = [device.index or 0 for device in self._parallel_devices]
+
+
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
     """Return the indices of CUDA devices on which a tensor can be made.
 

@@ -8,6 +8,7 @@ import torch
 from ...trainer import build, trainer
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
+from .accelerators import AcceleratorConnector
 from .plugins import Precision
 from .states import TrainerState, TrainerStatus
 
@@ -266,6 +267,11 @@ class TrainerAttributes(trainer.Trainer):
         return max(1, self.strategy.local_processes(self.device_list) * self.num_nodes)
 
     # --- processes and devices --------------------------------------------------------------------------------------
+    @property
+    def _accelerator_connector(self) -> AcceleratorConnector:
+        """The devices, under a private name that public packages read."""
+        return AcceleratorConnector(self.accelerator, self.devices)
+
     @property
     def device_ids(self) -> list[int]:
         """The indices of this machine's devices."""

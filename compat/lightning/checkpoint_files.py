@@ -14,11 +14,19 @@ from ...trainer.checkpoints.pickled import pickled
 load_file = torch.load
 
 
+def is_checkpoint(path: Any) -> bool:
+    """Return whether a path is a checkpoint directory."""
+    return isinstance(path, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
+
+
+def as_file(path: str | Path) -> Any:
+    """Return a checkpoint directory as an open file, as `torch.save` writes it."""
+    return pickled(as_lightning(store.read_checkpoint(Path(os.fspath(path)))))
+
+
 def load(f: Any, *arguments: Any, **options: Any) -> Any:
     """Do what `torch.load` does; of a checkpoint directory return what Lightning's file would hold."""
-    if isinstance(f, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(f), MANIFEST)):
-        f = pickled(as_lightning(store.read_checkpoint(Path(os.fspath(f)))))
-    return load_file(f, *arguments, **options)
+    return load_file(as_file(f) if is_checkpoint(f) else f, *arguments, **options)
 
 
 def open_directories() -> None:

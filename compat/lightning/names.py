@@ -679,6 +679,9 @@ NAMES: dict[str, dict[str, Entry]] = {
             "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
         ),
     },
+    "pytorch.trainer.connectors.accelerator_connector": {
+        "_AcceleratorConnector": Entry("adapter", ".accelerators:AcceleratorConnector", "It knows devices alone."),
+    },
     "pytorch.trainer.states": {
         "TrainerStatus": Entry("same", ".states", ""),
         "TrainerFn": Entry("same", ".states", ""),
@@ -996,8 +999,7 @@ INTERNAL = """
     pytorch.plugins.io.torch_plugin pytorch.plugins.io.wrapper pytorch.plugins.io.xla_plugin
     pytorch.strategies.launchers pytorch.strategies.launchers.launcher pytorch.strategies.launchers.multiprocessing
     pytorch.strategies.launchers.subprocess_script pytorch.strategies.launchers.xla pytorch.trainer.call
-    pytorch.trainer.configuration_validator pytorch.trainer.connectors
-    pytorch.trainer.connectors.accelerator_connector pytorch.trainer.connectors.callback_connector
+    pytorch.trainer.configuration_validator pytorch.trainer.connectors pytorch.trainer.connectors.callback_connector
     pytorch.trainer.connectors.checkpoint_connector pytorch.trainer.connectors.data_connector
     pytorch.trainer.connectors.logger_connector pytorch.trainer.connectors.logger_connector.fx_validator
     pytorch.trainer.connectors.logger_connector.logger_connector pytorch.trainer.connectors.logger_connector.result

@@ -28,6 +28,7 @@ from ...tasks.task import Task
 from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
 from ...trainer.processes.environment import get_variable, set_variable
+from .checkpoint_files import as_file, is_checkpoint
 from .exceptions import MisconfigurationException
 from .placeholders import UnsupportedError
 from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
@@ -647,8 +648,28 @@ def main() -> None:
 
 
 def get_filesystem(path: str | Path, **kwargs: Any) -> Any:
-    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError where fsspec is not installed."""
-    return importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
+    """Return the fsspec filesystem of a path. Raises ModuleNotFoundError where fsspec is not installed.
+
+    Where the path is a checkpoint directory, it opens as the file that Lightning would have written.
+    """
+    found = importlib.import_module("fsspec.core").url_to_fs(str(path), **kwargs)[0]
+    return DirectoriesAsFiles(found) if is_checkpoint(path) else found
+
+
+class DirectoriesAsFiles:
+    """A filesystem in which a checkpoint directory can be opened as a file."""
+
+    def __init__(self, filesystem: Any) -> None:
+        self.filesystem = filesystem
+
+    def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        """Open a file, or for reading a checkpoint directory."""
+        if mode == "rb" and is_checkpoint(path):
+            return as_file(path)
+        return self.filesystem.open(path, mode, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.filesystem, name)
 
 
 def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
@@ -656,7 +677,7 @@ def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | N
 
     Of a checkpoint directory it returns what Lightning's file would hold (see checkpoint_files.py).
     """
-    if isinstance(path_or_url, (str, Path)) and os.path.isdir(path_or_url):
+    if isinstance(path_or_url, (str, Path)) and is_checkpoint(path_or_url):
         return torch.load(path_or_url, map_location=map_location, weights_only=True)
     if weights_only is False:
         raise UnsupportedError(

@@ -66,12 +66,12 @@ def test_no_module_is_missing(lightning):
 
 
 def test_inner_workings_can_be_imported_and_not_used():
-    from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+    from legato.compat.lightning.pytorch.trainer.connectors.data_connector import _DataConnector
     from legato.compat.lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
 
     assert _OMEGACONF_AVAILABLE is True
-    with pytest.raises(UnsupportedError, match="_AcceleratorConnector: It is a part of Lightning's inner workings"):
-        _AcceleratorConnector(devices=1)
+    with pytest.raises(UnsupportedError, match="_DataConnector: It is a part of Lightning's inner workings"):
+        _DataConnector(1)
     with pytest.raises(ImportError, match="cannot import name 'NoSuch'"):
         exec("from legato.compat.lightning.pytorch.callbacks import NoSuch")
 

@@ -1,0 +1,54 @@
+"""Private names of Lightning's that public packages use."""
+
+from pathlib import Path
+
+import torch
+
+import legato.compat.lightning as L
+from legato.compat.lightning.pytorch.core.saving import get_filesystem
+from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+
+
+class Linear(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_the_connector_knows_the_devices():
+    found = _AcceleratorConnector(accelerator="cpu", devices=2)
+    assert (found._accelerator_flag, found._devices_flag) == ("cpu", 2)
+    assert found._parallel_devices == [torch.device("cpu")] * 2
+    assert _AcceleratorConnector(accelerator="cpu", devices="auto")._devices_flag == 1
+    trainer = L.Trainer(accelerator="cpu", devices=1, logger=False)
+    assert trainer._accelerator_connector._parallel_devices == [torch.device("cpu")]
+
+
+def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path):
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+    )
+    module = Linear()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
+    path = tmp_path / "saved.ckpt"
+    trainer.save_checkpoint(path)
+    assert path.is_dir()
+    with get_filesystem(path).open(str(path), "rb") as file:
+        found = torch.load(file, weights_only=True)
+    assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
+    plain = Path(tmp_path / "plain.txt")
+    plain.write_text("text")
+    with get_filesystem(plain).open(str(plain), "rb") as file:
+        assert file.read() == b"text"
