@@ -232,7 +232,7 @@ INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "gpus": 'Say accelerator="gpu", devices=...',
     "plugins": "Give options or an object to `strategy`, a word to `precision`.",
-    "profiler": "Run torch.profiler in a callback.",
+    "profiler": "Say callbacks=[Profiling(SimpleProfiler())], of legato.trainer.profiling.",
     "resume_from_checkpoint": "Say trainer.fit(..., ckpt_path=...).",
 }
 """Replacements for arguments of Lightning's Trainer."""

@@ -22,7 +22,6 @@ from ..tasks.task import Task
 from .checkpoints.saver import Saver
 from .elastic.membership import Elasticity
 from .errors import ConfigError, DataError, WorkerError
-from .state import State
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -286,7 +285,11 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial = copy.copy(trainer)
     trial.strategy = copy.copy(trainer.strategy)
     trial.strategy.elastic = Elasticity()  # no process leaves or joins a trial
-    trial.saver, trial.state, trial.run = Saver(trial), State(), None
+    for name, part in vars(trainer).items():
+        if getattr(part, "trainer", None) is trainer:  # it reads the trainer that it belongs to
+            setattr(trial, name, copy.copy(part))
+            vars(trial)[name].trainer = trial
+    trial.saver, trial.state, trial.run = Saver(trial), type(trainer.state)(), None
     trial.run_dir = trial.given_dir = trial.config_text = None
     trial.logger, trial.loggers, trial.callbacks = None, [], []
     trial.lengths, trial.callback_metrics, trial.logged_metrics, trial.progress_bar_metrics = {}, {}, {}, {}

@@ -582,24 +582,44 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.profilers.advanced": {
-        "AdvancedProfiler": Entry("placeholder", "", "Legato does without it."),
+        "AdvancedProfiler": Entry(
+            "better",
+            "legato.trainer.profiling",
+            "Actions within actions are recorded too, each with its own functions.",
+        ),
     },
     "pytorch.profilers.base": {
-        "PassThroughProfiler": Entry("placeholder", "", "Legato does without it."),
+        "PassThroughProfiler": Entry("same", ".profilers"),
     },
     "pytorch.profilers.profiler": {
-        "Profiler": Entry("placeholder", "", "Legato does without it."),
+        "Profiler": Entry("same", ".profilers"),
     },
     "pytorch.profilers.pytorch": {
-        "RegisterRecordFunction": Entry("placeholder", "", "Legato does without it."),
-        "ScheduleWrapper": Entry("placeholder", "", "Legato does without it."),
-        "PyTorchProfiler": Entry("placeholder", "", "Legato does without it."),
+        "RegisterRecordFunction": Entry("same", ".profilers"),
+        "ScheduleWrapper": Entry(
+            "placeholder",
+            "",
+            "Give torch.profiler.schedule(wait=1, warmup=1, active=3) as `schedule`; it counts the steps of a stage.",
+        ),
+        "PyTorchProfiler": Entry(
+            "adapter",
+            "legato.trainer.profiling",
+            "The report names what Legato calls: its strategy, its loaders and the hooks.",
+        ),
     },
     "pytorch.profilers.simple": {
-        "SimpleProfiler": Entry("placeholder", "", "Legato does without it."),
+        "SimpleProfiler": Entry(
+            "adapter",
+            "legato.trainer.profiling",
+            "The report names what Legato calls: its strategy, its loaders and the hooks.",
+        ),
     },
     "pytorch.profilers.xla": {
-        "XLAProfiler": Entry("placeholder", "", "Legato does without it."),
+        "XLAProfiler": Entry(
+            "placeholder",
+            "",
+            'Legato runs on CPU, CUDA and MPS devices, not on XLA; profiler="pytorch" records a trace there.',
+        ),
     },
     "pytorch.serve.servable_module": {
         "ServableModule": Entry(

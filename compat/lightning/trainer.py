@@ -20,6 +20,7 @@ from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
+from ...trainer.profiling import Profiling, make_profiler
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
@@ -28,6 +29,7 @@ from .callbacks.model_checkpoint import ModelCheckpoint
 from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
+from .profilers import PassThroughProfiler
 from .states import TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES
 
@@ -112,7 +114,9 @@ class Trainer(TrainerAttributes):
         self.accelerator = KINDS[self.device_list[0].type]()
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
         self.validate_loop, self.test_loop = EvaluationLoop(self, "validation"), EvaluationLoop(self, "test")
-        self.profiler = profiler
+        self.profiler = make_profiler(profiler) or PassThroughProfiler()
+        if profiler:
+            self.callbacks.append(Profiling(self.profiler))
         if self.fast_dev_run and wants_loggers:
             self.loggers = [Logger()]  # which writes nothing, and takes every call
 

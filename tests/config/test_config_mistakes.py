@@ -313,7 +313,7 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
         ("seed_everything=3", "It is `seed` here."),
         ("ckpt_path=x", "It is `resume` for fit, `checkpoint` for validate, test and predict."),
         ("trainer.gpus=2", 'Say accelerator="gpu", devices=...'),
-        ("trainer.profiler=simple", "Run torch.profiler in a callback."),
+        ("trainer.profiler=simple", "Say callbacks=[Profiling(SimpleProfiler())]"),
         ("trainer.resume=auto", "It is a top-level key: resume=..."),
     ],
 )

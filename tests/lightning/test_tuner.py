@@ -53,9 +53,9 @@ def test_lr_find_is_lightnings(tmp_path):
         trainer = lightning.Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, **QUIET)
         expected = tuner.Tuner(trainer).lr_find(theirs, make_loader(), **options)
     ours = make_model(LightningModule)
-    found = Tuner(
-        Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, reproducible="off", **QUIET)
-    ).lr_find(ours, make_loader(), **options)
+    found = Tuner(Trainer(max_epochs=9, accelerator="cpu", default_root_dir=tmp_path, **QUIET)).lr_find(
+        ours, make_loader(), **options
+    )
     count = min(len(found.results["lr"]), len(expected.results["lr"]))
     assert count >= 30
     assert found.results["lr"][:count] == pytest.approx(expected.results["lr"][:count])
