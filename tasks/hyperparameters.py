@@ -1,11 +1,13 @@
 """Hyperparameters: the arguments of `__init__`, saved so that a checkpoint can rebuild the object."""
 
 import inspect
+import uuid
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 from ..trainer.errors import TaskError
 
@@ -21,6 +23,10 @@ class AttributeDict(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
+
+
+IN_PROCESS: "WeakValueDictionary[str, Hyperparameters]" = WeakValueDictionary()
+"""Objects of this process by the id under which checkpoints mention what they leave out."""
 
 
 class Hyperparameters:
@@ -41,15 +47,17 @@ class Hyperparameters:
     ) -> None:
         """Save the arguments of the calling `__init__` in `hparams`, in every checkpoint and in the loggers.
 
+        A checkpoint holds no code: modules, classes, functions and other objects are in `hparams` alone.
+        `load_from_checkpoint` finds them while this object lives in the process; elsewhere they are handed to it.
+
         args: names of arguments to save, or one mapping, namespace or dataclass whose items are saved; default: all.
         logger: False to leave them out of the loggers.
 
-        Raises TaskError for an unknown name, and for a value that is not made of JSON values (a module, a function),
-        since a checkpoint holds no pickle.
+        Raises TaskError for an unknown name.
         """
         ignored = {ignore} if isinstance(ignore, str) else set(ignore or ())
         current = inspect.currentframe()
-        own, found = self._init_arguments(frame or (current.f_back if current else None))
+        found = self._init_arguments(frame or (current.f_back if current else None))
         if len(args) == 1 and not isinstance(args[0], str):
             # remember the argument's name: load_from_checkpoint passes all items as that one argument
             names = [name for name, value in found.items() if value is args[0]]
@@ -63,32 +71,16 @@ class Hyperparameters:
                 )
             found = {name: found[name] for name in args}
         self.__dict__["_log_hyperparams"] = logger
-        unfit: dict[str, TaskError] = self.__dict__.setdefault("_hparams_unfit", {})
         for name in ignored:  # a base class's call sees and saves the arguments of its subclasses
             self.hparams.pop(name, None)
-            unfit.pop(name, None)
-        for name, value in found.items():
-            if name in ignored:
-                continue
-            try:
-                _require_json(value, name)
-                self.hparams[name] = value
-            except TaskError as error:
-                if args or name in own:
-                    raise
-                unfit[name] = error  # a subclass's argument, which its own call may still ignore
+        self.hparams.update({name: value for name, value in found.items() if name not in ignored})
+        IN_PROCESS[self.__dict__.setdefault("_hparams_id", uuid.uuid4().hex)] = self
 
-    def require_hyperparameters(self) -> None:
-        """Raise TaskError if an argument of a subclass cannot be saved and the subclass did not ignore it."""
-        for error in self.__dict__.get("_hparams_unfit", {}).values():
-            raise error
-
-    def _init_arguments(self, frame: FrameType | None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the arguments of this object's innermost running `__init__`, and of all of them (outermost wins).
+    def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
+        """Return the arguments of all running `__init__` of this object (the outermost wins).
 
         Other methods of the object may be in between, such as a dataclass's `__post_init__`.
         """
-        own: dict[str, Any] | None = None
         found: dict[str, Any] = {}
         while frame is not None:
             values = inspect.getargvalues(frame)
@@ -98,27 +90,8 @@ class Hyperparameters:
                 found |= {name: values.locals[name] for name in values.args[1:]}
                 if values.keywords:
                     found |= values.locals[values.keywords]
-                own = dict(found) if own is None else own
             frame = frame.f_back
-        return own or {}, found
-
-
-def _require_json(value: Any, name: str) -> None:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return
-    if isinstance(value, Sequence) and not isinstance(value, bytes):
-        for index, item in enumerate(value):
-            _require_json(item, f"{name}[{index}]")
-    elif isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        for key, item in value.items():
-            _require_json(item, f"{name}.{key}")
-    else:
-        argument = name.partition("[")[0].partition(".")[0]
-        raise TaskError(
-            f"save_hyperparameters: {name!r} is a {type(value).__name__}, and a checkpoint holds JSON values only "
-            f"(numbers, strings, booleans, lists, dicts). Leave it out with save_hyperparameters(ignore=[{argument!r}])"
-            f", and pass it to load_from_checkpoint(..., {argument}=...)."
-        )
+        return found
 
 
 def _mapping_items(value: Any) -> dict[str, Any]:

@@ -150,9 +150,6 @@ def check_task(task: Any, request: Request, refuses_near_names: bool = True) -> 
     if request.datamodule is not None:
         hooks = ("setup", "teardown", "on_exception")
         check_names(request.datamodule, DataModule, hooks, TASK_METHODS, refuses_near_names)
-    for owner in (task, request.datamodule):
-        if owner is not None:
-            owner.require_hyperparameters()
     step = f"{DOING_OF_STAGE[stage] if stage != 'fit' else 'training'}_step"
     for name in (step, "configure_optimizers" if stage == "fit" else None):
         ready = name == "predict_step" and task.predict_step is not None
@@ -634,7 +631,7 @@ def open_loggers(run: Run) -> None:
         name: value
         for source in (run.datamodule, run.task)
         if source is not None and source.__dict__.get("_log_hyperparams", True)
-        for name, value in contents.hyperparameters_of(source)["hyper_parameters"].items()
+        for name, value in contents.logged_hyperparameters(source).items()
     }
     for logger in trainer.loggers:
         logger.open(trainer.run_dir, step if going_on else None)

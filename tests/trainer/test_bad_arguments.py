@@ -1,5 +1,7 @@
 """Mistakes in arguments, paths, checkpoints and hyperparameters: the right error, before the first step."""
 
+import gc
+
 import pytest
 import torch
 from tiny import Tiny, Validated, assert_same_bits, make_loader
@@ -223,9 +225,26 @@ LIVE = [nn.Linear(1, 1), {"inner": [object()]}, len, lambda: 3]
 
 
 @pytest.mark.parametrize("thing", LIVE, ids=lambda thing: type(thing).__name__)
-def test_a_live_object_is_refused_by_name(thing):
-    with pytest.raises(TaskError, match=r"save_hyperparameters: 'thing.*is a .*ignore=\['thing'\]"):
-        Keeps(0.2, thing)
+def test_a_live_object_is_found_in_the_process_and_handed_over_elsewhere(thing, trainer, tmp_path, caplog):
+    task, made = Keeps(0.2, thing), trainer()
+    made.fit(task, make_loader())
+    made.save_checkpoint(tmp_path / "one")
+    made.save_checkpoint(tmp_path / "two")
+    told = [message for message in caplog.messages if "checkpoints do not hold" in message]
+    assert len(told) == 1
+    assert f"thing ({type(thing).__name__})" in told[0]
+    assert "Keeps.load_from_checkpoint(path, thing=...)" in told[0]
+    assert task.hparams.thing is thing
+    again = Keeps.load_from_checkpoint(tmp_path / "one")
+    assert isinstance(again.hparams.thing, type(thing))
+    if isinstance(thing, nn.Module):  # its own copy: the weights of one are not the other's
+        assert again.hparams.thing is not thing
+    again = Keeps.load_from_checkpoint(tmp_path / "one", thing=5)
+    assert again.hparams.thing == 5
+    del made, task, again
+    gc.collect()
+    with pytest.raises(CheckpointError, match=r"not hold, as they are code: thing.*load_from_checkpoint\(path, thing"):
+        Keeps.load_from_checkpoint(tmp_path / "two")
 
 
 def test_what_was_left_out_is_handed_over_again(trainer, tmp_path):

@@ -1,19 +1,25 @@
 """Contents of a checkpoint of a run."""
 
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..errors import ConfigError, TaskError
+from ..errors import CheckpointError, ConfigError, TaskError
 from ..optimization import kernels
 from . import store
+from .format import flatten
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
     from ..strategies.strategy import Strategy
     from ..trainer import Trainer
+
+
+log = logging.getLogger("legato")
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
@@ -29,6 +35,10 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     }
     if run.datamodule is not None:
         found |= hyperparameters_of(run.datamodule, "datamodule_")
+    if trainer.is_global_zero:
+        for owner in (run.task, run.datamodule):
+            if owner is not None:
+                tell_left_out(owner)
     if not weights_only:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed
@@ -86,13 +96,51 @@ def require_step_done(trainer: "Trainer") -> None:
         )
 
 
+LEFT_OUT = "hyper_parameters_left_out"
+"""Key of what a checkpoint says of hyperparameters that it does not hold: their names, and the id of their object."""
+
+
 def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
     """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
 
-    Includes the name of the argument under which they were passed together, if they were.
+    Includes the name of the argument under which they were passed together, if they were, and what is left out.
     """
-    found = {"hyper_parameters": _plain_containers(owner.hparams), "hparams_name": owner.__dict__.get("_hparams_name")}
+    values, left = split_hyperparameters(owner)
+    found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
+    if left:
+        found[LEFT_OUT] = {"names": left, "object": owner.__dict__.get("_hparams_id", "")}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
+
+
+def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:
+    """Return the hyperparameters that a checkpoint can hold, and the names of the others."""
+    values: dict[str, Any] = {}
+    for name, value in owner.hparams.items():
+        plain = _plain_containers(value)
+        with suppress(CheckpointError):
+            flatten({name: plain})
+            values[name] = plain
+    return values, [name for name in owner.hparams if name not in values]
+
+
+def logged_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
+    """Return all hyperparameters, in plain dicts and lists, for loggers."""
+    return {name: _plain_containers(value) for name, value in owner.hparams.items()}
+
+
+def tell_left_out(owner: "Hyperparameters") -> None:
+    """Warn, once for an object, of hyperparameters that its checkpoints do not hold."""
+    left = split_hyperparameters(owner)[1]
+    if not left or owner.__dict__.get("_hparams_told"):
+        return
+    owner.__dict__["_hparams_told"] = True
+    kind = type(owner).__name__
+    named = ", ".join(f"{name} ({type(owner.hparams[name]).__name__})" for name in left)
+    log.warning(
+        "Hyperparameters of %s that checkpoints do not hold, as they are code: %s. load_from_checkpoint finds them "
+        "in this process; elsewhere hand them over: %s.load_from_checkpoint(path, %s).",
+        kind, named, kind, ", ".join(f"{name}=..." for name in left),
+    )  # fmt: skip
 
 
 def _plain_containers(value: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ..errors import CheckpointError
+from .contents import LEFT_OUT
 from .foreign import LIGHTNING
 
 if TYPE_CHECKING:
@@ -186,6 +187,7 @@ def as_lightning(contents: Mapping[str, Any]) -> dict[str, Any]:
         return dict(contents)
     found = {key: value for key, value in contents.items() if key not in OWN_KEYS and value is not None}
     found = {key: value for key, value in found.items() if value or not key.endswith("hyper_parameters")}
+    found = {key: value for key, value in found.items() if not key.endswith(LEFT_OUT)}
     for prefix in ("", "datamodule_"):
         if f"{prefix}hyper_parameters" in found:
             found.setdefault(f"{prefix}hparams_name", "kwargs")
