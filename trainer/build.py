@@ -557,7 +557,7 @@ def brings_own_shares(call: Call) -> bool:
     if own and call.strategy.lockstep:
         raise ConfigError(
             f"use_distributed_sampler=False: the shares that processes bring may be uneven, but under strategy "
-            f"{call.strategy.name!r} all must take equally many turns. Let Legato deal the samples out, or use ddp."
+            f"{call.strategy.name!r} all must run equally many batches. Let Legato deal the samples out, or use ddp."
         )
     return own
 

@@ -100,20 +100,20 @@ def diagnose_task(task: nn.Module) -> list[str]:
 
 def diagnose_forward(run: "Run") -> list[str]:
     """Re-run the newest batch and describe the first module with a non-finite output."""
-    turns = run.loop.step.turns if run.loop.step is not None else []
+    batches = run.loop.step.batches if run.loop.step is not None else []
     # A forward may be collective (SyncBatchNorm, all_gather), so either all ranks run it or none.
-    able = torch.tensor([float(bool(turns) and run.optimization.automatic)])
+    able = torch.tensor([float(bool(batches) and run.optimization.automatic)])
     if not run.strategy.collectives.all_reduce(able, "min").item():
         return []
-    turn = turns[-1]
-    batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
+    item = batches[-1]
+    batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
     bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
     # likewise if any rank's batch is bad already
     if run.strategy.collectives.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
         return []
     if bad:
-        return [f"The newest batch (batch_idx {turn.batch_idx}) is not finite itself: {first_names(bad)}."]
-    found = first_bad_module(run, turn, batch)
+        return [f"The newest batch (batch_idx {item.batch_idx}) is not finite itself: {first_names(bad)}."]
+    found = first_bad_module(run, item, batch)
     if found is None:
         return []
     name, module, input_is_finite = found
@@ -122,11 +122,11 @@ def diagnose_forward(run: "Run") -> list[str]:
         why = "whose parameters are not finite"
     else:
         why = "from finite input" if input_is_finite else "from input that was not finite before any module saw it"
-    where = f"In the newest batch (batch_idx {turn.batch_idx})"
+    where = f"In the newest batch (batch_idx {item.batch_idx})"
     return [f"{where} the first output that is not finite is that of {what}, {why}."]
 
 
-def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str, nn.Module, bool] | None:
+def first_bad_module(run: "Run", item: "ReplicaBatch", batch: Any) -> tuple[str, nn.Module, bool] | None:
     """Re-run training_step on a batch; return the first module with a NaN output, else with an infinite one.
 
     The bool tells whether that module's input was finite.
@@ -146,10 +146,10 @@ def first_bad_module(run: "Run", turn: "ReplicaBatch", batch: Any) -> tuple[str,
     ]
     try:
         if run.data.keys_forward:
-            seed_generators(mix(run.state.seed, run.metrics.step, turn.replica, turn.batch_idx))
+            seed_generators(mix(run.state.seed, run.metrics.step, item.replica, item.batch_idx))
         # it may fail on such numbers; the hooks' findings until then count
         with suppress(Exception):
-            run.strategy.repeat_step((batch, turn.batch_idx)[: run.arity])
+            run.strategy.repeat_step((batch, item.batch_idx)[: run.arity])
     finally:
         for handle in handles:
             handle.remove()

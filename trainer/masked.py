@@ -23,43 +23,43 @@ MASKED = 0x6D61736B
 """Stream constant that separates their random numbers from those of batches that count."""
 
 
-def train(run: "Run", turns: Sequence[ReplicaBatch], last: bool) -> None:
+def train(run: "Run", batches: Sequence[ReplicaBatch], last: bool) -> None:
     """Run training_step and backward on masked batches; with `last` the final backward reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
-    for left, turn in zip(reversed(range(len(turns))), turns, strict=True):
+    for left, item in zip(reversed(range(len(batches))), batches, strict=True):
         meet = last and left == 0
-        with _discarding_effects(run, turn):
-            batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
-            output = strategy.training_step((batch, turn.batch_idx)[: run.arity], meet)
+        with _discarding_effects(run, item):
+            batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
+            output = strategy.training_step((batch, item.batch_idx)[: run.arity], meet)
             losses = losses_of(output, len(inputs))
             for index, loss in enumerate(losses):
                 strategy.backward(loss * 0.0, meet, inputs[index], index + 1 < len(losses))
 
 
-def evaluate(run: "Run", turn: ReplicaBatch, step: str, arity: int) -> None:
+def evaluate(run: "Run", item: ReplicaBatch, step: str, arity: int) -> None:
     """Run an evaluation step on a masked batch."""
-    with _discarding_effects(run, turn):
-        batch = turn.batch if run.transfer is None else run.transfer(turn.batch, turn.dataloader_idx)
-        run.strategy.evaluation_step(step, (batch, turn.batch_idx, turn.dataloader_idx)[:arity])
+    with _discarding_effects(run, item):
+        batch = item.batch if run.transfer is None else run.transfer(item.batch, item.dataloader_idx)
+        run.strategy.evaluation_step(step, (batch, item.batch_idx, item.dataloader_idx)[:arity])
 
 
-def counted(run: "Run", turns: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
+def counted(run: "Run", batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
     """Yield the unmasked batches of an evaluation until the run is preempted; run masked ones on the way."""
-    for turn in run.preemption.until_preempted(turns):
-        if turn.masked:
-            evaluate(run, turn, step, arity)
+    for item in run.preemption.until_preempted(batches):
+        if item.masked:
+            evaluate(run, item, step, arity)
         else:
-            yield turn
+            yield item
 
 
 @contextmanager
-def _discarding_effects(run: "Run", turn: ReplicaBatch) -> Iterator[None]:
+def _discarding_effects(run: "Run", item: ReplicaBatch) -> Iterator[None]:
     """Discard logged values and restore buffers and metrics on exit."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
     metrics.muted = True
-    seed_generators(mix(state.seed, MASKED, state.global_step, turn.replica, turn.batch_idx))
+    seed_generators(mix(state.seed, MASKED, state.global_step, item.replica, item.batch_idx))
     try:
         yield
     finally:

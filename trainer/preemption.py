@@ -86,22 +86,22 @@ class Preemption:
         if self.agreement.signal:
             raise Preempted
 
-    def until_preempted(self, turns: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
+    def until_preempted(self, batches: Iterable[ReplicaBatch]) -> Iterator[ReplicaBatch]:
         """Yield the batches of a validation; raise Preempted, on every rank, if one of them is asked to end."""
         if not self.started:
-            yield from turns
+            yield from batches
             return
         self.stop_if_agreed()
         agreement, rounds, place = self.agreement, 0, None
         agreement.begin_evaluation()
-        for turn in turns:
-            if (turn.dataloader_idx, turn.batch_idx) != place:
-                place = turn.dataloader_idx, turn.batch_idx
+        for item in batches:
+            if (item.dataloader_idx, item.batch_idx) != place:
+                place = item.dataloader_idx, item.batch_idx
                 if rounds >= agreement.next_round:
                     agreement.agree_in_evaluation(rounds, False, self.signal)
                     self.stop_if_agreed()
                 rounds += 1
-            yield turn
+            yield item
         while not agreement.agree_in_evaluation(rounds, True, self.signal):
             self.stop_if_agreed()
 

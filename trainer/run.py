@@ -144,7 +144,7 @@ class RunData:
     """The data of a run, which `reload_dataloaders_every_n_epochs` replaces."""
 
     keys_forward: bool
-    """Whether the random numbers of each turn's forward are keyed; else loading its batch has keyed them."""
+    """Whether the random numbers of each batch's forward are keyed; else loading its batch has keyed them."""
     training: TrainingData | None = None
     evaluations: dict[str, EvaluationData] = field(default_factory=dict)
     """By "validation", "test", "predict"."""
@@ -263,7 +263,7 @@ class Call:
 
     def refuse_gather(self, size: int, sync_grads: bool) -> None:
         """Raise TaskError for a gather over `size` ranks in a step that not all of them run at the same time."""
-        if not self.loop.open or not (self.metrics.in_step and self.metrics.in_turn):
+        if not self.loop.open or not (self.metrics.in_step and self.metrics.in_batch):
             return
         doing, strategy, how = self.loop.doing, self.strategy, "with sync_grads=True " if sync_grads else ""
         replicas, processes = self.state.replicas, f"{strategy.data_ranks.size} processes"
@@ -323,7 +323,7 @@ class Run(JoinedCall):
     transfer: Callable[[Any, int], Any] | None
     """Moves a batch to its device; None: it is there."""
     by_replica: bool
-    """Whether the strategy must know where one replica's turns end and the next one's begin."""
+    """Whether the strategy must know where one replica's batches end and the next one's begin."""
     arity: int
     """How many of (batch, batch_idx) training_step takes."""
     gradient_scale: float
@@ -361,15 +361,15 @@ class Run(JoinedCall):
         if self.optimization.schedulers:
             self.optimization.step_schedulers("step", state.global_step)
 
-    def end_step(self, turn: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
+    def end_step(self, item: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
         """Call on_train_batch_end for the step's last batch.
 
         A process without one calls it only for callbacks that all ranks must call together; what these log is dropped.
         """
-        if turn is not None:
-            self.metrics.return_to_turn(turn.replica, turn.samples)
+        if item is not None:
+            self.metrics.return_to_batch(item.replica, item.samples)
             for hook in self.hooks["on_train_batch_end"]:
-                hook(outputs, batch, turn.batch_idx)
+                hook(outputs, batch, item.batch_idx)
             return
         self.metrics.muted = True
         for hook in self.hooks.after_every_step:
@@ -456,7 +456,7 @@ class Run(JoinedCall):
         self.refuse_empty_epoch()
         # batches_left_out: a run resumed at the end of an epoch has no batches, and needs no warning
         metrics, trains = self.metrics, self.optimization.optimizers and not self.loop.epoch_skipped
-        if trains and metrics.turns_left_out and metrics.turns["train"] == 0 and self.trainer.is_global_zero:
+        if trains and metrics.batches_left_out and metrics.batches["train"] == 0 and self.trainer.is_global_zero:
             log.warning(
                 "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
                 self.state.epoch,

@@ -129,29 +129,29 @@ class Trainer(TrainerDefaults):
     # --- one optimizer step -----------------------------------------------------------------------------------------
     def train_step(self, step: StepInput) -> None:
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
-        run, state, left = self.current_run, self.state, len(step.turns)
+        run, state, left = self.current_run, self.state, len(step.batches)
         strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization
-        run.loop.step, metrics.step, metrics.turns_of_step = step, state.global_step, 0
-        output, batch, turn, replica = None, None, None, -1
+        run.loop.step, metrics.step, metrics.batches_of_step = step, state.global_step, 0
+        output, batch, item, replica = None, None, None, -1
         if optimization.automatic:
             optimization.zero_gradients(step)
             if step.masked:  # after clearing: they may add other processes' gradients to this shard
-                masked.train(run, step.masked if step.turns else step.masked[:-1], last=False)
-        for turn in step.turns:
+                masked.train(run, step.masked if step.batches else step.masked[:-1], last=False)
+        for item in step.batches:
             left -= 1
-            if run.by_replica and turn.replica != replica:
-                replica = turn.replica
+            if run.by_replica and item.replica != replica:
+                replica = item.replica
                 strategy.open_replica(replica)
-            metrics.open_turn(turn.replica, turn.samples)
+            metrics.open_batch(item.replica, item.samples)
             if run.data.keys_forward:
-                seed_generators(mix(state.seed, state.global_step, turn.replica, turn.batch_idx))
-            batch = turn.batch if run.transfer is None else run.transfer(turn.batch, 0)
-            if hooks["on_train_batch_start"] and run.leaves_epoch(batch, turn.batch_idx):
+                seed_generators(mix(state.seed, state.global_step, item.replica, item.batch_idx))
+            batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
+            if hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
                 return
-            output = strategy.training_step((batch, turn.batch_idx)[: run.arity], left == 0)
+            output = strategy.training_step((batch, item.batch_idx)[: run.arity], left == 0)
             if optimization.automatic:
                 losses = losses_of(output, len(optimization.loss_inputs))
-                weight = turn.samples * run.gradient_scale / step.samples
+                weight = item.samples * run.gradient_scale / step.samples
                 for index, loss in enumerate(losses):
                     for hook in hooks["on_before_backward"]:
                         hook(loss)
@@ -162,11 +162,11 @@ class Trainer(TrainerDefaults):
                     for hook in hooks["on_after_backward"]:
                         hook()
                 if not losses:
-                    metrics.leave_out_turn()
+                    metrics.leave_out_batch()
                     strategy.leave_out(left == 0, after_forward=True)
             if left and hooks["on_train_batch_end"]:
-                hooks.call("on_train_batch_end", as_outputs(output), batch, turn.batch_idx)
-        if turn is None:
+                hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
+        if item is None:
             strategy.leave_out(last=True, after_forward=False)
         if run.by_replica:
             strategy.finish_backward()
@@ -175,7 +175,7 @@ class Trainer(TrainerDefaults):
                 strategy.optimizer_step(optimizer)
         run.count(step)
         if hooks["on_train_batch_end"]:
-            run.end_step(turn, as_outputs(output), batch)
+            run.end_step(item, as_outputs(output), batch)
 
     # --- around the steps -------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
@@ -295,19 +295,19 @@ class Trainer(TrainerDefaults):
             metrics.open(word, loaders=len(data.loaders))
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
-            for turn in masked.counted(run, data.batches(state.epoch, limit), step, arity):
-                arguments = turn.batch_idx, turn.dataloader_idx
-                metrics.open_turn(turn.replica, turn.samples)
-                metrics.open_loader(turn.dataloader_idx)
-                seed_generators(mix(state.seed, EVALUATION, state.global_step, turn.replica, *arguments))
-                batch = turn.batch if run.transfer is None else run.transfer(turn.batch, turn.dataloader_idx)
+            for item in masked.counted(run, data.batches(state.epoch, limit), step, arity):
+                arguments = item.batch_idx, item.dataloader_idx
+                metrics.open_batch(item.replica, item.samples)
+                metrics.open_loader(item.dataloader_idx)
+                seed_generators(mix(state.seed, EVALUATION, state.global_step, item.replica, *arguments))
+                batch = item.batch if run.transfer is None else run.transfer(item.batch, item.dataloader_idx)
                 for hook in begin:
                     hook(batch, *arguments)
                 output = run.strategy.evaluation_step(step, (batch, *arguments)[:arity])
                 for hook in end:
                     hook(output, batch, *arguments)
                 if keep_outputs:
-                    outputs.append((turn.dataloader_idx, turn.batch_idx, turn.replica, output))
+                    outputs.append((item.dataloader_idx, item.batch_idx, item.replica, output))
             run.call_epoch_end(word)
         reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
         if run.loop.doing == "sanity_check":

@@ -216,7 +216,7 @@ class TrainerView(TrainerArguments):
         if total == float("inf") or metrics.step != self.state.global_step:  # the second: between two steps
             return done >= total
         rounds = min(self.accumulate_grad_batches, int(total) - done)
-        return done + rounds >= total and metrics.turns_of_step % rounds == 0
+        return done + rounds >= total and metrics.batches_of_step % rounds == 0
 
     @property
     def num_val_batches(self) -> list[int | float]:

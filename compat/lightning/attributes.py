@@ -69,7 +69,7 @@ class TrainerAttributes(trainer.Trainer):
         """Return how many batches are done, in this epoch and in the run, and whether another one is under way."""
         state, run = self.state, self.run
         inside = run is not None and run.loop.open and run.metrics.step == state.global_step
-        more = max(0, run.metrics.turns_of_step - 1) if inside and run is not None else 0
+        more = max(0, run.metrics.batches_of_step - 1) if inside and run is not None else 0
         in_epoch = state.epoch_rounds + more
         if state.rounds and not in_epoch and not inside and self.num_training_batches != float("inf"):
             in_epoch = int(self.num_training_batches)
@@ -77,7 +77,7 @@ class TrainerAttributes(trainer.Trainer):
 
     def evaluation_batches_done(self, doing: str) -> int:
         """Return how many batches of an evaluation are done."""
-        return 0 if self.run is None else self.run.metrics.turns.get(doing, 0)
+        return 0 if self.run is None else self.run.metrics.batches.get(doing, 0)
 
     @property
     def is_last_batch(self) -> bool:

@@ -84,8 +84,8 @@ def test_a_plan_is_what_training_deals_out(
         assert len(steps) == plan.deal.steps
         for step, dealt in enumerate(steps):
             seen = plan.batches_at(rank, step, epoch)
-            assert [(turn.replica, turn.round, found) for turn, found in seen] == [
-                (turn.replica, turn.batch_idx, turn.batch.tolist()) for turn in dealt.turns
+            assert [(item.replica, item.round, found) for item, found in seen] == [
+                (item.replica, item.batch_idx, item.batch.tolist()) for item in dealt.batches
             ]
             sizes[step] = dealt.samples
     last = plan.deal.steps - 1
@@ -131,9 +131,9 @@ def test_ranks_that_share_replicas_and_ranks_without() -> None:
 def test_the_largest_layout_is_a_matter_of_arithmetic() -> None:
     plan = Plan(10**12, 64, 16_384, 16_384, nodes=2048, accumulate=8, max_epochs=10, state=from_parameters(10**12))
     text = render(plan)
-    (turn, first), *_ = plan.batches_at(16_383, plan.deal.steps // 2, 9)
+    (item, first), *_ = plan.batches_at(16_383, plan.deal.steps // 2, 9)
     assert "16,384 on 2,048 nodes, 8 each" in text
-    assert (turn.replica, len(set(first))) == (16_383, 64)
+    assert (item.replica, len(set(first))) == (16_383, 64)
     assert plan.deal.steps == -(-(10**12) // (16_384 * 8 * 64))
 
 
@@ -307,8 +307,8 @@ def test_a_users_own_order_is_what_training_takes(capsys: pytest.CaptureFixture[
         source = DealtData(Points(kind=kind).train_dataloader(), Dealing(Layout(2, 2), 1, 1, 0))
         source.source.loader = DataLoader(range(50), batch_sampler=source.source.loader.batch_sampler)  # type: ignore[arg-type, assignment]
         (_, found), *_ = plan.batches_at(1, 0, 1)
-        turn = next(source.epoch(1)).turns[0]
-        assert (found[0] if kind == "batches" else found) == turn.batch.tolist()
+        item = next(source.epoch(1)).batches[0]
+        assert (found[0] if kind == "batches" else found) == item.batch.tolist()
     assert main(["plan", "line.yaml", "data.kind=batches", "devices=2", "rank=1"]) == 0
     assert "replica 1, batch 0, positions 1: [2]" in capsys.readouterr().out
 

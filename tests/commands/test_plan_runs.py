@@ -64,7 +64,9 @@ def test_ranks_hold_and_see_what_was_planned(folder: Path, name: str) -> None:
     looks = [json.loads((folder / f"{name} {rank}.json").read_text()) for rank in range(4)]
     for rank, (seen, _) in enumerate(looks):
         planned = {str(step): plan.batches_at(rank, step, 0) for step in range(plan.deal.steps)}
-        assert seen == {step: [one for _, found in turns for one in found] for step, turns in planned.items() if turns}
+        assert seen == {
+            step: [one for _, found in batches for one in found] for step, batches in planned.items() if batches
+        }
     assert [rank for share in plan.shares for rank in share.ranks] == [0, 1, 2, 3]
     for share in plan.shares:
         expected = {field: getattr(share.size, field) for field in FIELDS}

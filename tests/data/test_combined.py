@@ -67,8 +67,8 @@ def steps_of(loader, epoch, replicas, processes, accumulate, start=0, limit=1.0,
             if index == len(found):
                 found.append((step.samples, step.rounds, {}))
             assert found[index][:2] == (step.samples, step.rounds)
-            for turn in step.turns:
-                found[index][2][turn.replica, turn.batch_idx] = turn.samples, flat(turn.batch)
+            for item in step.batches:
+                found[index][2][item.replica, item.batch_idx] = item.samples, flat(item.batch)
     return found
 
 
@@ -94,7 +94,7 @@ def test_the_same_steps_on_any_number_of_processes_and_from_any_position(
     drop_last &= all(length >= size for length, size in loaders)
     loader = lg.CombinedLoader(numbered(lengths, batch_sizes, drop_last), mode)
     whole = steps_of(loader, epoch, replicas, 1, accumulate)
-    batches = [batch for _, _, turns in whole for _, batch in sorted((key[::-1], got) for key, got in turns.items())]
+    batches = [batch for _, _, parts in whole for _, batch in sorted((key[::-1], got) for key, got in parts.items())]
     counts = [length // size if drop_last else -(-length // size) for length, size in loaders]
     total = {"min_size": min, "sequential": sum}.get(mode, max)(counts)
     assert len(batches) == (total - total % replicas if drop_last else total)
@@ -105,9 +105,9 @@ def test_the_same_steps_on_any_number_of_processes_and_from_any_position(
         for rows in passes[: len(passes) - (len(passes[-1]) < count) if passes else 0]:  # each whole pass has all once
             seen = sorted(index for batch in rows for _, index in batch)
             assert len(seen) == len(set(seen)) == (count * batch_sizes[number] if drop_last else lengths[number])
-    for samples, _, turns in whole:
-        assert samples == sum(count for count, _ in turns.values())
-        for count, batch in turns.values():
+    for samples, _, parts in whole:
+        assert samples == sum(count for count, _ in parts.values())
+        for count, batch in parts.values():
             pieces = [batch] if mode == "sequential" else batch
             assert count == sum(len(piece[0]) for piece in pieces if piece is not None)
     if replicas > 1:
@@ -136,7 +136,7 @@ def test_what_is_combined_is_what_lightning_combines(mode):
     assert [plain(flat(batch)) for batch, _, _ in loader] == expected
     assert len(loader) == len(expected)
     dealt = steps_of(loader, 0, 1, 1, 1)
-    assert [plain(batch) for _, _, turns in dealt for _, batch in turns.values()] == expected
+    assert [plain(batch) for _, _, parts in dealt for _, batch in parts.values()] == expected
     index = [(batch_idx, number) for _, batch_idx, number in loader]
     if mode == "sequential":
         assert index == [(inner, number) for number, own in enumerate(rows) for inner in range(len(own))]
@@ -147,7 +147,7 @@ def test_what_is_combined_is_what_lightning_combines(mode):
 def test_each_pass_of_a_shorter_loader_has_an_order_of_its_own():
     loader = lg.CombinedLoader(numbered((64, 8), (2, 4)), "max_size_cycle")
     passes = [
-        tuple(tuple(row[1] for row in batch[1][0]) for _, _, turns in half for _, batch in turns.values())
+        tuple(tuple(row[1] for row in batch[1][0]) for _, _, parts in half for _, batch in parts.values())
         for epoch in range(3)
         for steps in [steps_of(loader, epoch, 1, 1, 1)]
         for half in [steps[first : first + 2] for first in range(0, 32, 2)]
@@ -160,7 +160,7 @@ def test_the_first_loader_has_the_order_that_it_has_alone_and_the_second_another
     loader = lg.CombinedLoader(numbered((40, 40), (4, 4)), "max_size_cycle")
     steps = steps_of(loader, 3, 2, 2, 1)
     (first, second) = (
-        [row[1] for _, _, turns in steps for _, (_, batch) in sorted(turns.items()) for row in batch[part][0]]
+        [row[1] for _, _, parts in steps for _, (_, batch) in sorted(parts.items()) for row in batch[part][0]]
         for part in (0, 1)
     )
     assert first == permutation(torch.arange(40).numpy(), 40, epoch_key(5, 3)).tolist()
@@ -175,7 +175,7 @@ def test_going_on_at_a_late_position_reads_nothing_before_it():
     step = next(data.epoch(7, start_step=10**8))
     assert [data.read for data in datasets] == [4000, 4000]
     assert step.samples == 16000
-    assert len(step.turns) == 4
+    assert len(step.batches) == 4
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def test_a_dataset_is_told_the_epoch_of_each_pass_wherever_it_is(workers):
     for epoch in (0, 1):
         steps = steps_of(loader, epoch, 2, 1, 2)
         told = {
-            (turn[1] * 2 + turn[0]): batch[1][0][0][0] for _, _, turns in steps for turn, (_, batch) in turns.items()
+            (place[1] * 2 + place[0]): batch[1][0][0][0] for _, _, parts in steps for place, (_, batch) in parts.items()
         }
         assert [told[position] for position in range(6)] == [3 * epoch + number for number in (0, 0, 1, 1, 2, 2)]
 
@@ -250,11 +250,11 @@ def test_a_stream_among_them_is_read_by_everyone_and_dealt_out_by_whole_batches(
     assert not can_deal(make())
     whole = steps_of(make(), 1, 3, 1, 2, kind=StreamData)
     total = {"min_size": 5, "sequential": 12}.get(mode, 7)
-    assert sum(len(turns) for _, _, turns in whole) == total
+    assert sum(len(parts) for _, _, parts in whole) == total
     assert steps_of(make(), 1, 3, 2, 2, kind=StreamData) == whole
     assert steps_of(make(), 1, 3, 3, 2, start=1, kind=StreamData) == whole[1:]
-    for samples, _, turns in whole:
-        assert samples == sum(count for count, _ in turns.values())
+    for samples, _, parts in whole:
+        assert samples == sum(count for count, _ in parts.values())
 
 
 def test_a_loader_that_turns_out_to_be_empty_is_named():
@@ -300,7 +300,7 @@ def test_an_evaluation_takes_each_combined_batch_once(trainer, mode, batches, lo
     for process in range(processes):
         data = EvaluationData(parts, Dealing(Layout(3, processes), process, seed=1))
         assert sum(data.counts()) == batches
-        found += [(turn.dataloader_idx, turn.batch_idx, turn.replica, turn.samples) for turn in data.batches(0)]
+        found += [(item.dataloader_idx, item.batch_idx, item.replica, item.samples) for item in data.batches(0)]
     assert len(found) == len(set(found)) == batches
     task = Pairs()
     trainer(num_sanity_val_steps=0).validate(task, loader)

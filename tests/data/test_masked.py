@@ -1,4 +1,4 @@
-"""Lockstep: every process takes as many turns as the one with most; what it takes besides its own counts for none."""
+"""Lockstep: every process runs as many batches as the one with most; those that are not its own count for nothing."""
 
 from itertools import product
 
@@ -27,28 +27,28 @@ def steps_of(kind, length, size, processes, replicas, accumulate, lockstep):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [DealtData, StreamData])
-def test_all_take_as_many_turns_and_none_of_their_own_changes(kind):
+def test_all_run_as_many_batches_and_none_of_their_own_changes(kind):
     for length, size, (replicas, processes), accumulate in SIZES:
         arguments = (kind, length, size, processes, replicas, accumulate)
         plain, together = steps_of(*arguments, lockstep=False), steps_of(*arguments, lockstep=True)
-        for step, turns in enumerate(zip(*together, strict=True)):
-            most = len(turns[0].turns)
-            assert not turns[0].masked
-            assert most == max(len(one.turns) for one in turns)
-            first = [turn.batch.tolist() for turn in turns[0].turns]
-            for process, one in enumerate(turns):
+        for step, inputs in enumerate(zip(*together, strict=True)):
+            most = len(inputs[0].batches)
+            assert not inputs[0].masked
+            assert most == max(len(one.batches) for one in inputs)
+            first = [item.batch.tolist() for item in inputs[0].batches]
+            for process, one in enumerate(inputs):
                 alone = plain[process][step]
-                assert [(turn.replica, turn.batch.tolist()) for turn in one.turns] == [
-                    (turn.replica, turn.batch.tolist()) for turn in alone.turns
+                assert [(item.replica, item.batch.tolist()) for item in one.batches] == [
+                    (item.replica, item.batch.tolist()) for item in alone.batches
                 ]
                 assert (one.samples, one.rounds) == (alone.samples, alone.rounds)
-                assert len(one.turns) + len(one.masked) == most
-                assert all(turn.masked and turn.batch.tolist() in first for turn in one.masked)
-                assert not any(turn.masked for turn in (*one.turns, *alone.turns, *alone.masked))
+                assert len(one.batches) + len(one.masked) == most
+                assert all(item.masked and item.batch.tolist() in first for item in one.masked)
+                assert not any(item.masked for item in (*one.batches, *alone.batches, *alone.masked))
 
 
 def test_workers_load_masked_batches_too():
     dealing = Dealing(Layout(2, 2), 1, lockstep=True)
     data = EvaluationData([DataLoader(torch.arange(5), 2, num_workers=1)], dealing)
-    turns = [(turn.batch.tolist(), turn.masked) for turn in data.batches(0)]
-    assert turns == [([2, 3], False), ([4], True)]
+    batches = [(item.batch.tolist(), item.masked) for item in data.batches(0)]
+    assert batches == [([2, 3], False), ([4], True)]

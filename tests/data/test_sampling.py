@@ -246,17 +246,17 @@ def test_any_number_of_processes_deals_out_the_same_steps(deal: Deal, data: st.D
     everyone = range(deal.replicas)
     seen: list[int] = []
     for step in range(deal.steps):
-        alone = deal.turns(step, everyone)
-        together = [turn for process in range(layout.processes) for turn in deal.turns(step, layout.owned(process))]
+        alone = deal.spans(step, everyone)
+        together = [span for process in range(layout.processes) for span in deal.spans(step, layout.owned(process))]
         assert together == alone
-        assert alone == sorted(alone, key=lambda turn: (turn.replica, turn.round))
-        assert sum(turn.samples for turn in alone) == deal.step_samples(step) > 0
-        for turn in alone:
-            assert turn.round in deal.rounds_of(step)
-            assert range(turn.start, turn.stop) == deal.span(turn.round, turn.replica)
-            assert turn.start == (turn.round * deal.replicas + turn.replica) * deal.batch_size
-            assert 1 <= turn.samples <= deal.batch_size
-            seen += range(turn.start, turn.stop)
+        assert alone == sorted(alone, key=lambda span: (span.replica, span.round))
+        assert sum(span.samples for span in alone) == deal.step_samples(step) > 0
+        for span in alone:
+            assert span.round in deal.rounds_of(step)
+            assert range(span.start, span.stop) == deal.span(span.round, span.replica)
+            assert span.start == (span.round * deal.replicas + span.replica) * deal.batch_size
+            assert 1 <= span.samples <= deal.batch_size
+            seen += range(span.start, span.stop)
     assert sorted(seen) == list(range(deal.samples))
     if deal.limit_rounds is None and not deal.drop_last:
         assert deal.samples == deal.length
@@ -275,7 +275,7 @@ def test_rounds_and_steps(deal: Deal) -> None:
     # nothing lies beyond the end
     assert not deal.span(deal.rounds, 0)
     assert not deal.rounds_of(deal.steps)
-    assert not deal.turns(deal.steps, range(deal.replicas))
+    assert not deal.spans(deal.steps, range(deal.replicas))
     assert deal.step_samples(deal.steps) == 0
     unlimited = Deal(deal.length, deal.batch_size, deal.replicas, deal.accumulate, deal.drop_last)
     left = deal.length - unlimited.rounds * deal.replicas * deal.batch_size
@@ -306,9 +306,9 @@ def test_dealing_is_exact_for_huge_runs() -> None:
     last = deal.steps - 1
     assert deal.step_samples(0) == in_step
     assert deal.step_samples(last) == TRILLION + 7 - last * in_step
-    turns = deal.turns(last, range(16_384))
-    assert sum(turn.samples for turn in turns) == deal.step_samples(last)
-    assert max(turn.stop for turn in turns) == TRILLION + 7
+    spans = deal.spans(last, range(16_384))
+    assert sum(span.samples for span in spans) == deal.step_samples(last)
+    assert max(span.stop for span in spans) == TRILLION + 7
     assert Layout(16_384, 1000).owner(16_383) == 999
 
 
@@ -332,11 +332,11 @@ def test_dealt_batches_follow_the_turns(deal: Deal, data: st.DataObject) -> None
     start_step = data.draw(st.integers(0, deal.steps))
     order = shuffled(max(deal.length, 1), epoch_key(1, 2))
     batches = DealtBatches(deal, owned, order, start_step, epoch=2)
-    turns = [turn for step in range(start_step, deal.steps) for turn in deal.turns(step, owned)]
-    assert len(batches) == len(turns)
+    spans = [span for step in range(start_step, deal.steps) for span in deal.spans(step, owned)]
+    assert len(batches) == len(spans)
     found = list(batches)
-    assert [(batch.position, batch.epoch, len(batch)) for batch in found] == [(t.start, 2, t.samples) for t in turns]
-    assert [list(batch) for batch in found] == [order(np.arange(t.start, t.stop)).tolist() for t in turns]
+    assert [(batch.position, batch.epoch, len(batch)) for batch in found] == [(t.start, 2, t.samples) for t in spans]
+    assert [list(batch) for batch in found] == [order(np.arange(t.start, t.stop)).tolist() for t in spans]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 8])

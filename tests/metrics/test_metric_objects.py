@@ -169,7 +169,7 @@ class Correlated(Tiny):
         self.pairs.append((self(batch[0])[:, 0], batch[1][:, 0]))
 
     def on_validation_epoch_end(self):
-        """Update outside of all turns."""
+        """Update outside of all batches."""
         self.validated.update(*map(torch.cat, zip(*self.pairs, strict=True)))
         self.pairs.clear()
         self.log("validated", self.validated)
@@ -211,7 +211,7 @@ def test_a_metric_without_reduction_goes_on_in_the_middle_of_an_epoch(tmp_path, 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "replicas"), [(2, 1, 2), (1, 2, 2), (2, 2, 4)])
 def test_a_metric_without_reduction_goes_on_with_other_processes(tmp_path, before, after, replicas):
-    """Also in the epochs after: what takes turns for the sake of the resumed epoch does so no longer."""
+    """Also in the epochs after: what swaps states for the sake of the resumed epoch does so no longer."""
     whole = correlate(tmp_path, replicas=replicas, processes=before)
     correlate(tmp_path, before, save_to=tmp_path / "stopped", max_steps=1, replicas=replicas)
     assert correlate(tmp_path, after, tmp_path / "stopped") == pytest.approx(whole, rel=1e-4)
@@ -229,15 +229,15 @@ def test_turns_that_a_resume_began_end_with_the_epoch(tmp_path):
         for path, parts in saved.items():
             parts[replica] = states_of(getattr(task, path))
     states.load(saved)
-    assert states.taking_turns
+    assert states.swaps_states
     states.open_replica(1)
     states.forget([task.correlation])
-    assert not states.taking_turns
+    assert not states.swaps_states
     assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
     states.load(saved)
-    assert states.taking_turns
+    assert states.swaps_states
     states.load({"mean": saved["mean"]})
-    assert not states.taking_turns
+    assert not states.swaps_states
     assert task.mean.compute().item() == pytest.approx(outputs.mean().item())
 
 

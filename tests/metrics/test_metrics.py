@@ -170,7 +170,7 @@ def test_any_values_in_any_order_of_replicas(values, kind):
     metrics = Metrics(None, processes=1, task=torch.nn.Linear(1, 1))
     metrics.open("train")
     for value, samples, replica in values:
-        metrics.open_turn(replica, samples)
+        metrics.open_batch(replica, samples)
         metrics.log("x", value, None, (False, None, False, True, kind, True, False))
     numbers, weights = np.array([value for value, _, _ in values]), [samples for _, samples, _ in values]
     expected = np.average(numbers, weights=weights) if kind == "mean" else getattr(np, kind)(numbers)

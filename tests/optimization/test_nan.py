@@ -176,7 +176,7 @@ def test_skip_drops_exactly_the_bad_steps(trainer, options, only_gradient):
                 self.load_state_dict({**self.state_dict(), **self.kept})
 
         def on_train_batch_start(self, batch, batch_idx):
-            if self.trainer.metrics.turns_of_step == 1:
+            if self.trainer.metrics.batches_of_step == 1:
                 self.kept = {name: value.clone() for name, value in self.named_buffers()}
 
     every = options.get("accumulate_grad_batches", 1)

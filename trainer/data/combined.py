@@ -326,8 +326,8 @@ class _PartBatches:
         """Yield batches of one pass in groups, so that their order is evaluated in one call."""
         number, chunk, positions = -1, list[range](), 0
         for step in range(self.start_step, self.deal.steps):
-            for turn in self.deal.turns(step, self.dealing.replicas, self.dealing.leaders):
-                place = self.part.place(turn.start)
+            for span in self.deal.spans(step, self.dealing.replicas, self.dealing.leaders):
+                place = self.part.place(span.start)
                 if place is None:
                     continue
                 if chunk and (place[0] != number or positions >= CHUNK):
@@ -376,13 +376,13 @@ class CombinedSource:
         return CombinedOrder(self.length, 1, _positions_themselves, epoch=epoch, parts=self.parts)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
-        """Yield the combined batches of a process from `start_step` on, in the order of `Deal.turns`."""
+        """Yield the combined batches of a process from `start_step` on, in the order of `Deal.spans`."""
         opened: list[Iterator[Any] | None] = [None] * len(self.parts)
         for step in range(start_step, deal.steps):
-            for turn in deal.turns(step, dealing.replicas, dealing.leaders):
+            for span in deal.spans(step, dealing.replicas, dealing.leaders):
                 pieces: list[Any] = []
                 for number, part in enumerate(self.parts):
-                    here = part.place(turn.start) is not None
+                    here = part.place(span.start) is not None
                     batches = opened[number]
                     if here and batches is None:  # opened late: a later loader's workers start only when needed
                         batches = opened[number] = part.open(deal, dealing, start_step, epoch)

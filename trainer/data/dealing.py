@@ -50,14 +50,14 @@ class DealtData:
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         for step in range(start_step, deal.steps):
-            turns, masked = list[ReplicaBatch](), list[ReplicaBatch]()
-            for replica, round, start, stop in deal.turns(step, replicas, leaders):
+            found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
+            for replica, round, start, stop in deal.spans(step, replicas, leaders):
                 samples = order.samples(start, stop)
-                turn = ReplicaBatch(replica, round, next(batches), samples, masked=replica not in replicas)
-                (masked if turn.masked else turns).append(turn)
+                item = ReplicaBatch(replica, round, next(batches), samples, masked=replica not in replicas)
+                (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             whole = step < deal.steps - 1 or _is_whole(deal)
-            yield StepInput(turns, order.step_samples(deal, step), rounds, whole, masked)
+            yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked)
 
     def _deal(self, positions: int) -> Deal:
         replicas, source = self.dealing.layout.replicas, self.source
@@ -143,10 +143,10 @@ class EvaluationData:
             most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
             for step in source.epoch(epoch, batches_at_most=most):
                 self.whole = step.whole
-                for turn in (*step.turns, *step.masked):
-                    turn.dataloader_idx = index
-                    turn.replica += self.first_replica
-                    yield turn
+                for item in (*step.batches, *step.masked):
+                    item.dataloader_idx = index
+                    item.replica += self.first_replica
+                    yield item
 
     @property
     def is_whole(self) -> bool | None:

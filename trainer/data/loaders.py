@@ -228,7 +228,7 @@ class MapLoader:
         return positions // self.batch_size if self.drop_last else -(-positions // self.batch_size)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
-        """Yield the collated batches of a process from `start_step` on, in the order of `Deal.turns`."""
+        """Yield the collated batches of a process from `start_step` on, in the order of `Deal.spans`."""
         replicas = dealing.replicas
         if self.sibling is None or self.batches is None:
             self.batches = DealtBatches(deal, replicas, order.order)

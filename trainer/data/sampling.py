@@ -1,7 +1,7 @@
 """Sample order as a pure function of seed, epoch and position, dealt out to replicas.
 
     seed, epoch -> epoch_key -> permutation(positions, length, key)     the samples at some positions
-    Deal.turns(step, replicas) -> BatchSpan                             the positions of a replica's batch
+    Deal.spans(step, replicas) -> BatchSpan                             the positions of a replica's batch
     Layout.owned(process)                                               the replicas that a process executes
     DealtBatches                                                        all three, as a batch sampler
 
@@ -94,7 +94,7 @@ class _Network(NamedTuple):
 def _network(length: int, key: int) -> _Network:
     rows = isqrt(length - 1) + 1
     columns = -(-length // rows)  # rows x columns exceeds the length by less than rows: hardly ever a second walk
-    return _Network(np.uint64(rows), np.uint64(columns), tuple(np.uint64(mix(key, turn)) for turn in range(ROUNDS)))
+    return _Network(np.uint64(rows), np.uint64(columns), tuple(np.uint64(mix(key, index)) for index in range(ROUNDS)))
 
 
 @lru_cache(maxsize=16)
@@ -106,8 +106,8 @@ def _table(length: int, key: int) -> Integers:
 def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
     """Apply the network once to each value of [0, rows x columns)."""
     row, column = np.divmod(values, network.columns)
-    for turn, key in enumerate(network.keys):
-        source, target, modulus = (row, column, network.columns) if turn % 2 else (column, row, network.rows)
+    for index, key in enumerate(network.keys):
+        source, target, modulus = (row, column, network.columns) if index % 2 else (column, row, network.rows)
         target += _scramble(source, key) % modulus
         target -= modulus * (target >= modulus)
     row *= network.columns
@@ -226,7 +226,7 @@ class Deal:
         in_step = self.accumulate * self.replicas * self.batch_size
         return min((step + 1) * in_step, self.samples) - min(step * in_step, self.samples)
 
-    def turns(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
+    def spans(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
         """Return the non-empty batches of a step for some replicas, ordered by replica and then by round.
 
         `leaders`: append batches of these replicas until there are as many as the leaders have.
@@ -239,11 +239,11 @@ class Deal:
                 if start < samples:
                     found.append(BatchSpan(replica, round, start, min(start + size, samples)))
         if leaders is not None:
-            masked = self.turns(step, leaders)
+            masked = self.spans(step, leaders)
             found += masked[: len(masked) - len(found)]
         return found
 
-    def turns_from(self, step: int, replicas: range) -> int:
+    def batches_from(self, step: int, replicas: range) -> int:
         """Return the number of batches that some replicas have from a step to the end of the epoch, in O(1)."""
         rounds = range(min(step * self.accumulate, self.rounds), self.rounds)
         if not rounds:
@@ -303,18 +303,18 @@ class DealtBatches:
         """The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)."""
 
     def __len__(self) -> int:
-        return self.deal.turns_from(self.start_step, self.replicas if self.leaders is None else self.leaders)
+        return self.deal.batches_from(self.start_step, self.replicas if self.leaders is None else self.leaders)
 
     def __iter__(self) -> Iterator[KeyedIndices]:
-        for turns in self._chunks():
-            yield from keyed_batches(self.order, turns, self.epoch, self.whole)
+        for spans in self._chunks():
+            yield from keyed_batches(self.order, spans, self.epoch, self.whole)
 
     def _chunks(self) -> Iterator[list[BatchSpan]]:
         chunk, positions = list[BatchSpan](), 0
         for step in range(self.start_step, self.deal.steps):
-            for turn in self.deal.turns(step, self.replicas, self.leaders):
-                chunk.append(turn)
-                positions += turn.stop - turn.start
+            for span in self.deal.spans(step, self.replicas, self.leaders):
+                chunk.append(span)
+                positions += span.stop - span.start
                 if positions >= CHUNK:
                     yield chunk
                     chunk, positions = [], 0

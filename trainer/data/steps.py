@@ -26,7 +26,7 @@ class ReplicaBatch:
 class StepInput:
     """The batches that this process runs in one optimizer step, ordered by replica."""
 
-    turns: list[ReplicaBatch]
+    batches: list[ReplicaBatch]
     samples: int
     """Samples of the step over all replicas of the run."""
     rounds: int

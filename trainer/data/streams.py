@@ -71,7 +71,7 @@ class StreamData:
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
-        position, turns, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
+        position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
         while end is None or position < end:
             if keyed:
                 seed_generators(key + position)
@@ -84,19 +84,19 @@ class StreamData:
             samples += size
             read += size
             if replica in own:
-                turns.append(ReplicaBatch(replica, round, batch, size))
+                found.append(ReplicaBatch(replica, round, batch, size))
             elif replica in leaders:
                 theirs.append(ReplicaBatch(replica, round, batch, size, masked=True))
             position += 1
             if position % batches_of_step == 0:
-                masked = theirs[: max(0, len(theirs) - len(turns))]
-                yield StepInput(arranged(turns), samples, dealing.accumulate, masked=masked)
-                turns, theirs, samples = [], [], 0
+                masked = theirs[: max(0, len(theirs) - len(found))]
+                yield StepInput(arranged(found), samples, dealing.accumulate, masked=masked)
+                found, theirs, samples = [], [], 0
         self.amount_read = f"{position} batches, {read} samples read"
         rest = position % batches_of_step
         if rest and not (dealing.whole_rounds and rest % replicas):
-            masked = theirs[: max(0, len(theirs) - len(turns))]
-            yield StepInput(arranged(turns), samples, -(-rest // replicas), rest % replicas == 0, masked)
+            masked = theirs[: max(0, len(theirs) - len(found))]
+            yield StepInput(arranged(found), samples, -(-rest // replicas), rest % replicas == 0, masked)
 
     def key(self, epoch: int) -> int:
         """Return the generator key of an epoch's first batch; batch k uses key + k."""
@@ -185,7 +185,7 @@ class OwnShares(StreamData):
         batches, key = self.own.open(epoch, start_step), self.own.key(epoch)
         limit = self.share if isinstance(self.limit, int) or self.limit != 1.0 else None
         for step in count(start_step):
-            turns: list[ReplicaBatch] = []
+            found: list[ReplicaBatch] = []
             for round in range(step * dealing.accumulate, (step + 1) * dealing.accumulate):
                 if dealing.keyed:
                     seed_generators(key + round)
@@ -193,10 +193,10 @@ class OwnShares(StreamData):
                 if batch is _END:
                     self.own.ended = True
                 elif limit is None or round < limit:
-                    turns.append(ReplicaBatch(process, round, batch, self.count_samples(batch)))
+                    found.append(ReplicaBatch(process, round, batch, self.count_samples(batch)))
             # one collective per step tells every process its samples, and whether anyone has batches left
             own = torch.tensor(
-                [sum(turn.samples for turn in turns), bool(turns), len(turns) == dealing.accumulate, len(turns)]
+                [sum(item.samples for item in found), bool(found), len(found) == dealing.accumulate, len(found)]
             )
             samples, present, full, batches_of_all = self.ranks.all_reduce(own, "sum").tolist()
             if present == 0:
@@ -208,8 +208,8 @@ class OwnShares(StreamData):
                     f"number of batches (limit_train_batches does), or let Legato deal the samples out."
                 )
             rest = dealing.accumulate if self.longest is None else self.longest - step * dealing.accumulate
-            rounds, whole = min(rest, dealing.accumulate), batches_of_all == dealing.layout.processes * len(turns)
-            yield StepInput(turns, samples, dealing.accumulate if full else rounds, whole)
+            rounds, whole = min(rest, dealing.accumulate), batches_of_all == dealing.layout.processes * len(found)
+            yield StepInput(found, samples, dealing.accumulate if full else rounds, whole)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all processes' loaders. Collective."""
@@ -222,6 +222,6 @@ class OwnShares(StreamData):
             self.own.load_state_dict(state["shares"][self.dealing.process])
 
 
-def by_replica(turns: list[ReplicaBatch]) -> list[ReplicaBatch]:
+def by_replica(batches: list[ReplicaBatch]) -> list[ReplicaBatch]:
     """Sort the batches of a step by replica, keeping the order of the data within each."""
-    return sorted(turns, key=attrgetter("replica"))
+    return sorted(batches, key=attrgetter("replica"))

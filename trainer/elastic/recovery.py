@@ -36,9 +36,9 @@ class MetricSnapshot:
             hooks["on_validation_start"] += (self._before_validation,)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
-        if self.trainer.metrics.turns_of_step == 1:
+        if self.trainer.metrics.batches_of_step == 1:
             self._take(in_validation=False)
-            if self.trainer.metrics.states.taking_turns:
+            if self.trainer.metrics.states.swaps_states:
                 self.trainer.metrics.states.open_replica(self.trainer.metrics.replica)
 
     def _before_validation(self) -> None:

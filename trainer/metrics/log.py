@@ -66,26 +66,26 @@ class Metrics:
         self.series: dict[str, Series] | None = None
         self.stage = ""
         self.in_step = False
-        self.in_turn = False
+        self.in_batch = False
         """Whether a batch is being processed; False while the hooks after a step's last batch run."""
         self.first_replica = self.replica = 0
         self.samples = 1
         self.step = self.newest = NO_STEP  # none has begun; -1 is the step of a series without values
         self.suffix, self.loader = "", 0
         """Added to names logged by one of several evaluation loaders; `loader` is that loader's index."""
-        self.turns: dict[str, int] = {}
+        self.batches: dict[str, int] = {}
         self.describe_place: Callable[[], str] = lambda: self.stage
         """Returns a description of the current stage, for messages."""
         self.measured_at: dict[str, int] = {}
         """For each name of `trainer.callback_metrics` the step of its value."""
-        self.turns_left_out = 0
+        self.batches_left_out = 0
         """Batches of this training epoch for which training_step returned None."""
         self.loaders = 0
         """Number of evaluation loaders; 0 when there is one."""
         self.loaders_seen: set[int] = set()
         self.loaders_of: dict[str, set[int]] = {}
         """For each name logged without a loader index, the evaluation loaders that logged it."""
-        self.turns_of_step = 0
+        self.batches_of_step = 0
         self.pending: list[tuple[Series, Any, float, int, int]] = []
         self.dropped = -1
         """The newest step if it was dropped: values still logged for it are ignored."""
@@ -109,34 +109,34 @@ class Metrics:
         if self.pending:
             self.flush()
         self.stage, self.in_step = stage, False
-        self.leave_turns(1)
+        self.leave_batches(1)
         self.loaders, self.loaders_seen, self.loaders_of = loaders if loaders > 1 else 0, set(), {}
         if fresh and stage == "train":
             self.unshared = []
         if fresh or stage not in self.stages:
-            self.stages[stage], self.turns[stage] = {}, 0
+            self.stages[stage], self.batches[stage] = {}, 0
         self.series = self.stages[stage]
 
-    def open_turn(self, replica: int, samples: int) -> None:
+    def open_batch(self, replica: int, samples: int) -> None:
         """Attribute the following values to one batch of `replica`."""
-        self.replica, self.samples, self.in_step, self.in_turn = replica, samples, True, True
-        self.turns[self.stage] += 1
+        self.replica, self.samples, self.in_step, self.in_batch = replica, samples, True, True
+        self.batches[self.stage] += 1
         trains = self.stage == "train"
-        self.turns_of_step += trains
+        self.batches_of_step += trains
         # Not within a training step: if the step is repeated (elastic runs), its values must not be in the sums yet.
-        if len(self.pending) >= PENDING_LIMIT and (self.turns_of_step == 1 or not trains):
+        if len(self.pending) >= PENDING_LIMIT and (self.batches_of_step == 1 or not trains):
             self.flush()
-        if self.states.taking_turns:
+        if self.states.swaps_states:
             self.states.open_replica(replica)
 
-    def leave_turns(self, samples: int) -> None:
+    def leave_batches(self, samples: int) -> None:
         """Attribute the following values to this process and no batch, as in hooks called once per step or epoch."""
         counts = self.first_replica == 0 or not self.shares or self.stage != "train"
-        self.replica, self.samples, self.in_turn = self.first_replica if counts else ONCE_PER_PROCESS, samples, False
+        self.replica, self.samples, self.in_batch = self.first_replica if counts else ONCE_PER_PROCESS, samples, False
 
-    def return_to_turn(self, replica: int, samples: int) -> None:
+    def return_to_batch(self, replica: int, samples: int) -> None:
         """Attribute the following values to a batch that was opened before."""
-        self.replica, self.samples, self.in_turn = replica, samples, True
+        self.replica, self.samples, self.in_batch = replica, samples, True
 
     def open_loader(self, index: int) -> None:
         """Append the loader's index to the following names, if the evaluation has several loaders."""
@@ -144,11 +144,11 @@ class Metrics:
             self.suffix, self.loader = f"{LOADER_MARK}{index}", index
             self.loaders_seen.add(index)
 
-    def leave_out_turn(self) -> None:
+    def leave_out_batch(self) -> None:
         """Exclude the current batch from the check that all batches log the same names."""
-        self.turns[self.stage] -= 1
-        self.turns_left_out += 1
-        self.turns_of_step -= self.stage == "train"
+        self.batches[self.stage] -= 1
+        self.batches_left_out += 1
+        self.batches_of_step -= self.stage == "train"
 
     def log(self, name: str, value: Any, batch_size: int | None, options: Options) -> None:
         """Record one value; see `Task.log`."""
@@ -319,7 +319,7 @@ class Metrics:
     def begin_closing(self) -> None:
         """Mark the following values as logged after the epoch's last step; they count only if the epoch ends here."""
         self.newest, self.step = self.step, EPOCH_END
-        self.leave_turns(1)
+        self.leave_batches(1)
 
     def check_losses(self) -> None:
         """Raise NonFiniteError on every rank, naming the first step with a non-finite loss. Collective."""
@@ -376,7 +376,7 @@ class Metrics:
                 for one in mine
                 for replica, (value, weight) in one.step.items()
             ]
-            absent = self.turns_of_step == 0
+            absent = self.batches_of_step == 0
             gathered, maxima = self._gather([row for row in rows if not row.series.alone], absent, extra)
             found = [(one, total(one.kind, sums)) for one, sums in gathered]
             found += [(one, total(one.kind, one.step)) for one in mine if one.alone]
@@ -411,8 +411,8 @@ class Metrics:
                 if series.metric is not None:
                     series.metric.reset()
             self.stages[self.stage], self.series = {}, None
-            self.turns[self.stage] = 0
-            self.turns_left_out *= self.stage != "train"
+            self.batches[self.stage] = 0
+            self.batches_left_out *= self.stage != "train"
         return sort_out(found, "_epoch")
 
     def _gather_epoch(self) -> list[tuple[Series, dict[int, list[float]]]]:
@@ -424,7 +424,7 @@ class Metrics:
         shared = self.shares and self.stage == "train"  # all ranks have all sums, but not all metric states
         local = [one for one in mine if one.alone or (shared and one.kind != "metric")]
         remote = [one for one in mine if one not in local]
-        absent = self.turns[self.stage] == 0 or len(self.loaders_seen) < self.loaders
+        absent = self.batches[self.stage] == 0 or len(self.loaders_seen) < self.loaders
         skipped = shared and not self.states.by_path
         gathered = [] if skipped else self._gather(rows_of(remote, sums), absent, ())[0]
         return [(one, sums[one.name]) for one in local] + gathered
@@ -439,14 +439,14 @@ class Metrics:
             self.collectives.all_reduce(stale, "max")
         unread = [series for series, is_stale in zip(others, stale.tolist(), strict=True) if is_stale]
         metrics = [series.metric for series in unread]
-        if self.states.taking_turns:
+        if self.states.swaps_states:
             self.states.merge(metrics, self.collectives)
-        values = read_metrics(metrics, self.collectives, 1 if self.states.taking_turns else self.processes, keep)
+        values = read_metrics(metrics, self.collectives, 1 if self.states.swaps_states else self.processes, keep)
         for series, value in zip(unread, values, strict=True):
             series.value, series.read_at = value, updates_within(series.metric)
-        if self.states.taking_turns and keep:
+        if self.states.swaps_states and keep:
             self.states.load_merged(self.collectives)
-        elif self.states.taking_turns:
+        elif self.states.swaps_states:
             self.states.forget(series.metric for series in others)
 
     def _gather(
@@ -548,7 +548,7 @@ class Metrics:
                 self._count(*own)
             self.unshared, self.exchanges = [], self.exchanges + 1
             return list(extra)
-        absent = self.turns_of_step == 0
+        absent = self.batches_of_step == 0
         ranks, extras = self.exchange.gather(self.unshared, [float(bool(states)), float(absent), *extra])
         if names:
             self._compare([self._logged_in_step(rank) for rank in ranks], [bool(own[1]) for own in extras])
@@ -643,7 +643,7 @@ class Metrics:
                 series.step = {int(replica): [value, weight] for replica, value, weight in saved["step"]}
         plain = [series for series in kept.values() if series.metric is None]
         # 0 if the replicas that this process now owns had no batch in the epoch so far
-        self.turns["train"] = sum(bool(series.sums) for series in plain) if plain else len(state["series"])
+        self.batches["train"] = sum(bool(series.sums) for series in plain) if plain else len(state["series"])
         self.states.load(state["states"])
 
 

@@ -49,7 +49,7 @@ class MetricStates:
         """
         self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
         self.replicas, self.by_replica, self.shared = list(replicas), by_replica, shared
-        self.taking_turns = by_replica and bool(self.by_path)
+        self.swaps_states = by_replica and bool(self.by_path)
         self.unmerged: set[str] = set()
         """Paths of metrics with unmerged states, which keep all metrics per replica until they are computed."""
         self.kept: dict[str, dict[int, States]] = {path: {} for path in self.by_path}
@@ -93,7 +93,7 @@ class MetricStates:
 
     def snapshot(self) -> dict[str, dict[int, States]]:
         """Return copies of all states of this process by path and replica, for `restore`."""
-        if self.taking_turns:
+        if self.swaps_states:
             self.store_replica()
             return {path: {r: copied(kept[r]) for r in kept if r in self.replicas} for path, kept in self.kept.items()}
         found: dict[str, dict[int, States]] = {}
@@ -104,7 +104,7 @@ class MetricStates:
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
         """Restore states from a `snapshot`."""
-        if self.taking_turns:
+        if self.swaps_states:
             self._leave_merged()
             for path, own in snapshot.items():
                 remote = {
@@ -152,13 +152,13 @@ class MetricStates:
             if path is not None:
                 self.kept[path] = {}
                 self.unmerged.discard(path)
-        if self.taking_turns and not (self.by_replica or self.unmerged):
+        if self.swaps_states and not (self.by_replica or self.unmerged):
             self._merge_replicas()
 
     def _merge_replicas(self) -> None:
         """Merge this process's replicas into one state per metric."""
         self.store_replica()
-        self.taking_turns = False
+        self.swaps_states = False
         with torch.inference_mode(False):
             for path, metric in self.with_states.items():
                 if self.kept[path]:
@@ -172,7 +172,7 @@ class MetricStates:
         """
         found = map(self.path_of, metrics_within(metrics))
         paths = [path for path in found if path is not None and path in self.with_states]
-        if self.taking_turns:
+        if self.swaps_states:
             self.store_replica()
             own = {path: self._own(path) for path in paths}
         else:
@@ -185,7 +185,7 @@ class MetricStates:
 
     def own_states(self) -> dict[str, dict[int, States]]:
         """Return the states of this process's replicas for every metric that has or had updates."""
-        if not self.taking_turns:
+        if not self.swaps_states:
             return {}
         replica = self.replica
         self.store_replica()
@@ -216,13 +216,13 @@ class MetricStates:
             for path, parts in saved.items()
             if len(parts) > 1 and not are_merged_early(self.by_path[path], parts.values())
         }
-        if self.taking_turns and not (self.by_replica or self.unmerged):
+        if self.swaps_states and not (self.by_replica or self.unmerged):
             self._merge_replicas()
-        self.taking_turns |= bool(self.unmerged)
+        self.swaps_states |= bool(self.unmerged)
         for path, states_of_all in saved.items():
             metric = self.by_path[path]
             own = {r: states for r, states in states_of_all.items() if self.shared or r in self.replicas}
-            if self.taking_turns:
+            if self.swaps_states:
                 self.kept[path] = own
             elif own:
                 load_states(metric, merged_in_order(metric, own))

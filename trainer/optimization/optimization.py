@@ -113,8 +113,8 @@ class Optimization:
                         parameter.grad = None
 
     def _call_zero_grad(self, step: StepInput) -> None:
-        batch_idx = step.turns[0].batch_idx if step.turns else self.state.epoch_rounds
-        self.metrics.leave_turns(step.samples)
+        batch_idx = step.batches[0].batch_idx if step.batches else self.state.epoch_rounds
+        self.metrics.leave_batches(step.samples)
         for optimizer in self.optimizers:
             self.hooks.call("on_before_zero_grad", optimizer)
             self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
@@ -130,7 +130,7 @@ class Optimization:
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
         strategy, trainer, shares = self.strategy, self.trainer, self.metrics.shares
-        self.metrics.leave_turns(step.samples)
+        self.metrics.leave_batches(step.samples)
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
                 strategy.precision.unscale(optimizer)
@@ -149,7 +149,7 @@ class Optimization:
             strategy.precision.update()
 
     def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
-        batch_idx = step.turns[-1].batch_idx if step.turns else self.state.epoch_rounds
+        batch_idx = step.batches[-1].batch_idx if step.batches else self.state.epoch_rounds
         loss = self.metrics.loss
         wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: loss)

@@ -263,7 +263,7 @@ class Watchdog:
 
     def _progress(self) -> tuple[Any, ...]:
         """Return values that change with every step, batch and stage."""
-        state, batches = self.trainer.state, tuple(self.metrics.turns.values())
+        state, batches = self.trainer.state, tuple(self.metrics.batches.values())
         return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
 
     def _connect(self) -> None:
@@ -351,7 +351,7 @@ class Watchdog:
             ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
             return f"the end of epoch {state.epoch}, after step {state.global_step}" if ended else at
         stage = SHOWN_STAGE.get(doing, doing)
-        return f"{at}, batch {self.metrics.turns.get(self.metrics.stage, 0)} of {stage}"
+        return f"{at}, batch {self.metrics.batches.get(self.metrics.stage, 0)} of {stage}"
 
     def _write_stacks(self, stalled: float) -> Position:
         """Write the stacks of this process and its loader workers to a file; return its position."""

@@ -174,10 +174,10 @@ class DDPStrategy(GroupStrategy):
 
     def _wrap(self, task: "Task") -> "DDPReducer":
         """Wrap the task so that DDP sees its steps; the task itself stays as it is."""
-        turns = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
-        if self.module_options["static_graph"] and turns > 1:
+        batches = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
+        if self.module_options["static_graph"] and batches > 1:
             raise ConfigError(
-                f"static_graph takes one batch a process and step, here are up to {turns}, and torch counts the "
+                f"static_graph takes one batch a process and step, here are up to {batches}, and torch counts the "
                 f"gradients of one. Start a process for each replica without accumulation, or leave static_graph out."
             )
         options = {name: value for name, value in self.module_options.items() if value is not None}
@@ -208,7 +208,7 @@ class DDPStrategy(GroupStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
-        """Call training_step through DDP, which prepares the reduction when this is the `last` local turn."""
+        """Call training_step through DDP, which prepares the reduction when this is the `last` local batch."""
         if self.ddp is None:
             return super().training_step(arguments, last)
         self.ddp.set_sync(last)

@@ -48,7 +48,7 @@ class Reducer:
         """Complete the gradients after this process's last backward in the step."""
 
     def finish(self) -> bool:
-        """Add up the gradients of the step's replicas, after the last turn; every rank calls it.
+        """Add up the gradients of the step's replicas, after the last batch; every rank calls it.
 
         Returns whether buffers must be aligned now, too.
         """

@@ -31,7 +31,7 @@ class Strategy:
     """How replicas map to devices and processes: where the task is placed, and how a step runs on it.
 
     The loop calls, in this order: `join`, `build_model`, `place_task`, `setup`; then for each step `training_step` and
-    `backward` for every local turn and `optimizer_step` for every optimizer; `finish` and `teardown` at the end. The
+    `backward` for every local batch and `optimizer_step` for every optimizer; `finish` and `teardown` at the end. The
     trainer never asks for a strategy's type. A strategy chooses the objects beside it: `collectives`, `reducer` (how
     gradients meet), `state_dicts` (what a checkpoint holds), `servers` and `elastic`.
     """
@@ -61,7 +61,7 @@ class Strategy:
         self.timeouts = Timeouts(DEFAULT)
         """How long ranks wait for each other."""
         self.lockstep = False
-        """Whether all processes must take equally many turns, those with fewer batches some that do not count."""
+        """Whether all processes must run equally many batches, those with fewer some that do not count."""
         self.has_all_weights = True
         """Whether this process has all weights, or its part of each."""
         self.allows_inference_mode = True
@@ -176,7 +176,7 @@ class Strategy:
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
-        """Call the task's training_step; `last` says that no further turn of this process is in the step."""
+        """Call the task's training_step; `last` says that no further batch of this process is in the step."""
         assert self.task is not None
         if self.precision.forward_context is nothing:
             return self.task.training_step(*arguments)
@@ -225,17 +225,17 @@ class Strategy:
         """Take part in a step without a gradient: for a batch that was skipped, or when this process has none left."""
 
     def abandon_step(self) -> None:
-        """End a step before its last turn; it counts for nothing."""
+        """End a step before its last batch; it counts for nothing."""
         self.reducer.abandon()
         self.buffers.close_step()
 
     def open_replica(self, replica: int) -> None:
-        """Begin with the turns of `replica` in this step."""
+        """Begin with the batches of `replica` in this step."""
         self.reducer.begin_replica(replica)
         self.buffers.open_replica(replica - self.layout.owned(self.data_ranks.rank).start)
 
     def finish_backward(self) -> None:
-        """Complete gradients and buffers after all local turns of a step that opened replicas."""
+        """Complete gradients and buffers after all local batches of a step that opened replicas."""
         aligns_buffers = self.reducer.finish()
         self.buffers.close_step()
         if aligns_buffers:

@@ -128,9 +128,9 @@ class Plan:
                 end = "up" if count is None else f"to {count - 1:,}" if count else "to none: there is no step"
                 raise ConfigError(f"{name}={value}: there are 0 {end}{', in each epoch' if name == 'step' else ''}.")
         order = self.order(epoch)
-        turns = self.deal.turns(step, self.ranks.owned(rank, self.layout))
-        found = ((turn, order(np.arange(turn.start, turn.stop, dtype=np.int64))) for turn in turns)
-        return [(turn, one.tolist() if isinstance(one, np.ndarray) else list(one)) for turn, one in found]
+        spans = self.deal.spans(step, self.ranks.owned(rank, self.layout))
+        found = ((span, order(np.arange(span.start, span.stop, dtype=np.int64))) for span in spans)
+        return [(span, one.tolist() if isinstance(one, np.ndarray) else list(one)) for span, one in found]
 
 
 def _same_positions(positions: Any) -> Any:
@@ -234,13 +234,13 @@ def _unknown(state: StateSize) -> str:
 
 def render_batches(plan: Plan, rank: int, step: int, epoch: int) -> str:
     """Return the batches of a rank at a step as text for a terminal."""
-    turns = plan.batches_at(rank, step, epoch)
+    spans = plan.batches_at(rank, step, epoch)
     before = epoch * plan.deal.steps + step
-    count = shown_count(sum(turn.samples for turn, _ in turns), plan.unit)
+    count = shown_count(sum(span.samples for span, _ in spans), plan.unit)
     count += ", as it is a server" if rank >= plan.processes - plan.servers else ""
     lines = [f"Rank {rank} at step {step:,} of epoch {epoch:,} (global_step {before:,} to {before + 1:,}): {count}"]
-    for turn, found in turns:
-        head = f"  replica {turn.replica}, batch {turn.round:,}, positions {_range_text(turn.start, turn.stop)}: "
+    for span, found in spans:
+        head = f"  replica {span.replica}, batch {span.round:,}, positions {_range_text(span.start, span.stop)}: "
         lines.append(
             textwrap.fill(head + " ".join(_shown_index(one) for one in found), WIDTH, subsequent_indent="    ")
         )

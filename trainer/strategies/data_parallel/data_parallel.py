@@ -140,7 +140,7 @@ class DataParallelStrategy(Strategy):
     name = "data_parallel"
 
     def __init__(self) -> None:
-        self.turn_device = torch.device("cpu")
+        self.chunk_device = torch.device("cpu")
         self.threads: DeviceThreads | None = None
         super().__init__()
         self.whole_batches = False
@@ -153,11 +153,11 @@ class DataParallelStrategy(Strategy):
     @property
     def device(self) -> torch.device:
         """The device of the thread that asks; outside of the threads, that of the present replica."""
-        return (self.threads.current_device() if self.threads is not None else None) or self.turn_device
+        return (self.threads.current_device() if self.threads is not None else None) or self.chunk_device
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self.turn_device = device
+        self.chunk_device = device
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
@@ -174,7 +174,7 @@ class DataParallelStrategy(Strategy):
         self.at_once = reproducible == "off" or (reproducible == "order" and not on_cpu)
         self.cuts_batches = len(self.devices) > 1 and not self.whole_batches
         if self.whole_batches:
-            self.buffers = _BuffersInTurn(self, task)
+            self.buffers = _BuffersByDevice(self, task)
         self.metrics = find_metrics(task)
         self.checked_steps = set()
         self._close_threads()
@@ -226,7 +226,7 @@ class DataParallelStrategy(Strategy):
             return self._run_split(name, arguments)
 
     def _run_whole(self, name: str, arguments: Sequence[Any]) -> Any:
-        task, device, root = self.task, self.turn_device, self.devices[0]
+        task, device, root = self.task, self.chunk_device, self.devices[0]
         assert task is not None
         if device == root:
             return getattr(task, name)(*arguments)
@@ -269,7 +269,7 @@ class DataParallelStrategy(Strategy):
         return combine(outputs, sizes, root)
 
 
-class _BuffersInTurn(ReplicaBuffers):
+class _BuffersByDevice(ReplicaBuffers):
     """Replica buffers that also set the strategy's device to that of the replica under way."""
 
     def __init__(self, strategy: DataParallelStrategy, task: "Task") -> None:

@@ -128,9 +128,9 @@ class DDPRPCStrategy(DDPStrategy):
         self.makers: dict[str, Callable[[], nn.Module]] = {}
         self.remote_optimizer: Any = None
         self.context: tuple[Any, int] | None = None
-        """The distributed autograd context of the turn that is under way, and its number; a thread has one at most."""
+        """The distributed autograd context of the batch that is under way, and its number; a thread has one at most."""
         self.held: dict[nn.Parameter, Tensor] = {}
-        """Dense gradients of the turns before the last one, of this process."""
+        """Dense gradients of the batches before the last one, of this process."""
         self.clip_value: float | None = None
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ class DDPRPCStrategy(DDPStrategy):
         self._close_context()
 
     def _take(self, found: Mapping[Tensor, Tensor], last: bool) -> None:
-        """Take the dense gradients of a turn; those of the last one are means over the trainers already."""
+        """Take the dense gradients of a batch; those of the last one are means over the trainers already."""
         assert self.task is not None
         for parameter in self.task.parameters():
             if parameter in found:
@@ -253,16 +253,16 @@ class DDPRPCStrategy(DDPStrategy):
                     self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
                 else:
                     parameter.grad = gradient.clone()
-        if last and self._has_turns():
+        if last and self._has_several_batches():
             self._add_held()
 
-    def _has_turns(self) -> bool:
+    def _has_several_batches(self) -> bool:
         """Return whether a trainer may have several turns in a step; the same on all of them."""
         assert self.task is not None
         return self.task.trainer.accumulate_grad_batches > 1 or self.layout.replicas > self.layout.processes
 
     def _add_held(self) -> None:
-        """Add the gradients of the turns before the last one: in its context DDP reduces that one's alone."""
+        """Add the gradients of the batches before the last one: in its context DDP reduces that one's alone."""
         held, self.held = self.held, {}
         for parameter in self.reducer.parameters:
             if not parameter.requires_grad:
@@ -283,7 +283,7 @@ class DDPRPCStrategy(DDPStrategy):
         self.backward(self.ddp.zero_loss(after_forward), last=True)
 
     def abandon_step(self) -> None:
-        """Drop the gradients of a step that ends before its last turn, here and on the servers."""
+        """Drop the gradients of a step that ends before its last batch, here and on the servers."""
         super().abandon_step()
         self._close_context()
         self.held = {}

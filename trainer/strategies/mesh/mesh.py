@@ -300,7 +300,7 @@ class MeshStrategy(GroupStrategy):
             self._close_step()
 
     def leave_out(self, last: bool, after_forward: bool) -> None:
-        """Take part in a step in which this process has no batch, with the masked turn that is still due."""
+        """Take part in a step in which this process has no batch, with the masked batch that is still due."""
         run = None if self.task is None else self.task.trainer.current_run
         if not after_forward and run is not None and run.loop.step is not None:
             masked.train(run, run.loop.step.masked[-1:], last=True)
@@ -312,14 +312,14 @@ class MeshStrategy(GroupStrategy):
         self.reducer.complete()
 
     def abandon_step(self) -> None:
-        """Drop the gradients of the turns of a step that ends before its last one."""
+        """Drop the gradients of the batches of a step that ends before its last one."""
         super().abandon_step()
         self.between_steps = True
         root = as_sharded(self.steps)
         run = None if self.task is None else self.task.trainer.current_run
         if root is None or run is None or run.loop.step is None or drop_sharded_gradients(root):
             return
-        masked.train(run, [*run.loop.step.turns, *run.loop.step.masked][:1], last=True)
+        masked.train(run, [*run.loop.step.batches, *run.loop.step.masked][:1], last=True)
         for parameter in run.task.parameters():
             parameter.grad = None
 

@@ -78,7 +78,7 @@ class PipelineMeshStrategy(MeshStrategy):
         self.line: dist.ProcessGroup | None = None
         """The processes of one pipeline."""
         self.opening = True
-        """Whether the next turn is the first one of a step."""
+        """Whether the next batch is the first one of a step."""
 
     # --- processes --------------------------------------------------------------------------------------------------
     def _check_sizes(self, sizes: Sizes) -> None:
@@ -93,7 +93,7 @@ class PipelineMeshStrategy(MeshStrategy):
         """Open the process group and lay the mesh."""
         super().join(place, devices, precision)
         self.has_all_weights = self.sizes.pipeline == 1
-        # pipelines take turns independently unless they share parameters
+        # pipelines run their batches independently unless they share parameters
         self.lockstep = self.lockstep and (self.sizes.pipeline == 1 or self.sizes.shard > 1)
 
     # --- the task ---------------------------------------------------------------------------------------------------
@@ -213,25 +213,25 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.opening:
             self.opening = False
             self.align_buffers()
-        turn = BatchRun(self, self.task, arguments)
+        batch_run = BatchRun(self, self.task, arguments)
         fresh = [one for one in self.owners.tensors if isinstance(one, nn.Parameter) and one.grad is None]
         with self.precision.forward_context():
-            self.stages.run(turn.given(), len(turn.sizes), turn.kind, turn.loss, turn.known)
-        output = self._told(turn)
+            self.stages.run(batch_run.given(), len(batch_run.sizes), batch_run.kind, batch_run.loss, batch_run.known)
+        output = self._told(batch_run)
         if output is None and not self.lockstep:
             for parameter in fresh:
                 parameter.grad = None  # and not zero, by which momentum would move it
         return output
 
-    def _told(self, turn: BatchRun) -> Any:
+    def _told(self, batch_run: BatchRun) -> Any:
         """Let every process of the pipeline log what the last stage has, and return the turn's loss."""
         assert self.stages is not None
         assert self.task is not None
-        output = combine(turn.outputs, turn.sizes, self.device) if self.stages.has_last else None
+        output = combine(batch_run.outputs, batch_run.sizes, self.device) if self.stages.has_last else None
         message: list[Any] = [None]
         if self.stages.has_last:
             losses = losses_of(output, 1)
-            message = [(to_floats([loss.detach() for loss in losses]), isinstance(output, dict), turn.logged())]
+            message = [(to_floats([loss.detach() for loss in losses]), isinstance(output, dict), batch_run.logged())]
         dist.broadcast_object_list(message, group=self.line, group_src=self.owners.last, device=torch.device("cpu"))
         values, in_dict, logged = message[0]
         for name, value, args, options in logged:
@@ -247,7 +247,7 @@ class PipelineMeshStrategy(MeshStrategy):
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
-        """Let the gradients, which training_step has left, of all pipelines meet with the `last` turn of a step."""
+        """Let the gradients, which training_step has left, of all pipelines meet with the `last` batch of a step."""
         if self.stages is None:
             super().backward(loss, last, inputs, retain_graph)
         elif last:
@@ -258,14 +258,14 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.stages is None:
             super().leave_out(last, after_forward)
         elif self.lockstep and not after_forward:
-            super().leave_out(last, after_forward)  # takes the masked turn that is due
+            super().leave_out(last, after_forward)  # takes the masked batch that is due
         elif last:
             if self.opening:
                 self.align_buffers()  # pipelines that have a batch in this step do so before it
             self._reduce()
 
     def abandon_step(self) -> None:
-        """Begin the next turn with a new step."""
+        """Begin a new step with the next batch."""
         self.opening = True
         super().abandon_step()
 

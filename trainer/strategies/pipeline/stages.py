@@ -134,7 +134,7 @@ class Stages:
             parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
 
     def _put_gradients_aside(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Take away the gradients of earlier turns: torch drops those of sharded parameters when it looks at shapes."""
+        """Take away gradients of earlier batches: torch drops those of sharded parameters when it looks at shapes."""
         parameters = [parameter for module in self.modules.values() for parameter in module.parameters()]
         found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
         for parameter, _ in found:
