@@ -14,8 +14,10 @@ from ...trainer.loggers.folder import write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
 from .rank_zero import rank_zero_only
+from .utilities import package_available
 
 LOCAL_FILE_URI_PREFIX = "file:"
+WANDB_AVAILABLE = package_available("wandb")
 
 
 class Logger(logger.Logger, ABC):

@@ -327,19 +327,25 @@ NAMES: dict[str, dict[str, Entry]] = {
         "EMAWeightAveraging": Entry("placeholder", "", "Legato does without it."),
     },
     "pytorch.cli": {
-        "ModuleType": Entry("placeholder", "", "Legato does without it."),
-        "ReduceLROnPlateau": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerTypeTuple": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerTypeUnion": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerType": Entry("placeholder", "", "Legato does without it."),
-        "ArgsType": Entry("placeholder", "", "Legato does without it."),
-        "OptimizerCallable": Entry("placeholder", "", "Legato does without it."),
-        "LRSchedulerCallable": Entry("placeholder", "", "Legato does without it."),
-        "LightningArgumentParser": Entry("placeholder", "", "Legato does without it."),
-        "SaveConfigCallback": Entry("placeholder", "", "Legato does without it."),
-        "LightningCLI": Entry("placeholder", "", "Legato does without it."),
-        "instantiate_class": Entry("placeholder", "", "Legato does without it."),
-        "instantiate_module": Entry("placeholder", "", "Legato does without it."),
+        "ModuleType": Entry("same", ".cli"),
+        "ReduceLROnPlateau": Entry("same", ".cli"),
+        "LRSchedulerTypeTuple": Entry("same", ".cli"),
+        "LRSchedulerTypeUnion": Entry("same", ".cli"),
+        "LRSchedulerType": Entry("same", ".cli"),
+        "ArgsType": Entry("same", ".cli"),
+        "OptimizerCallable": Entry("same", ".cli"),
+        "LRSchedulerCallable": Entry("same", ".cli"),
+        "LightningArgumentParser": Entry("same", ".cli"),
+        "SaveConfigCallback": Entry("same", ".cli"),
+        "LightningCLI": Entry(
+            "adapter",
+            ".cli",
+            "By jsonargparse, as with Lightning (without it, an error names the `legato fit` line that "
+            "does the same); optimizers are made when a run asks for them, and hparams are what __init__ "
+            "received.",
+        ),
+        "instantiate_class": Entry("same", ".cli"),
+        "instantiate_module": Entry("same", ".cli"),
     },
     "pytorch.core.datamodule": {
         "LightningDataModule": Entry("adapter", ".module", ""),
@@ -444,6 +450,7 @@ NAMES: dict[str, dict[str, Entry]] = {
             "A resume of the run goes on in the same run of the service, and writes no point twice; "
             "checkpoints are directories.",
         ),
+        "_WANDB_AVAILABLE": Entry("same", ".loggers:WANDB_AVAILABLE"),
     },
     "pytorch.loops.evaluation_loop": {
         "RestartStage": Entry(
@@ -996,6 +1003,7 @@ EXPORTS: dict[str, str] = {
     "pytorch.core.saving": "get_filesystem",
     "pytorch.callbacks.model_checkpoint": "_is_local_file_protocol",
     "fabric.loggers": "Logger CSVLogger TensorBoardLogger",
+    "pytorch.utilities.cli": "LightningCLI LightningArgumentParser SaveConfigCallback",
 }
 
 INTERNAL = """

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -29,7 +29,7 @@ from .callbacks.model_checkpoint import ModelCheckpoint
 from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
-from .profilers import PassThroughProfiler
+from .profilers import PassThroughProfiler, Profiler
 from .states import TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES
 
@@ -61,11 +61,11 @@ class Trainer(TrainerAttributes):
         self,
         *,
         accelerator: Any = "auto",
-        strategy: Any = "auto",
+        strategy: str | StrategyOfLegato = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Any = None,
+        logger: Logger | list[Logger] | bool | None = None,
         callbacks: list[Callback] | Callback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
@@ -88,11 +88,11 @@ class Trainer(TrainerAttributes):
         accumulate_grad_batches: int = 1,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
-        deterministic: Any = None,
+        deterministic: bool | Literal["warn"] | None = None,
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: Any = None,
+        profiler: Profiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Any = None,

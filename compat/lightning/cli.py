@@ -1,0 +1,419 @@
+"""LightningCLI: a command line for a module, a data module and a trainer, by jsonargparse where it is installed."""
+
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...callbacks.callback import Callback as CallbackOfLegato
+from .callbacks.callback import Callback
+from .exceptions import MisconfigurationException
+from .module import LightningDataModule, LightningModule
+from .placeholders import UnsupportedError
+from .rank_zero import rank_zero_warn
+from .trainer import Trainer
+from .utilities import is_overridden, seed_everything
+
+try:
+    import jsonargparse
+    from jsonargparse import ArgumentParser, Namespace
+except ModuleNotFoundError:
+    jsonargparse, ArgumentParser, Namespace = None, object, dict
+
+ModuleType = TypeVar("ModuleType")
+
+
+class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
+    """ReduceLROnPlateau that knows which metric it goes by."""
+
+    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__(optimizer, *args, **kwargs)
+        self.monitor = monitor
+
+
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+ArgsType = list[str] | dict[str, Any] | Namespace | None
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
+
+
+def require_jsonargparse() -> None:
+    """Raise UnsupportedError where jsonargparse is not installed."""
+    if jsonargparse is None:
+        raise UnsupportedError(
+            'LightningCLI needs jsonargparse: pip install "jsonargparse[signatures]". Without it `legato fit '
+            "CONFIG.yaml task.lr=0.1 trainer.max_epochs=2` does the same with a config of Legato's (`_target_` for "
+            "class_path)."
+        )
+
+
+class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
+    """jsonargparse's parser, with arguments of modules, callbacks, optimizers and schedulers."""
+
+    def __init__(
+        self,
+        *args: Any,
+        description: str = "Lightning Trainer command line tool",
+        env_prefix: str = "PL",
+        default_env: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        require_jsonargparse()
+        super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
+        self.callback_keys: list[str] = []
+        self.optimizer_keys: dict[str, tuple[Any, str]] = {}
+        self.scheduler_keys: dict[str, tuple[Any, str]] = {}
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a trainer, module, data module or callback class; return their names.
+
+        Raises MisconfigurationException for another class.
+        """
+        kind = lightning_class if isinstance(lightning_class, type) else class_of(lightning_class)
+        if not issubclass(kind, (Trainer, LightningModule, LightningDataModule, CallbackOfLegato)):
+            raise MisconfigurationException(
+                f"Cannot add arguments from: {lightning_class}. Give a Trainer, LightningModule, LightningDataModule "
+                f"or Callback class, or a function that returns one of these."
+            )
+        if issubclass(kind, CallbackOfLegato):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            added = self.add_subclass_arguments(kind, nested_key, fail_untyped=False, required=required)
+        else:
+            made = not issubclass(kind, Trainer)
+            added = self.add_class_arguments(kind, nested_key, fail_untyped=False, instantiate=made, sub_configs=True)
+        return list(added or [])
+
+    def add_optimizer_args(
+        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+    ) -> None:
+        """Add the arguments of an optimizer class; a tuple of classes allows all their subclasses."""
+        self._add_made_later(optimizer_class, nested_key, "params")
+        self.optimizer_keys[nested_key] = (optimizer_class, link_to)
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Any = LRSchedulerTypeTuple,
+        nested_key: str = "lr_scheduler",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the arguments of a scheduler class; a tuple of classes allows all their subclasses."""
+        self._add_made_later(lr_scheduler_class, nested_key, "optimizer")
+        self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
+
+    def _add_made_later(self, kinds: Any, key: str, first: str) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {first}}
+        if isinstance(kinds, tuple):
+            self.add_subclass_arguments(kinds, key, **options)
+        else:
+            self.add_class_arguments(kinds, key, sub_configs=True, **options)
+
+
+class SaveConfigCallback(Callback):
+    """Writes the config of a LightningCLI to the log directory when a run begins.
+
+    Raises RuntimeError if there is one already, unless `overwrite`.
+    """
+
+    def __init__(
+        self,
+        parser: LightningArgumentParser,
+        config: Any,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        self.parser, self.config, self.config_filename = parser, config, config_filename
+        self.overwrite, self.multifile, self.save_to_log_dir = overwrite, multifile, save_to_log_dir
+        self.already_saved = False
+        if not save_to_log_dir and not is_overridden("save_config", self, SaveConfigCallback):
+            raise ValueError("`save_to_log_dir=False` only makes sense for a subclass that has a `save_config`.")
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Write the config, on rank 0 and once."""
+        if self.already_saved:
+            return
+        folder = trainer.log_dir
+        if self.save_to_log_dir and trainer.is_global_zero and folder is not None:
+            path = Path(folder, self.config_filename)
+            if path.is_file() and not self.overwrite:
+                raise RuntimeError(
+                    f"{type(self).__name__} expected {path} to NOT exist. Delete it, or set "
+                    f'`LightningCLI(save_config_kwargs={{"overwrite": True}})`, or `save_config_callback=None`.'
+                )
+            path.parent.mkdir(parents=True, exist_ok=True)
+            options = {"overwrite": self.overwrite, "multifile": self.multifile}
+            try:
+                self.parser.save(self.config, str(path), skip_unset=False, **options)
+            except TypeError:  # before jsonargparse 4.50 it had another name
+                self.parser.save(self.config, str(path), skip_none=False, **options)
+        if trainer.is_global_zero:
+            self.save_config(trainer, pl_module, stage)
+        self.already_saved = True
+
+    def save_config(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Overridden by subclasses that save the config elsewhere; called on rank 0."""
+
+
+class LightningCLI:
+    """Parses the command line, makes module, data module and trainer, and runs the trainer's method that it names."""
+
+    def __init__(  # noqa: PLR0913 (Lightning's arguments)
+        self,
+        model_class: Any = None,
+        datamodule_class: Any = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: dict[str, Any] | None = None,
+        trainer_class: Any = Trainer,
+        trainer_defaults: dict[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: dict[str, Any] | None = None,
+        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: Any = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        require_jsonargparse()
+        self.model_class, self.datamodule_class, self.trainer_class = model_class, datamodule_class, trainer_class
+        self.save_config_callback, self.save_config_kwargs = save_config_callback, save_config_kwargs or {}
+        self.trainer_defaults, self.seed_everything_default = trainer_defaults or {}, seed_everything_default
+        self.parser_kwargs, self.parser_class = parser_kwargs or {}, parser_class
+        self.auto_configure_optimizers = auto_configure_optimizers
+        self.subclass_mode_model = subclass_mode_model or model_class is None
+        self.subclass_mode_data = subclass_mode_data or datamodule_class is None
+        self._parsers: dict[str | None, LightningArgumentParser] = {}
+        self._arguments: dict[str, list[str]] = {}
+        commands = self.subcommands()
+        main = {name: value for name, value in self.parser_kwargs.items() if name not in commands}
+        own = {name: value for name, value in self.parser_kwargs.items() if name in commands}
+        self.setup_parser(run, main, own)
+        self.parse_arguments(self.parser, args)
+        self.subcommand = self.config["subcommand"] if run else None
+        self._set_seed()
+        self.before_instantiate_classes()
+        self.instantiate_classes()
+        self.after_instantiate_classes()
+        if self.subcommand is not None:
+            self._run_subcommand(self.subcommand)
+
+    # --- the parser -------------------------------------------------------------------------------------------------
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Return a parser that takes `--config`."""
+        parser = self.parser_class(**kwargs)
+        help_text = "Path to a configuration file in json or yaml format."
+        parser.add_argument("-c", "--config", action=jsonargparse.ActionConfigFile, help=help_text)
+        return parser
+
+    def setup_parser(
+        self, add_subcommands: bool, main_kwargs: dict[str, Any], subparser_kwargs: dict[str, Any]
+    ) -> None:
+        """Make the parser, and with subcommands one for each."""
+        self.parser = self._parsers[None] = self.init_parser(**main_kwargs)
+        if not add_subcommands:
+            self._add_arguments(self.parser)
+            return
+        kind = self.trainer_class if isinstance(self.trainer_class, type) else class_of(self.trainer_class)
+        group = self.parser.add_subcommands()
+        for name, skipped in self.subcommands().items():
+            about = (getattr(kind, name).__doc__ or "").strip().partition("\n")[0]
+            parser = self.init_parser(**{"description": about, **subparser_kwargs.get(name, {})})
+            self._add_arguments(parser)
+            self._arguments[name] = parser.add_method_arguments(kind, name, skip=set(skipped), fail_untyped=False)
+            self._parsers[name] = parser
+            group.add_subcommand(name, parser, help=about)
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the subcommands with the arguments that the command line does not take."""
+        loaders = {"model", "dataloaders", "datamodule"}
+        fit = {"model", "train_dataloaders", "val_dataloaders", "datamodule"}
+        return {"fit": fit, "validate": loaders, "test": loaders, "predict": loaders}
+
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        self.add_default_arguments_to_parser(parser)
+        self.add_core_arguments_to_parser(parser)
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers and not parser.optimizer_keys:
+            parser.add_optimizer_args((Optimizer,))
+        if self.auto_configure_optimizers and not parser.scheduler_keys:
+            parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        self.link_optimizers_and_lr_schedulers(parser)
+
+    def add_default_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add `--seed_everything`."""
+        about = "Seed all random number generators before anything is made; True chooses a seed."
+        parser.add_argument("--seed_everything", type=bool | int, default=self.seed_everything_default, help=about)
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the arguments of trainer, module and data module."""
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        defaults = {name: value for name, value in self.trainer_defaults.items() if name != "callbacks"}
+        parser.set_defaults({f"trainer.{name}": value for name, value in defaults.items()})
+        model, data = self.model_class or LightningModule, self.datamodule_class or LightningDataModule
+        parser.add_lightning_class_args(model, "model", subclass_mode=self.subclass_mode_model)
+        needed = self.datamodule_class is not None
+        parser.add_lightning_class_args(data, "data", subclass_mode=self.subclass_mode_data, required=needed)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Overridden by subclasses that add or link arguments."""
+
+    @staticmethod
+    def link_optimizers_and_lr_schedulers(parser: LightningArgumentParser) -> None:
+        """Link the arguments of optimizers and schedulers to where `link_to` says."""
+        for key, (kinds, target) in {**parser.optimizer_keys, **parser.scheduler_keys}.items():
+            if target != "AUTOMATIC" and isinstance(kinds, tuple):
+                parser.link_arguments(key, target)
+            elif target != "AUTOMATIC":
+                parser.link_arguments(key, target, compute_fn=partial(_spec_of, kinds))
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parse the command line, a list of words, or a dict, into `config`."""
+        if args is not None and len(sys.argv) > 1:
+            rank_zero_warn(f"LightningCLI was given both args={args} and a command line, {sys.argv[1:]}; args count.")
+        values = isinstance(args, (dict, Namespace))
+        self.config = parser.parse_object(args) if values else parser.parse_args(args)
+
+    # --- what is made -----------------------------------------------------------------------------------------------
+    def before_instantiate_classes(self) -> None:
+        """Overridden by subclasses that do something before anything is made."""
+
+    def instantiate_classes(self) -> None:
+        """Make module, data module and trainer."""
+        self.config_init = _made(self.parser, self.config)
+        self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
+        self._give_model_optimizers()
+        self.trainer = self.instantiate_trainer()
+
+    def after_instantiate_classes(self) -> None:
+        """Overridden by subclasses that do something when all is made."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        """Return the trainer, with the callbacks of the command line and the one that saves the config."""
+        config = {**self._get(self.config_init, "trainer", {}), **kwargs}
+        parser, wanted = self._parsers[self.subcommand], config.get("callbacks") or []
+        own = self.trainer_defaults.get("callbacks", [])
+        callbacks = [*(wanted if isinstance(wanted, list) else [wanted])]
+        callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
+        callbacks += own if isinstance(own, list) else [own]
+        if self.save_config_callback and not config.get("fast_dev_run", False):
+            saved = self.config if self.subcommand is None else self.config[self.subcommand]
+            callbacks.append(self.save_config_callback(parser, saved, **self.save_config_kwargs))
+        return self.trainer_class(**{**config, "callbacks": callbacks})
+
+    @staticmethod
+    def configure_optimizers(lightning_module: Any, optimizer: Optimizer, lr_scheduler: Any = None) -> Any:
+        """Return what the module's configure_optimizers is to return; subclasses may override it."""
+        if lr_scheduler is None:
+            return optimizer
+        if isinstance(lr_scheduler, ReduceLROnPlateau):
+            plateau = {"scheduler": lr_scheduler, "monitor": lr_scheduler.monitor}
+            return {"optimizer": optimizer, "lr_scheduler": plateau}
+        return [optimizer], [lr_scheduler]
+
+    def _give_model_optimizers(self) -> None:
+        """Let the module return the optimizer that the command line describes. Raises MisconfigurationException."""
+        parser = self._parsers[self.subcommand]
+        found = [
+            {key: kinds for key, (kinds, target) in keys.items() if target == "AUTOMATIC"}
+            for keys in (parser.optimizer_keys, parser.scheduler_keys)
+        ]
+        if not self.auto_configure_optimizers or not found[0]:
+            return
+        if any(len(keys) > 1 for keys in found):
+            raise MisconfigurationException(
+                f"There are several optimizers or schedulers: {[*found[0], *found[1]]}. Link each to an argument of "
+                f"the module (link_to=...) and return them in its configure_optimizers."
+            )
+        specs = [self._spec(key, kinds) for keys in found for key, kinds in keys.items()]
+        if not specs[0]:
+            return
+        if is_overridden("configure_optimizers", self.model):
+            name = type(self.model).__name__
+            rank_zero_warn(
+                f"`{name}.configure_optimizers` will be overridden by `{type(self).__name__}.configure_optimizers`."
+            )
+        combine, scheduler_spec = self.configure_optimizers, specs[1] if len(specs) > 1 else None
+
+        def configure_optimizers(module: Any) -> Any:
+            optimizer = instantiate_class(module.parameters(), specs[0])
+            return combine(module, optimizer, instantiate_class(optimizer, scheduler_spec) if scheduler_spec else None)
+
+        self.model.configure_optimizers = MethodType(configure_optimizers, self.model)
+
+    def _spec(self, key: str, kinds: Any) -> Any:
+        given = self._get(self.config_init, key)
+        return given if isinstance(kinds, tuple) or given is None else _spec_of(kinds, given)
+
+    def _get(self, config: Any, key: str, default: Any = None) -> Any:
+        return (config if self.subcommand is None else config[self.subcommand]).get(key, default)
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Call the trainer's method, or one of this class with that name, between `before_` and `after_`."""
+        getattr(self, f"before_{subcommand}", lambda: None)()
+        function = getattr(self, subcommand, None) or getattr(self.trainer, subcommand)
+        given = self.config_init[subcommand]
+        options = {name: given[name] for name in self._arguments[subcommand] if name in given}
+        data = {} if self.datamodule is None else {"datamodule": self.datamodule}
+        function(model=self.model, **data, **options)
+        getattr(self, f"after_{subcommand}", lambda: None)()
+
+    def _set_seed(self) -> None:
+        seed = self._get(self.config, "seed_everything")
+        if seed is False or seed is None:
+            return
+        chosen = seed_everything(None if seed is True else seed, workers=True)
+        (self.config if self.subcommand is None else self.config[self.subcommand])["seed_everything"] = chosen
+
+
+def class_of(function: Callable[..., Any]) -> type:
+    """Return a class whose arguments are those of a function, and which is what that returns."""
+    found: type = jsonargparse.class_from_function(function)
+    return found
+
+
+def _made(parser: Any, config: Any) -> Any:
+    """Return a config with objects in the place of their descriptions, by the name that jsonargparse has for it."""
+    return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)
+
+
+def _spec_of(kind: type, values: Any) -> dict[str, Any]:
+    given = values.as_dict() if hasattr(values, "as_dict") else dict(values or {})
+    return {"class_path": f"{kind.__module__}.{kind.__qualname__}", "init_args": given}
+
+
+def instantiate_class(args: Any, init: Any) -> Any:
+    """Return an object of `init["class_path"]`, made with `args` and `init["init_args"]`."""
+    module, _, name = init["class_path"].rpartition(".")
+    options = init.get("init_args") or {}
+    options = options.as_dict() if hasattr(options, "as_dict") else options
+    return getattr(import_module(module), name)(*(args if isinstance(args, tuple) else (args,)), **options)
+
+
+def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
+    """Return an object of a class, or of the subclass that `config["_class_path"]` names, made from a config."""
+    require_jsonargparse()
+    parser, values = ArgumentParser(exit_on_error=False), dict(config)
+    path = values.pop("_class_path", None)
+    if path is None:
+        parser.add_class_arguments(class_type, "module", fail_untyped=False)
+    else:
+        parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
+        values = {"class_path": path, "dict_kwargs": values}
+    made: ModuleType = _made(parser, parser.parse_object({"module": values})).module
+    return made

@@ -1,0 +1,225 @@
+"""LightningCLI: the common command lines, with the same files and values as Lightning's."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from legato.callbacks import Callback
+from legato.compat.lightning.placeholders import UnsupportedError
+from legato.compat.lightning.pytorch import LightningDataModule, LightningModule, Trainer
+
+jsonargparse = pytest.importorskip("jsonargparse")
+
+from legato.compat.lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from legato.compat.lightning.pytorch.cli import (  # noqa: E402
+    LightningArgumentParser,
+    LightningCLI,
+    OptimizerCallable,
+    SaveConfigCallback,
+    instantiate_class,
+    instantiate_module,
+)
+
+
+class Model(LightningModule):
+    def __init__(self, lr: float = 0.1, width: int = 2, out: int = 1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(2, out)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch[0]).square().mean()
+
+    validation_step = test_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class Callable(Model):
+    def __init__(self, optimizer: OptimizerCallable = torch.optim.Adam):
+        super().__init__()
+        self.optimizer = optimizer
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 4, classes: int = 3):
+        super().__init__()
+        self.batch_size, self.classes = batch_size, classes
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=self.batch_size)
+
+    val_dataloader = test_dataloader = train_dataloader
+
+
+class Noted(Callback):
+    def __init__(self, word: str = "none"):
+        self.word = word
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
+
+
+def test_fit_from_the_command_line(tmp_path):
+    args = ["fit", *QUIET, "--model.lr=0.5", "--trainer.max_epochs=2", "--data.batch_size=2", "--seed_everything=7"]
+    cli = LightningCLI(Model, Data, args=args)
+    assert (cli.model.hparams.lr, cli.datamodule.batch_size, cli.trainer.max_epochs) == (0.5, 2, 2)
+    assert cli.trainer.global_step == 8
+    saved = yaml.safe_load((tmp_path / "lightning_logs" / "version_0" / "config.yaml").read_text())
+    assert saved["model"] == {"lr": 0.5, "width": 2, "out": 1}
+    assert (saved["trainer"]["max_epochs"], saved["seed_everything"]) == (2, 7)
+    again = LightningCLI(Model, Data, args=["fit", "--config", "lightning_logs/version_0/config.yaml"])
+    assert again.trainer.global_step == 8
+    assert torch.equal(again.model.layer.weight, cli.model.layer.weight)
+
+
+def test_a_config_file_with_class_paths(tmp_path):
+    here = __name__
+    config = {
+        "model": {"class_path": f"{here}.Model", "init_args": {"lr": 0.25}},
+        "data": {"class_path": f"{here}.Data"},
+        "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
+        "lr_scheduler": {"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 3}},
+        "trainer": {
+            "max_steps": 3,
+            "accelerator": "cpu",
+            "enable_progress_bar": False,
+            "logger": {
+                "class_path": "legato.compat.lightning.pytorch.loggers.CSVLogger",
+                "init_args": {"save_dir": "l"},
+            },
+            "callbacks": [
+                {"class_path": f"{here}.Noted", "init_args": {"word": "yes"}},
+                {
+                    "class_path": "legato.compat.lightning.pytorch.callbacks.ModelCheckpoint",
+                    "init_args": {"save_top_k": 0},
+                },
+            ],
+        },
+    }
+    sys.modules.setdefault(here, sys.modules[Model.__module__])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.warns(UserWarning, match="will be overridden by `LightningCLI.configure_optimizers`"):
+        cli = LightningCLI(args=["fit", "--config", "config.yaml", "--model.init_args.lr=0.5"])
+    assert cli.model.hparams.lr == 0.5
+    assert type(cli.trainer.optimizers[0]) is torch.optim.Adam
+    assert type(cli.trainer.lr_scheduler_configs[0].scheduler).__name__ == "StepLR"
+    assert [one.word for one in cli.trainer.callbacks if isinstance(one, Noted)] == ["yes"]
+    assert any(isinstance(one, ModelCheckpoint) for one in cli.trainer.callbacks)
+    assert type(cli.trainer.logger).__name__ == "CSVLogger"
+
+
+def test_without_a_run():
+    cli = LightningCLI(
+        Model, Data, run=False, args=[*QUIET, "--trainer.max_epochs=1"], trainer_defaults={"max_steps": 1}
+    )
+    assert cli.subcommand is None
+    assert isinstance(cli.trainer, Trainer)
+    cli.trainer.fit(cli.model, cli.datamodule)
+    assert cli.trainer.global_step == 1
+    assert cli.config.model.lr == 0.1
+
+
+class Linked(LightningCLI):
+    order: list[str]
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser):
+        parser.add_argument("--word", default="a")
+        parser.link_arguments("data.batch_size", "model.width")
+        parser.link_arguments("data.classes", "model.out", apply_on="instantiate")
+        parser.add_lightning_class_args(Noted, "noted")
+        parser.set_defaults({"noted.word": "own", "trainer.max_epochs": 1})
+
+    def before_fit(self):
+        self.order = ["before"]
+
+    def after_fit(self):
+        self.order.append("after")
+
+
+def test_a_subclass_with_links():
+    cli = Linked(Model, Data, args=["fit", *QUIET, "--word=b"], save_config_callback=None)
+    assert (cli.model.hparams.width, cli.model.layer.out_features) == (4, 3)
+    assert cli.config["fit"]["word"] == "b"
+    assert [one.word for one in cli.trainer.callbacks if isinstance(one, Noted)] == ["own"]
+    assert cli.order == ["before", "after"]
+
+
+def test_optimizers_as_arguments():
+    args = [*QUIET, "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.3", "--trainer.max_steps=1"]
+    cli = LightningCLI(Callable, Data, args=["fit", *args], save_config_callback=None, auto_configure_optimizers=False)
+    assert cli.trainer.optimizers[0].defaults["lr"] == 0.3
+    found = instantiate_class(cli.model.parameters(), {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.2}})
+    assert found.defaults["lr"] == 0.2
+    assert instantiate_module(Model, {"lr": 0.4}).hparams.lr == 0.4
+
+
+def test_other_stages(capsys):
+    cli = LightningCLI(Model, Data, args=["validate", *QUIET, "--verbose=false"], save_config_callback=None)
+    assert cli.trainer.state.fn == "validate"
+    with pytest.raises(SystemExit):
+        LightningCLI(Model, Data, args=["fit", "--print_config"])
+    assert yaml.safe_load(capsys.readouterr().out)["model"]["lr"] == 0.1
+    with pytest.raises(SystemExit):
+        LightningCLI(Model, Data, args=["fit", "--model.lrr=1"])
+    assert "lrr" in capsys.readouterr().err
+
+
+def test_saving_the_config(tmp_path):
+    class Own(SaveConfigCallback):
+        def save_config(self, trainer, pl_module, stage):
+            (tmp_path / "own.txt").write_text(self.parser.dump(self.config))
+
+    args = ["fit", *QUIET, "--trainer.max_steps=1", "--trainer.logger=false"]
+    LightningCLI(Model, Data, args=args, save_config_callback=Own, save_config_kwargs={"save_to_log_dir": False})
+    assert "max_steps: 1" in (tmp_path / "own.txt").read_text()
+    with pytest.raises(ValueError, match="save_to_log_dir"):
+        SaveConfigCallback(None, None, save_to_log_dir=False)
+
+
+@pytest.mark.slow
+def test_several_processes_have_it_too(tmp_path):
+    args = [
+        "fit",
+        *QUIET,
+        "--trainer.devices=2",
+        "--trainer.strategy=ddp",
+        "--trainer.max_epochs=1",
+        "--data.batch_size=2",
+    ]
+    cli = LightningCLI(Model, Data, args=args)
+    assert cli.trainer.global_step == 2
+    assert (tmp_path / "lightning_logs" / "version_0" / "config.yaml").is_file()
+
+
+WITHOUT = """
+import sys
+sys.modules["jsonargparse"] = None
+from legato.compat.lightning.pytorch.cli import LightningCLI
+try:
+    LightningCLI()
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_without_jsonargparse():
+    assert issubclass(UnsupportedError, NotImplementedError)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
+    assert "legato fit" in done.stdout
