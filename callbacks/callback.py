@@ -37,7 +37,6 @@ checks this drawing against the code.
     |   |   lr_scheduler_step                      T   schedulers with interval "step"
     |   |   on_train_batch_end                   C T   for the step's last batch: the weights are updated
     |   |   +-- validation, when it is due: after this step, or at the end of the epoch
-    |   |   |   on_validation_model_zero_grad      T
     |   |   |   on_validation_model_eval         C T
     |   |   |   on_validation_start              C T
     |   |   |   on_validation_epoch_start        C T

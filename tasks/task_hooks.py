@@ -64,9 +64,6 @@ class TaskHooks:
     def on_validation_end(self) -> None:
         """Called after an evaluation; its metrics are in `trainer.callback_metrics`."""
 
-    def on_validation_model_zero_grad(self) -> None:
-        """Called before a validation in the middle of training; may clear the gradients of the step before."""
-
     def on_validation_model_eval(self) -> None:
         """Switch to evaluation mode."""
         self.trainer.current_run.evaluation_mode()

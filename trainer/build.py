@@ -22,6 +22,7 @@ from .checkpoints.reading import read_for_all
 from .checkpoints.run_names import name_problem
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
+from .closure import use_closure
 from .data.combined import combined, one_after_another
 from .data.dealing import DealtData, EvaluationData, training_data
 from .data.loaders import close_loaders, length_of, opened_loaders, require_iterable
@@ -577,6 +578,7 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.use_guard(make_guard(optimization, call))
+    use_closure(call, optimization)
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
             f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "

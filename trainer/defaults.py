@@ -4,17 +4,13 @@ A Trainer for programs that were written for another library overrides these; th
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from .checkpoints import store
 from .state import State
 from .strategies import STRATEGIES
 from .strategies import __getattr__ as strategy_named
 from .view import TrainerView
-
-if TYPE_CHECKING:
-    from ..callbacks.callback import Callback
-    from .strategies.strategy import Strategy
 
 
 class TrainerDefaults(TrainerView):
@@ -40,12 +36,12 @@ class TrainerDefaults(TrainerView):
         """Return the state with which a fit begins."""
         return State()
 
-    def strategy_class(self, name: str) -> "type[Strategy]":
+    def strategy_class(self, name: str) -> type[Any]:
         """Return the class behind the name of a strategy."""
-        found: type[Strategy] = strategy_named(STRATEGIES[name].split(":")[1])
+        found: type[Any] = strategy_named(STRATEGIES[name].split(":")[1])
         return found
 
-    def default_callbacks(self) -> "list[tuple[bool, type[Callback], dict[str, Any]]]":
+    def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""
         from .. import callbacks as known
 

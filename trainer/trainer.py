@@ -148,8 +148,13 @@ class Trainer(TrainerDefaults):
             batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
             if hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
                 return
+            if left == 0 and optimization.closure_step is not None:
+                output = optimization.closure_step(step, (batch, item.batch_idx)[: run.arity])
+                break
             output = strategy.training_step((batch, item.batch_idx)[: run.arity], left == 0)
             if optimization.automatic:
+                if optimization.clears_late and item is step.batches[0]:
+                    optimization.zero_gradients(step, late=True)
                 losses = losses_of(output, len(optimization.loss_inputs))
                 weight = item.samples * run.gradient_scale / step.samples
                 for index, loss in enumerate(losses):
@@ -264,7 +269,6 @@ class Trainer(TrainerDefaults):
         """Validate in the middle of training."""
         run = self.current_run
         run.check_losses()
-        run.hooks.call("on_validation_model_zero_grad")
         run.loop.doing = "validation"
         self.evaluate("validation")
         run.loop.doing = "train"

@@ -1,10 +1,9 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .trainer import Trainer
+from .attributes import TrainerAttributes
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Loop:
 
     restarting = is_resuming = False
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: TrainerAttributes) -> None:
         self.trainer = trainer
 
 
@@ -44,7 +43,7 @@ class FitLoop(Loop):
 
     restarted_mid_epoch = restarted_on_epoch_start = restarted_on_epoch_end = resumed_on_epoch_end = False
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: TrainerAttributes) -> None:
         super().__init__(trainer)
         self.epoch_loop = TrainingEpochLoop(trainer)
 
@@ -120,7 +119,7 @@ class FitLoop(Loop):
 class TrainingEpochLoop(Loop):
     """Batches of an epoch of training."""
 
-    def __init__(self, trainer: "Trainer") -> None:
+    def __init__(self, trainer: TrainerAttributes) -> None:
         super().__init__(trainer)
         self.val_loop = EvaluationLoop(trainer, "validation")
         self.automatic_optimization = Optimizing(trainer)
@@ -184,7 +183,7 @@ class TrainingEpochLoop(Loop):
     def done(self) -> bool:
         """Whether the epoch's batches are done, or a limit is reached."""
         current = self.batch_progress.current
-        return current.completed >= self.trainer.num_training_batches or self.trainer.fit_loop.done
+        return current.completed >= self.trainer.num_training_batches or FitLoop(self.trainer).done
 
 
 class Optimizing(Loop):
@@ -221,7 +220,7 @@ class EvaluationLoop(Loop):
 
     verbose = True
 
-    def __init__(self, trainer: "Trainer", doing: str) -> None:
+    def __init__(self, trainer: TrainerAttributes, doing: str) -> None:
         super().__init__(trainer)
         self.doing = doing
 

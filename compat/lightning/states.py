@@ -1,12 +1,9 @@
 """TrainerState: Lightning's words for what a trainer does, on the loop state that Legato keeps."""
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...trainer.state import State
-
-if TYPE_CHECKING:
-    from .attributes import TrainerAttributes
 
 
 class TrainerStatus(str, Enum):
@@ -61,14 +58,14 @@ class TrainerState(State):
 
     status: TrainerStatus
     fn: TrainerFn | None
-    trainer: "TrainerAttributes | None"
+    trainer: Any
 
     def __init__(self, *arguments: Any, **values: Any) -> None:
         super().__init__(*arguments, **values)
         self.status, self.fn, self.trainer = TrainerStatus.INITIALIZING, None, None
 
     @classmethod
-    def of(cls, state: State, trainer: "TrainerAttributes") -> "TrainerState":
+    def of(cls, state: State, trainer: Any) -> "TrainerState":
         """Return a state with the values of another one."""
         found = state if isinstance(state, cls) else cls(**state.to_dict())
         found.trainer = trainer

@@ -191,6 +191,11 @@ class Trainer(TrainerAttributes):
         super().publish(reduced, write)
         self.take_logged(reduced)
 
+    def validate_now(self) -> None:
+        """Validate in the middle of training, after the module has cleared its gradients."""
+        self.lightning_module.on_validation_model_zero_grad()
+        super().validate_now()
+
     # --- methods ----------------------------------------------------------------------------------------------------
     def fit(  # type: ignore[override]
         self,

@@ -91,7 +91,6 @@ def test_no_optimizer_trains_nothing(trainer):
         (lambda optimizer: ([optimizer], [{"scheduler": scheduler_of(optimizer), "frequency": 0}]), "frequency"),
         (lambda optimizer: ([optimizer], [ReduceLROnPlateau(optimizer)]), "needs a metric"),
         (lambda optimizer: ([SGD([nn.Parameter(torch.ones(1))])], [scheduler_of(optimizer)]), "did not return"),
-        (lambda optimizer: torch.optim.LBFGS(optimizer.param_groups[0]["params"]), "automatic_optimization = False"),
     ],
 )
 def test_wrong_forms_are_refused_before_training(trainer, form, message):

@@ -1,6 +1,6 @@
 """Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ class OptimizingTrainer(Protocol):
     @property
     def checkpoint_callback(self) -> Any:
         """The callback that saves before an error that ends the run."""
+
+
+class EndOfStep(Protocol):
+    """The end of a step, which the optimizer calls as a closure."""
+
+    def __call__(self, step: StepInput, arguments: Sequence[Any]) -> Any:
+        """Finish a step whose last batch has these arguments of training_step; return that one's output."""
+
+    def prepared(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
+        """Return a closure that also calls the hooks before an update, and clips."""
 
 
 class Optimization:
@@ -72,6 +82,10 @@ class Optimization:
             or metrics.shares
         )
         """Whether anything runs right before or after an optimizer step."""
+        self.clears_late = False
+        """Whether gradients stay until the forward of a step's first batch is done."""
+        self.closure_step: EndOfStep | None = None
+        """The end of a step, where the optimizer calls it as a closure."""
         self.epoch = -1
         """Epoch of the newest step."""
         self.stepped: list[Optimizer] = []
@@ -95,15 +109,21 @@ class Optimization:
         self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
 
     # --- automatic --------------------------------------------------------------------------------------------------
-    def zero_gradients(self, step: StepInput) -> None:
-        """Clear the gradients before a step's first backward, and follow parameters frozen or unfrozen by hooks."""
-        if self.guard is not None:
-            self.guard.begin_step()
+    def zero_gradients(self, step: StepInput, late: bool = False) -> None:
+        """Clear the gradients before a step's first backward, and follow parameters frozen or unfrozen by hooks.
+
+        late: the latter is done, and so is the first forward.
+        """
         strategy = self.strategy
-        if strategy.reducer.has_frozen or self.epoch != self.state.epoch:
-            self.epoch = self.state.epoch
-            if strategy.reducer.is_outdated():
-                strategy.make_reducer()
+        if not late:
+            if self.guard is not None:
+                self.guard.begin_step()
+            if strategy.reducer.has_frozen or self.epoch != self.state.epoch:
+                self.epoch = self.state.epoch
+                if strategy.reducer.is_outdated():
+                    strategy.make_reducer()
+            if self.clears_late and step.batches:
+                return
         if self.own_zero_grad:
             self._call_zero_grad(step)
         else:  # torch's zero_grad spends 12 us on its profiler range
@@ -114,13 +134,18 @@ class Optimization:
 
     def _call_zero_grad(self, step: StepInput) -> None:
         batch_idx = step.batches[0].batch_idx if step.batches else self.state.epoch_rounds
+        replica, samples, in_batch = self.metrics.replica, self.metrics.samples, self.metrics.in_batch
         self.metrics.leave_batches(step.samples)
         for optimizer in self.optimizers:
             self.hooks.call("on_before_zero_grad", optimizer)
             self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
+        if in_batch:
+            self.metrics.return_to_batch(replica, samples)
 
     def due(self, step: StepInput) -> Iterable[Optimizer]:
         """Return the optimizers to step now; iterate to prepare each right before its step."""
+        if self.closure_step is not None and step.batches:
+            return ()  # done with the last batch
         strategy = self.strategy
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
@@ -129,15 +154,11 @@ class Optimization:
         return self._prepared(step) if self.prepares_steps else self.optimizers
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
-        strategy, trainer, shares = self.strategy, self.trainer, self.metrics.shares
+        strategy, shares = self.strategy, self.metrics.shares
         self.metrics.leave_batches(step.samples)
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
-                strategy.precision.unscale(optimizer)
-                self.hooks.call("on_before_optimizer_step", optimizer)
-                self.task.configure_gradient_clipping(
-                    optimizer, trainer.gradient_clip_val, trainer.gradient_clip_algorithm
-                )
+                self.prepare(optimizer)
             if shares:  # once a step, before any of its updates
                 self.metrics.share_step()
                 shares = False
@@ -147,6 +168,13 @@ class Optimization:
                 yield optimizer
         if strategy.precision.scaler is not None:
             strategy.precision.update()
+
+    def prepare(self, optimizer: Optimizer) -> None:
+        """Unscale and clip the gradients of an optimizer, and call the hooks that look at them."""
+        self.strategy.precision.unscale(optimizer)
+        self.hooks.call("on_before_optimizer_step", optimizer)
+        limit, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
+        self.task.configure_gradient_clipping(optimizer, limit, algorithm)
 
     def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
         batch_idx = step.batches[-1].batch_idx if step.batches else self.state.epoch_rounds
@@ -199,6 +227,8 @@ class Optimization:
     def manual_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
         """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
         strategy = self.strategy
+        if self.closure_step is not None:
+            return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure))
         if self.automatic:
             return strategy.optimizer_step(optimizer, closure)
         self.state.optimizer_steps += 1

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -57,11 +56,6 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
                 f"configure_optimizers returned a {type(config.scheduler).__name__} of an optimizer that it did not "
                 f"return, so it would have no effect; return that optimizer too."
             )
-    if automatic and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise TaskError(
-            "LBFGS evaluates the loss several times a step, which automatic optimization does not do; set "
-            "automatic_optimization = False and call optimizer.step(closure) in training_step."
-        )
     return optimizers, schedulers
 
 

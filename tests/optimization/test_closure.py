@@ -1,0 +1,118 @@
+"""Optimizers that evaluate the loss themselves, by a closure."""
+
+import pytest
+import torch
+from tiny import Tiny, assert_same_bits, make_loader
+
+import legato as lg
+from legato.trainer.errors import ConfigError
+
+
+class Newton(Tiny):
+    evaluations = 0
+
+    def training_step(self, batch, batch_idx):
+        self.evaluations += 1
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_lbfgs_evaluates_the_whole_step(trainer, accumulate):
+    task, by_hand = Newton(), Newton()
+    made = trainer(accumulate_grad_batches=accumulate)
+    made.fit(task, make_loader(16))
+    optimizer, batches, first = by_hand.configure_optimizers(), list(make_loader(16)), []
+    for start in range(0, len(batches), accumulate):
+        window = batches[start : start + accumulate]
+
+        def closure(window=window, start=start):
+            optimizer.zero_grad()
+            losses = [by_hand.loss(batch) for batch in window]
+            for loss in losses:
+                (loss / len(window)).backward()
+            first.append(start) if first[-1:] != [start] else None
+            return sum(loss.detach() / len(window) for loss in losses)
+
+        optimizer.step(closure)
+    assert_same_bits(task, by_hand)
+    assert task.evaluations > 2 * len(batches)  # several a batch
+    assert made.global_step == len(first)
+    assert made.callback_metrics["loss"].isfinite()
+
+
+def test_values_are_logged_once_a_batch(play):
+    task = Newton()
+    memory = play(task).memory
+    assert len([point for point in memory.points if "loss_step" in point[1]]) == 5  # 18 samples in batches of 4
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"nan": "skip"}])
+def test_where_there_can_be_no_closure(trainer, options):
+    with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times a step"):
+        trainer(**options).fit(Newton(), make_loader())
+
+
+class Observes(Tiny):
+    """Notes what happens around its own optimizer_step, and whether gradients are there when a batch begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.events, self.kept = [], []
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.kept.append(next(self.parameters()).grad is not None)
+
+    def training_step(self, batch, batch_idx):
+        self.events.append("forward")
+        return super().training_step(batch, batch_idx)
+
+    def on_before_zero_grad(self, optimizer):
+        self.events.append("zero_grad")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.events.append("before")
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        self.events.append("step")
+        optimizer.step(closure=optimizer_closure)
+
+
+class Choosing(lg.Trainer):
+    """A Trainer that keeps gradients, and whose closures run the step."""
+
+    keeps_gradients = closure_runs_step = True
+
+
+def test_gradients_are_dropped_first_and_the_closure_has_run(trainer):
+    task = Observes()
+    trainer(limit_train_batches=3).fit(task, make_loader())
+    assert task.events == ["zero_grad", "forward", "before", "step"] * 3
+    assert task.kept == [False] * 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_trainer_may_choose_otherwise(trainer, tmp_path, accumulate):
+    task, usual = Observes(), Observes()
+    options = {"accumulate_grad_batches": accumulate, "limit_train_batches": 4, "max_epochs": 1, "accelerator": "cpu"}
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    Choosing(**options, **quiet).fit(task, make_loader())
+    trainer(**options).fit(usual, make_loader())
+    assert_same_bits(task, usual)
+    each = {1: ["step", "forward", "zero_grad", "before"], 2: ["forward", "zero_grad", "step", "forward", "before"]}
+    assert task.events == each[accumulate] * (4 // accumulate)
+    assert task.kept == [False, True, True, True]
+
+
+def test_an_optimizer_step_without_its_closure(tmp_path):
+    class Forgets(Tiny):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            """Do nothing."""
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    with pytest.raises(TypeError, match="did not run its closure"):
+        Choosing(max_epochs=1, accelerator="cpu", **quiet).fit(Forgets(), make_loader())
