@@ -6,10 +6,13 @@ from typing import Any
 
 import torch
 
+from ...tasks.hyperparameters import IN_PROCESS
 from ...trainer.checkpoints import store
+from ...trainer.checkpoints.contents import LEFT_OUT
 from ...trainer.checkpoints.convert import as_lightning
 from ...trainer.checkpoints.manifest import MANIFEST
 from ...trainer.checkpoints.pickled import pickled
+from ...trainer.checkpoints.restore import values_in_process
 
 load_file = torch.load
 
@@ -25,8 +28,17 @@ def as_file(path: str | Path) -> Any:
 
 
 def load(f: Any, *arguments: Any, **options: Any) -> Any:
-    """Do what `torch.load` does; of a checkpoint directory return what Lightning's file would hold."""
-    return load_file(as_file(f) if is_checkpoint(f) else f, *arguments, **options)
+    """Do what `torch.load` does; of a checkpoint directory return what Lightning's file would hold.
+
+    That includes hyperparameters that the directory leaves out, while their object lives in this process.
+    """
+    if not is_checkpoint(f):
+        return load_file(f, *arguments, **options)
+    found = load_file(as_file(f), *arguments, **options)
+    left_out = store.read_checkpoint(Path(os.fspath(f))).get(LEFT_OUT) or {}
+    if left_out.get("object") in IN_PROCESS:
+        found["hyper_parameters"] = {**found.get("hyper_parameters", {}), **values_in_process(dict, left_out, {})}
+    return found
 
 
 def open_directories() -> None:

@@ -5,13 +5,15 @@ from pathlib import Path
 import torch
 
 import legato.compat.lightning as L
+from legato.compat.lightning.checkpoint_files import load_file, open_directories
 from legato.compat.lightning.pytorch.core.saving import get_filesystem
 from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 
 class Linear(L.LightningModule):
-    def __init__(self):
+    def __init__(self, activation=None):
         super().__init__()
+        self.save_hyperparameters()
         self.layer = torch.nn.Linear(2, 1)
 
     def training_step(self, batch, batch_idx):
@@ -30,7 +32,8 @@ def test_the_connector_knows_the_devices():
     assert trainer._accelerator_connector._parallel_devices == [torch.device("cpu")]
 
 
-def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path):
+def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "load", load_file)
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=1,
@@ -40,14 +43,17 @@ def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path):
         enable_model_summary=False,
         default_root_dir=tmp_path,
     )
-    module = Linear()
+    module = Linear(torch.nn.Tanh())
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2))
+    open_directories()
     path = tmp_path / "saved.ckpt"
     trainer.save_checkpoint(path)
     assert path.is_dir()
     with get_filesystem(path).open(str(path), "rb") as file:
         found = torch.load(file, weights_only=True)
     assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
+    found = torch.load(path, weights_only=True)
+    assert isinstance(found["hyper_parameters"]["activation"], torch.nn.Tanh)
     plain = Path(tmp_path / "plain.txt")
     plain.write_text("text")
     with get_filesystem(plain).open(str(plain), "rb") as file:
