@@ -19,7 +19,7 @@ from legato.trainer.__main__ import main
 from legato.trainer.arguments import TrainerArguments
 from legato.trainer.commands.check import trial
 from legato.trainer.commands.check.check import try_run
-from legato.trainer.commands.check.report import Report, count_kept
+from legato.trainer.commands.check.report import Report, check_gradients, count_kept
 from legato.trainer.commands.check.trial import RankRecord
 
 CONFIG = """\
@@ -248,3 +248,14 @@ def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.Mo
     monkeypatch.setattr(trial, "SECONDS", 0.0)
     report = try_run(TrainerArguments(**ALONE), *parts())
     assert len(report.records[0].seconds) == 2
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_parameters_without_gradient_are_a_remark_where_the_strategy_was_told_of_them(trainer, name, declared):
+    made = trainer(strategy={"name": name, "find_unused_parameters": declared}, devices=2)
+    report = Report(records=[RankRecord(rank=0, without_gradient=[["head.bias"]])])
+    check_gradients(made, lg.Task(), report)
+    found, nothing = (report.remarks, report.problems) if declared else (report.problems, report.remarks)
+    assert nothing == []
+    assert "No gradient reaches head.bias." in found[0]

@@ -65,11 +65,11 @@ class DDPStrategy(GroupStrategy):
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
-            "find_unused_parameters": find_unused_parameters,
             "broadcast_buffers": broadcast_buffers,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        self.finds_unused = find_unused_parameters
         if comm_hook is not None and comm_hook not in CommHook.__args__:  # type: ignore[attr-defined]
             known = CommHook.__args__  # type: ignore[attr-defined]
             raise ConfigError(
@@ -105,6 +105,11 @@ class DDPStrategy(GroupStrategy):
             if address is not None:
                 split_address(address)
         return ElasticOptions(min_processes, join, listen, self.timeouts["step"].total_seconds())
+
+    @property
+    def needs_every_gradient(self) -> bool:  # type: ignore[override]
+        """Whether torch's DDP waits for a gradient of every parameter."""
+        return not (self.finds_unused or self.module_options["static_graph"])
 
     @property
     def leaves_default_group(self) -> bool:  # type: ignore[override]
@@ -186,7 +191,11 @@ class DDPStrategy(GroupStrategy):
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
             module = DistributedDataParallel(
-                self._steps_of(task), device_ids=self._device_ids(), process_group=self.collectives.group, **options
+                self._steps_of(task),
+                device_ids=self._device_ids(),
+                process_group=self.collectives.group,
+                find_unused_parameters=self.finds_unused,
+                **options,
             )
         if self.comm_hook is not None:
             state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options, self.collectives.group)

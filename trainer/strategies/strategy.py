@@ -43,6 +43,10 @@ class Strategy:
     cuts_batches = False
     """Whether a training step is called with a part of a replica's batch."""
 
+    needs_every_gradient = False
+    """Whether a step fails where a trained parameter gets no gradient on some rank."""
+    finds_unused = False
+    """Whether the config says that batches may leave parameters out (find_unused_parameters=true)."""
     leaves_default_group = False
     """Whether the default process group has no collectives but the script's."""
 

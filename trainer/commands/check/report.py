@@ -103,10 +103,9 @@ def check_gradients(trainer: Trainer, task: Task, report: Report) -> None:
     parts = [f"{name} (rank {', '.join(map(str, ranks))})" if len(ranks) < len(records) else name
              for name, ranks in missing.items()]  # fmt: skip
     remedy = "Freeze parameters that no loss uses (requires_grad_(False)) or remove them"
-    declared = getattr(trainer.strategy, "module_options", {}).get("find_unused_parameters", False)
     if strict:
         remedy += "; if only some batches use them, set trainer.strategy.find_unused_parameters=true"
-    found = report.remarks if declared else report.problems
+    found = report.remarks if trainer.strategy.finds_unused else report.problems
     found.append(f"No gradient reaches {', '.join(parts)}. {remedy}.")
 
 

@@ -182,7 +182,7 @@ def make_trial(
     strategy: Any = copy.copy(original.strategy)
     elastic, strategy.elastic = strategy.elastic, Elasticity()  # no process leaves or joins a trial
     if find_unused or elastic.changes:
-        strategy.module_options = {**strategy.module_options, "find_unused_parameters": True}
+        strategy.finds_unused = True
     arguments |= {
         "strategy": strategy,
         "callbacks": [Recorder(name, steps, max(steps, MOST_STEPS if warm else 0), SECONDS), *watching, *saving],
@@ -212,10 +212,8 @@ def own_loggers(trainer: Trainer) -> list[Any]:
 
 def needs_every_gradient(trainer: Trainer) -> bool:
     """Return whether the strategy fails when a parameter gets no gradient in a step on some rank."""
-    options = getattr(trainer.strategy, "module_options", None)
-    if options is None or options["find_unused_parameters"] or options["static_graph"]:
-        return False
-    return trainer.reproducible != "bitwise" and not trainer.strategy.elastic.changes
+    own_reduction = trainer.reproducible == "bitwise" or trainer.strategy.elastic.changes  # takes what there is
+    return trainer.strategy.needs_every_gradient and not own_reduction
 
 
 def peak_memory() -> int:

@@ -140,6 +140,7 @@ class MeshStrategy(GroupStrategy):
         super().__init__(process_group_backend, init_method, timeout)
         self.asked: dict[str, Size] = {"data": data, "shard": shard, "tensor": tensor, "pipeline": pipeline}
         read_sizes(self.asked)
+        self.finds_unused = find_unused_parameters
         self.sharding = Sharding(shard_blocks, cpu_offload, reshard_after_forward, half_traffic, find_unused_parameters)
         self.meta_init, self.whole_at_end = meta_init, whole_at_end
         self.sizes = Sizes(1, 1, 1, 1)
