@@ -94,8 +94,9 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
     if wants_public_torch():
         take_public_ways()
-    undo.callback(close_loaders, opened_loaders())  # last, when signals end workers again
+    undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
     undo.enter_context(call.preemption.handle_signals())
+    # From here on a process may wait for others for minutes: signals end it, and the watchdog says what it waits for.
     membership = strategy.elastic.for_stage(call.stage).membership(trainer)
     call.watchdog.place = located(find_place(trainer.cluster) or Place())
     undo.enter_context(call.watchdog)
@@ -106,6 +107,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(strategy.teardown)
+    # Hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before.
     seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
     source, goes_on, saved = find_directory(call, request)
@@ -202,7 +204,7 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
             raise decided.problem
         trainer.run_dir, call.watchdog.token = decided.directory, decided.token
         if request.stage == "fit":
-            trainer.saver.run_id = decided.identity  # unless the checkpoint to go on from has one
+            trainer.saver.run_id = decided.identity  # unless the checkpoint to resume from has one
         if decided.source is None:
             return None, False, None
         try:
@@ -276,7 +278,7 @@ def decide_directory(
     directory = trainer.run_dir or found
     if directory is None:
         directory = trainer.new_run_dir()
-        # one that begins anew for want of a whole checkpoint is the run that left none, and may write over its files
+        # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
         if directory is not None and request.stage == "fit":
             store.write_identity(directory, identity or new_identity())
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
@@ -300,7 +302,7 @@ def is_elsewhere(directory: Path | None, source: Path) -> bool:
 
 
 def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
-    """Return where else than in the run directory checkpoints are saved from which a run can go on."""
+    """Return the folders outside of the run directory with checkpoints from which a run can resume."""
     task.trainer = trainer  # which configure_callbacks may ask
     callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, CheckpointCallback)]
     return [Path(one.dirpath) for one in callbacks if one.dirpath and one.is_elsewhere and not one.save_weights_only]
@@ -397,7 +399,7 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     open_loggers(run)
     if trainer.hang_timeout is not None:
         run.strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
-    run.watchdog.begin()
+    run.watchdog.begin()  # last: a slow set-up (downloads, compilation) is no hang
 
 
 def prepare_data(call: Call) -> None:
@@ -708,7 +710,7 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
         known = ("auto", *STRATEGIES)
         hint = did_you_mean(str(name), known)
         if str(name).startswith("ddp_"):
-            hint = " Options stand beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
+            hint = " Options are given beside the name: {'name': 'ddp', 'find_unused_parameters': True}."
         raise ConfigError(f"trainer.strategy={name!r} is not known; there are {', '.join(known)}.{hint}")
     kind = trainer.strategy_class(name)
     try:

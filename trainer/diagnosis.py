@@ -108,7 +108,7 @@ def diagnose_forward(run: "Run") -> list[str]:
     item = batches[-1]
     batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
     bad = [place for place, tensor in named_tensors(batch) if not are_finite([tensor])]
-    # likewise if any rank's batch is bad already
+    # Also skipped on all ranks if any rank's batch is bad already.
     if run.strategy.collectives.all_reduce(torch.tensor([float(bool(bad))]), "max").item() and not bad:
         return []
     if bad:

@@ -54,7 +54,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders that were handed over, by "train", "validation", "test", "predict"."""
     resume: Any = None
-    """Where the whole run goes on from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
+    """Where to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
     weights: Any = None
     """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
     source_is_chosen: bool = False
@@ -119,12 +119,12 @@ class Request:
 
 @dataclass
 class LoopState:
-    """What changes while a run goes on, besides the state that is saved."""
+    """What changes during a run, besides the state that is saved."""
 
     doing: str
-    """What the run is at: "train", "sanity_check", "validation", "test" or "predict"."""
+    """The current stage: "train", "sanity_check", "validation", "test" or "predict"."""
     open: bool = True
-    """Whether the run is not over yet."""
+    """Whether the run is under way."""
     ended: bool = False
     """Whether training is over."""
     epoch_skipped: bool = False
@@ -184,6 +184,7 @@ class Call:
     def of(cls, trainer: "Trainer", request: Request) -> "Call":
         """Make the parts of a requested call; nothing is started or opened yet."""
         state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
+        # Both learn of the other ranks in `build.join`: a signal, or `self.log` in a hook, may come before.
         agreement, metrics = Agreement(SINGLE, 1, 0, state.elapsed), Metrics(SINGLE, 1, request.task)
         script = ScriptCollectives()
         found = cls(
@@ -488,7 +489,7 @@ class Run(JoinedCall):
         if not self.state.epoch_steps and not self.loop.epoch_skipped:
             raise DataError(
                 f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
-                f"epoch: give a DataLoader, a list or another object that begins anew with each iter()."
+                f"epoch: give a DataLoader, a list or another object that starts again with each iter()."
             )
 
     def validation_is_due(self) -> bool:

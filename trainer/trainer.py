@@ -64,8 +64,9 @@ class Trainer(TrainerDefaults):
     ) -> None:
         """Train a task.
 
-        `resume="auto"` goes on with the newest whole checkpoint of this run name in the same run directory, if there is
-        one; a path begins a new run directory from that checkpoint. `ckpt_path` is Lightning's name for such a path.
+        `resume="auto"` continues from the newest complete checkpoint of this run name, in the same run directory, if
+        there is one; a path begins a new run directory from that checkpoint. `ckpt_path` is Lightning's name for such a
+        path.
         """
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
@@ -79,7 +80,7 @@ class Trainer(TrainerDefaults):
             self.sanity_check()
             run.start_training()
             while not run.loop.ended:
-                with run.membership:  # where processes may leave and come, the loop goes on from here when some did
+                with run.membership:  # where processes may leave and join, the loop continues here when some did
                     while not self.is_done():
                         self.begin_epoch()
                         for step in run.steps_left():
@@ -184,7 +185,7 @@ class Trainer(TrainerDefaults):
 
     # --- around the steps -------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
-        """Begin an epoch, or go on in the middle of one."""
+        """Begin an epoch, or continue in the middle of one."""
         run, state, every = self.current_run, self.state, self.reload_dataloaders_every_n_epochs
         if every and state.epoch and state.epoch % every == 0 and not state.epoch_steps:
             build.make_loaders(run)

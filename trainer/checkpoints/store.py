@@ -134,9 +134,9 @@ def read_callback(directory: Path, state_key: str) -> Any:
         raise CheckpointError(f"{directory}: {error}") from error
 
 
-def read_any(path: Path, names: Collection[str] = (), in_parts: Collection[str] = ()) -> dict[str, Any]:
+def read_any(path: Path) -> dict[str, Any]:
     """Read the checkpoint that `resolve` finds at a path, or a foreign file there; see `foreign.read_contents`."""
-    return read_contents(path, names) if path.is_file() else read_checkpoint(resolve(path), in_parts)
+    return read_contents(path, ()) if path.is_file() else read_checkpoint(resolve(path))
 
 
 def verify(directory: Path) -> None:

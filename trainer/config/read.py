@@ -28,7 +28,7 @@ TARGET = "_target_"
 SECTIONS = {
     "seed": "The seed that all random numbers of the run are derived from.",
     "run": "name and root: the run directory is root/name/version_N.",
-    "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: start anew.',
+    "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: a new run.',
     "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
     "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
     "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's own loaders.",
@@ -46,7 +46,7 @@ NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
 """Keys whose value may be a name alone, short for a mapping with that `name`."""
 READY = Path(__file__).resolve().parents[2] / "configs"
 """The folder of the configs that come with Legato; a file that is not found as given is looked up here."""
-MAX_VALUES = 100_000  # aliases of aliases can stand for more values than fit in memory
+MAX_VALUES = 100_000  # aliases of aliases can expand to more values than fit in memory
 _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
@@ -393,7 +393,7 @@ def _word_instead(argument: str, arguments: Sequence[str]) -> str:
         if value is not None:
             return f" Write {meant or key}={value} instead."
     if argument.startswith("-"):
-        return " Options stand right after `legato`, as in `legato fit --help`; all else is set by key=value."
+        return " Options come right after `legato`, as in `legato fit --help`; all else is set by key=value."
     if value:
         return f" Write {key}={value} instead."
     known = [*ready_configs(), *(one.name for one in Path().glob("*.y*ml"))]

@@ -106,7 +106,7 @@ def regroup(strategy: "Strategy", place: Place, layout: Layout) -> None:
 def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consistent: bool, opens_loggers: bool) -> None:
     """Take over the newest state among the members; every member of the new group calls it.
 
-    `whole`: see MemberState. An error before the last collective leaves this process unchanged.
+    `consistent`: see MemberState. An error before the last collective leaves this process unchanged.
     """
     trainer, strategy, metrics = run.trainer, run.strategy, run.metrics
     validating = run.loop.doing != "train"

@@ -18,11 +18,11 @@ class CSVLogger(Logger):
 
     * The file lies in the run directory, with `save_dir` in `save_dir/name/version` (see `LogFolder`).
     * Each row reaches the operating system at once, so a killed process loses nothing.
-    * A new metric is a new column, for which the file is written anew, as a whole or not at all.
+    * A new metric is a new column, for which the file is replaced by a rename.
     * A resume removes the rows of later steps, and writes no value twice.
 
     Args:
-        prefix: stands before the name of each metric: `prefix-name`.
+        prefix: is put before the name of each metric: `prefix-name`.
         flush_logs_every_n_steps: how often the file is synced to the disk.
     """
 

@@ -27,7 +27,7 @@ class MLFlowLogger(Logger):
         tags: tags of a new run.
         save_dir: the folder of a local store.
         log_model: send checkpoints: "all" as they are saved, True the best and the last at the end.
-        prefix: stands before the name of each metric: `prefix-name`.
+        prefix: is put before the name of each metric: `prefix-name`.
         artifact_location: where a new experiment keeps artifacts.
         run_id: a run to go on in.
         synchronous: whether calls wait for the server.

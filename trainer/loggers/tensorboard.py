@@ -31,7 +31,7 @@ class TensorBoardLogger(Logger):
         sub_dir: a folder in that folder.
         log_graph: record the graph of a task that has `example_input_array`.
         default_hp_metric: show -1 as `hp_metric` beside hyperparameters that have no metrics.
-        prefix: stands before the name of each metric: `prefix-name`.
+        prefix: is put before the name of each metric: `prefix-name`.
         writer_options: options of SummaryWriter, such as `flush_secs`.
     """
 

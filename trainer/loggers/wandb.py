@@ -28,7 +28,7 @@ class WandbLogger(Logger):
         project: the project.
         log_model: send checkpoints: "all" as they are saved, True the best and the last at the end.
         experiment: a run that was made already.
-        prefix: stands before the name of each metric: `prefix-name`.
+        prefix: is put before the name of each metric: `prefix-name`.
         init_options: further arguments of `wandb.init`.
 
     Raises ModuleNotFoundError where the package is not installed, ConfigError for log_model offline.

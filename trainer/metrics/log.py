@@ -53,13 +53,10 @@ NEVER = float("inf")
 class Metrics:
     """All values that the task and callbacks of a run log."""
 
-    def __init__(self, collectives: Collectives, processes: int, task: nn.Module, shares: bool = False) -> None:
-        """Collect values of `task`.
-
-        shares: elastic run; every rank keeps the training values of all ranks, so that none are lost with a rank (see
-        `share`).
-        """
-        self.collectives, self.processes, self.task, self.shares = collectives, processes, task, shares
+    def __init__(self, collectives: Collectives, processes: int, task: nn.Module) -> None:
+        self.collectives, self.processes, self.task = collectives, processes, task
+        self.shares = False
+        """Whether every rank keeps the training values of all ranks, so that an elastic run loses none with a rank."""
         self.exchange = Exchange(collectives)
         self.states = MetricStates(task, [0], by_replica=False)
         self.stages: dict[str, dict[str, Series]] = {}
@@ -585,7 +582,7 @@ class Metrics:
         self.open("train")
 
     def join(self, collectives: Collectives, replicas: range, shares: bool) -> None:
-        """Reduce values with the other ranks from now on; `replicas` are those of this process."""
+        """Reduce values with the other ranks from now on; `replicas` are those of this process, `shares` as above."""
         self.collectives, self.shares, self.exchange = collectives, shares, Exchange(collectives)
         self.set_layout(collectives.size, replicas)
 

@@ -409,7 +409,6 @@ def run_elastic_workers(
     processes: int,
     options: ElasticOptions,
     *,
-    threads: int | None = None,
     max_restarts: int = 0,
     grace: float = GRACE,
 ) -> T | None:
@@ -419,7 +418,7 @@ def run_elastic_workers(
     """
     warm_up()
     environment = dict(os.environ)
-    threads = threads or _read_int("OMP_NUM_THREADS") or max(1, _cores() // processes)
+    threads = _read_int("OMP_NUM_THREADS") or max(1, _cores() // processes)
 
     def enter(attempt: int, elastic_worker: ElasticWorker) -> Callable[[], None]:
         rank, world_size = (0, 1) if elastic_worker.joins else (elastic_worker.member.slot, processes)

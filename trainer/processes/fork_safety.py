@@ -3,7 +3,7 @@
 The threads of gloo and NCCL take a thread state from the interpreter when they drop the last reference to a tensor. Up
 to CPython 3.12 a child that is forked at that moment (loader workers are forked from ranks) inherits the interpreter's
 lock for it, closed for good, and hangs before its first line. A fork shortly after a collective hung once in 1,500
-times here (2 ranks on 2 busy cores), and a run whose loader workers start anew each epoch froze after 32 epochs. And
+times here (2 ranks on 2 busy cores), and a run whose loader workers start again each epoch froze after 32 epochs. And
 where the interpreter is gone when such a thread asks for it, the process is aborted ("terminate called without an
 active exception"; once in 24 exits).
 """

@@ -31,7 +31,7 @@ def handling_end_signals(handler: Callable[[int], None], watch: "SignalWatch | N
     `watch` ends the process if it does not answer them.
 
     Ignored signals stay ignored, as SIGINT is in a background job of a shell. In a forked child the default handlers
-    act: whoever forked it ends it by signals.
+    act: the process that forked it ends it by signals.
     """
     before = {}
     own = os.getpid()

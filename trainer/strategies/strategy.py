@@ -168,10 +168,10 @@ class Strategy:
         return TreeReducer(task.parameters(), self.layout, self.data_ranks.rank, send_early, self.collectives.group)
 
     def finish(self) -> None:
-        """Leave the whole task behind after a run that ended well; every rank calls it, before `teardown`."""
+        """Give the task all its weights after a run without an error; every rank calls it, before `teardown`."""
 
     def teardown(self) -> None:
-        """Let go of what `setup` made; the process group stays, and the task may still be saved."""
+        """Release what `setup` made; the process group stays, and the task may still be saved."""
         self.reducer.close()
         self.reducer = Reducer()
         if self.recomputing is not None:

@@ -146,7 +146,7 @@ def tensor_slots(task: nn.Module) -> Iterator[tuple[Tensors, str, Tensor]]:
 def replace(task: nn.Module, change: TensorChange) -> None:
     """Replace each parameter and buffer by `change(tensor)`; what was shared stays shared."""
     made: dict[int, Any] = {}
-    kept: list[Tensor] = []  # lest an id be used twice
+    kept: list[Tensor] = []  # keeps the tensors alive, so that no id is used twice
     for owner, name, tensor in list(tensor_slots(task)):
         if id(tensor) not in made:
             made[id(tensor)] = change(tensor)

@@ -54,7 +54,7 @@ class BatchRun:
         self.key = int(torch.randint(2**62, ()))
         self.outputs: list[Any] = [None] * count
         self.recorders = [LogRecorder() for _ in self.sizes]
-        seed_generators(mix(self.key, strategy.owners.own))  # lest stages draw the same masks
+        seed_generators(mix(self.key, strategy.owners.own))  # else stages would draw the same masks
 
     def _of_all(self, number: int) -> list[int]:
         """Return this number of all pipelines that gather parameters together, and so must do the same."""

@@ -60,7 +60,7 @@ class StageOwners:
 
     def __init__(self, tensors: Sequence[Tensor], stages: Sequence[Sequence[PartBlock]], places: int, own: int) -> None:
         """`own`: this process's place."""
-        self.tensors, self.own, self.last = tensors, own, places - 1  # holds the tensors, lest an id be used twice
+        self.tensors, self.own, self.last = tensors, own, places - 1  # kept alive, so that no id is used twice
         self.by_id = stage_places(stages, places)
 
     def place_of(self, tensor: Tensor) -> int:
