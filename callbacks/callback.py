@@ -80,7 +80,8 @@ class Callback:
     """
 
     late = 0
-    """Order of its hooks: 0 before the task's; 1 after them, to judge metrics; 2 last, to save."""
+    """Order of its hooks: -1 first, to set what others read; 0 before the task's; 1 after those, to judge metrics; 2
+    last, to save."""
     after_every_step = False
     """Whether `on_train_batch_end` is called on every process after every step, with batch None if it had none.
 
@@ -102,6 +103,9 @@ class Callback:
 
     def set_task(self, task: "Task | None") -> None:
         """Receive the task when a run is set up, None when it has ended. For base classes; others override `setup`."""
+
+    def extend_optimizers(self, task: "Task", optimizers: list[Any]) -> None:
+        """Add the parameter groups that a resumed run had added, to what configure_optimizers has made."""
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Called first in a stage ("fit", "validate", "test", "predict"), before anything is moved to a device."""

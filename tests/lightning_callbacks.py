@@ -399,6 +399,183 @@ def logging_from_callbacks(L, folder):
     return seen
 
 
+def weights_of(module):
+    """Return what is trained; the count of batches in a batch norm is averaged, and cut, by Lightning alone."""
+    found = {name: value for name, value in module.state_dict().items() if not name.endswith("num_batches_tracked")}
+    return [round(value, 4) for tensor in found.values() for value in tensor.double().flatten().tolist()]
+
+
+class Norms(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+
+
+AVERAGES = {
+    "swa": lambda kinds: kinds.StochasticWeightAveraging(0.05, swa_epoch_start=0.5, annealing_epochs=2),
+    "swa linear": lambda kinds: kinds.StochasticWeightAveraging([0.05], 2, 3, "linear"),
+    "swa at once": lambda kinds: kinds.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=0),
+    "own average": lambda kinds: kinds.StochasticWeightAveraging(
+        0.05, 1, avg_fn=lambda own, new, count: (own + new) / 2
+    ),
+    "mean": lambda kinds: kinds.WeightAveraging(),
+    "ema": lambda kinds: kinds.EMAWeightAveraging(decay=0.8),
+    "ema later": lambda kinds: kinds.EMAWeightAveraging(decay=0.5, update_every_n_steps=3, update_starting_at_step=4),
+}
+
+
+def measured(self, batch, batch_idx):
+    self.seen.append(round(float(self.head(self.backbone(batch[0])).double().sum()), 4))
+
+
+@scenario
+def averages(L, folder):
+    found = {}
+    for name, make in AVERAGES.items():
+        for norms in (False, True):
+            seen, module = [], make_module(L, validation_step=measured)
+            module.seen = seen
+            if norms:
+                module.backbone = Norms()
+            trainer = make_trainer(L, folder, [make(L.pytorch.callbacks)], max_epochs=4, enable_checkpointing=False)
+            trainer.fit(module, loader(), loader(1))
+            # Lightning measures batch norms in an epoch with a validation; before there is an average, it validates the
+            # first weights of the run, and Legato the newest
+            found[f"{name} {norms}"] = [weights_of(module), seen[1:4]]
+    return found
+
+
+@scenario
+def finetuning(L, folder):
+    kinds, rates = L.pytorch.callbacks, []
+
+    def of_head(self):
+        return torch.optim.SGD(self.head.parameters(), lr=0.1, momentum=0.9)
+
+    class Own(kinds.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(modules=pl_module.backbone, optimizer=optimizer, lr=0.01)
+
+    class Rates(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            rates.append([round(group["lr"], 6) for group in trainer.optimizers[0].param_groups])
+
+    found = []
+    for callback in (
+        Own(),
+        kinds.BackboneFinetuning(1, lambda epoch: 1.5),
+        kinds.BackboneFinetuning(2, train_bn=False),
+    ):
+        module = make_module(L, (0.5,), configure_optimizers=of_head)
+        fit(L, folder, [callback, Rates()], module, max_epochs=4, enable_checkpointing=False)
+        found.append(weights_of(module))
+    base, module = kinds.BaseFinetuning, make_module(L)
+    module.backbone = Norms()
+    base.freeze(module.backbone, train_bn=True)
+    found.append([name for name, one in module.named_parameters() if one.requires_grad])
+    found.append(
+        [len(list(base.filter_params(module, requires_grad=True))), len(base.flatten_modules(module.backbone))]
+    )
+    base.freeze([module.backbone, [module.head]], train_bn=False)
+    found.append([name for name, one in module.named_parameters() if one.requires_grad])
+    base.make_trainable(module)
+    found.append([name for name, one in module.named_parameters() if one.requires_grad])
+    return [*found, rates, kinds.finetuning.multiplicative(3)]
+
+
+@scenario
+def accumulation(L, folder):
+    counts = []
+
+    class Counts(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            counts.append([trainer.accumulate_grad_batches, trainer.global_step])
+
+    found = []
+    for scheduling in ({0: 2, 2: 4}, {1: 4}):
+        callback, module = L.pytorch.callbacks.GradientAccumulationScheduler(scheduling), make_module(L, (0.5,))
+        fit(L, folder, [callback, Counts()], module, max_epochs=3, enable_checkpointing=False)
+        found.append([weights_of(module), callback.going_to_accumulate_grad_batches()])
+    return [found, counts]
+
+
+@scenario
+def predictions(L, folder):
+    written = []
+
+    class Writer(L.pytorch.callbacks.BasePredictionWriter):
+        def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+            written.append([prediction, list(batch_indices), batch_idx, dataloader_idx])
+
+        def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
+            written.append([predictions, batch_indices])
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return [round(value, 4) for value in batch[0].sum(1).tolist()]
+
+    module = make_module(L, predict_step=predict_step)
+    for interval in ("batch", "epoch", "batch_and_epoch"):
+        for loaders in (loader(3), [loader(2), loader(1, 3)]):
+            trainer = make_trainer(L, folder, [Writer(interval)], enable_checkpointing=False)
+            trainer.predict(module, loaders, return_predictions=False)
+    try:
+        Writer("never")
+    except L.pytorch.utilities.exceptions.MisconfigurationException:
+        written.append("refused")
+    return written
+
+
+@scenario
+def functions(L, folder):
+    calls = []
+    hooks = {
+        "setup": lambda trainer, module, stage: calls.append(["setup", stage]),
+        "on_train_epoch_start": lambda trainer, module: calls.append(["epoch", trainer.current_epoch]),
+        "on_validation_batch_end": lambda *arguments: calls.append(["validation", arguments[4]]),
+        "on_train_end": lambda trainer, module: calls.append(["end", trainer.global_step]),
+        "on_fit_end": None,
+    }
+    fit(L, folder, [L.pytorch.callbacks.LambdaCallback(**hooks)], max_epochs=2, enable_checkpointing=False)
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 5:
+            raise ZeroDivisionError
+        return self.head(self.backbone(batch[0])).square().mean()
+
+    callback = L.pytorch.callbacks.OnExceptionCheckpoint(folder, "failed")
+    module = make_module(L, (0.5,), training_step=training_step)
+    with suppress(ZeroDivisionError):
+        fit(L, folder, [callback], module)
+    calls.append([os.path.relpath(callback.ckpt_path, folder), os.path.exists(callback.ckpt_path)])
+    again = make_module(L, (0.5,))
+    trainer = fit(L, folder, [], again, ckpt_path=callback.ckpt_path, enable_checkpointing=False)
+    return [*calls, trainer.global_step, trainer.current_epoch]
+
+
+@scenario
+def all_together(L, folder):
+    kinds, points = L.pytorch.callbacks, []
+    best = kinds.ModelCheckpoint(folder / "best", monitor="val_loss", filename="{epoch}-{val_loss:.2f}", save_top_k=2)
+    every = kinds.ModelCheckpoint(folder / "every", every_n_train_steps=3, save_top_k=-1, save_last=True)
+    stopping = kinds.EarlyStopping("val_loss", patience=2)
+    rates, averaging = kinds.LearningRateMonitor(), kinds.StochasticWeightAveraging(0.02, 2, annealing_epochs=2)
+    module = make_module(L, (0.5, 0.3, 0.4, 0.35, 0.2, 0.1))
+    callbacks, logger = [best, stopping, rates, averaging, every], recording_logger(L, points)
+    trainer = fit(L, folder, callbacks, module, max_epochs=8, logger=logger, log_every_n_steps=1)
+    resumed = make_module(L, (0.9, 0.8, 0.7))
+    again = fit(
+        L, folder / "again", [kinds.StochasticWeightAveraging(0.02, 2, annealing_epochs=2)], resumed,
+        max_epochs=6, enable_checkpointing=False, ckpt_path=every.last_model_path,
+    )  # fmt: skip
+    return [
+        seen(best, folder / "best"), seen(every, folder / "every"), stopping.stopped_epoch, stopping.wait_count,
+        trainer.global_step, rates.lrs, weights_of(module), again.global_step,
+    ]  # fmt: skip
+
+
 def main():
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "legato", "lightning.fabric"):

@@ -577,6 +577,8 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
     optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
+    for callback in trainer.callbacks:
+        callback.extend_optimizers(task, optimizers)
     optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.use_guard(make_guard(optimization, call))

@@ -64,11 +64,13 @@ class Hooks(dict[str, Calls]):
             in_order = sorted(overriding, key=lambda callback: callback.late)
             own = name in TASK_HOOKS and (name.endswith(("_model_eval", "_model_train")) or overrides(task, Task, name))
             self.of_task[name] = (getattr(task, name),) if own else ()
-            early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if not c.late)
-            self.late[name] = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late)
+            early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late <= 0)
+            self.late[name] = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late > 0)
             self.of_callbacks[name] = early + self.late[name]
             self[name] = early + self.of_task[name] + self.late[name]
-        together = sorted((c for c in callbacks if c.late or c.after_every_step), key=lambda callback: callback.late)
+        together = sorted(
+            (c for c in callbacks if c.late > 0 or c.after_every_step), key=lambda callback: callback.late
+        )
         asked = [c for c in together if overrides(c, Callback, "on_train_batch_end")]
         self.after_every_step: Calls = tuple(partial(c.on_train_batch_end, trainer, task) for c in asked)
         """`on_train_batch_end` calls after a step for which this process had no batch."""

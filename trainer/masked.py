@@ -49,6 +49,7 @@ def counted(run: "Run", batches: Iterable[ReplicaBatch], step: str, arity: int) 
         if item.masked:
             evaluate(run, item, step, arity)
         else:
+            run.loop.item = item
             yield item
 
 

@@ -7,7 +7,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,8 +17,10 @@ from torch import nn
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import diagnosis
+from .checkpoints.fingerprint import record_groups
 from .data.dealing import EvaluationData, TrainingData
-from .data.sampling import Layout
+from .data.randomness import seed_generators
+from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
 from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError, TaskError
@@ -131,6 +133,8 @@ class LoopState:
     """Whether the rest of the epoch is left out."""
     step: StepInput | None = None
     """The newest step of this process."""
+    item: ReplicaBatch | None = None
+    """The newest batch of an evaluation in this process."""
     point: tuple[int, dict[str, float]] | None = None
     """The newest point of the log: its step and values."""
     samples_of_epoch: dict[str, Any] | None = None
@@ -521,6 +525,26 @@ class Run(JoinedCall):
         return (
             iter(()) if self.loop.epoch_skipped else self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
         )
+
+    def record_parameter_groups(self) -> None:
+        """Take note of parameter groups that were added to the optimizers, for a resume to expect them."""
+        record_groups(self.fingerprint, self.optimization)
+
+    def set_accumulation(self, batches: int) -> None:
+        """Accumulate this many batches of a replica for a step, from the epoch on that begins."""
+        self.trainer.accumulate_grad_batches = self.data.samples["accumulate_grad_batches"] = batches
+        self.training_data.dealing = replace(self.training_data.dealing, accumulate=batches)
+
+    def forward_training_data(self) -> None:
+        """Call training_step for every batch that this process has in the next epoch; losses and logs are discarded."""
+        self.metrics.muted = True
+        for step in self.training_data.epoch(self.state.epoch):
+            for item in step.batches:
+                seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
+                batch = item.batch if self.transfer is None else self.transfer(item.batch, 0)
+                self.task.training_step(*(batch, item.batch_idx)[: self.arity])
+        self.metrics.muted = False
+        self.strategy.align_buffers()
 
     def count_epoch(self) -> None:
         """Count the epoch if it has ended."""

@@ -224,22 +224,32 @@ NAMES: dict[str, dict[str, Entry]] = {
         "Checkpoint": Entry("adapter", ".callbacks.model_checkpoint", ""),
     },
     "pytorch.callbacks.device_stats_monitor": {
-        "DeviceStatsMonitor": Entry("placeholder", "", "Legato does without it."),
+        "DeviceStatsMonitor": Entry(
+            "adapter", ".callbacks.training", "Of rank 0; the processor by psutil, where it is installed."
+        ),
     },
     "pytorch.callbacks.early_stopping": {
         "EarlyStoppingReason": Entry("same", ".callbacks.early_stopping", ""),
         "EarlyStopping": Entry("adapter", ".callbacks.early_stopping", ""),
     },
     "pytorch.callbacks.finetuning": {
-        "multiplicative": Entry("placeholder", "", "Legato does without it."),
-        "BaseFinetuning": Entry("placeholder", "", "Legato does without it."),
-        "BackboneFinetuning": Entry("placeholder", "", "Legato does without it."),
+        "multiplicative": Entry("same", ".callbacks.training", ""),
+        "BaseFinetuning": Entry(
+            "better",
+            ".callbacks.training",
+            "A resume restores which parameters are trained, and does not unfreeze twice in an epoch.",
+        ),
+        "BackboneFinetuning": Entry(
+            "better",
+            ".callbacks.training",
+            "A resume restores which parameters are trained, and does not raise a rate twice in an epoch.",
+        ),
     },
     "pytorch.callbacks.gradient_accumulation_scheduler": {
-        "GradientAccumulationScheduler": Entry("placeholder", "", "Legato does without it."),
+        "GradientAccumulationScheduler": Entry("same", ".callbacks.training", ""),
     },
     "pytorch.callbacks.lambda_function": {
-        "LambdaCallback": Entry("placeholder", "", "Legato does without it."),
+        "LambdaCallback": Entry("same", ".callbacks.training", ""),
     },
     "pytorch.callbacks.lr_finder": {
         "LearningRateFinder": Entry("placeholder", "", "Legato does without it."),
@@ -259,11 +269,21 @@ NAMES: dict[str, dict[str, Entry]] = {
         "ModelSummary": Entry("adapter", ".callbacks.model_summary", ""),
     },
     "pytorch.callbacks.on_exception_checkpoint": {
-        "OnExceptionCheckpoint": Entry("placeholder", "", "Legato does without it."),
+        "OnExceptionCheckpoint": Entry(
+            "better",
+            ".callbacks.training",
+            "Saves the last finished step, from which a run goes on; with several processes nothing, since the "
+            "others may be gone.",
+        ),
     },
     "pytorch.callbacks.prediction_writer": {
-        "WriteInterval": Entry("placeholder", "", "Legato does without it."),
-        "BasePredictionWriter": Entry("placeholder", "", "Legato does without it."),
+        "WriteInterval": Entry("same", ".callbacks.training", ""),
+        "BasePredictionWriter": Entry(
+            "adapter",
+            ".callbacks.training",
+            "Each process writes its own predictions, every sample once; batch_indices are None for data without "
+            "positions, such as streams.",
+        ),
     },
     "pytorch.callbacks.progress.progress_bar": {
         "ProgressBar": Entry("adapter", ".callbacks.progress", ""),
@@ -300,19 +320,39 @@ NAMES: dict[str, dict[str, Entry]] = {
         "convert_inf": Entry("same", ".callbacks.progress", ""),
     },
     "pytorch.callbacks.pruning": {
-        "ModelPruning": Entry("placeholder", "", "Legato does without it."),
+        "ModelPruning": Entry(
+            "placeholder",
+            "",
+            "Call torch.nn.utils.prune in on_train_epoch_end of a callback: prune.l1_unstructured(module, "
+            "'weight', amount), and prune.remove when training ends.",
+        ),
     },
     "pytorch.callbacks.rich_model_summary": {
         "RichModelSummary": Entry("adapter", ".callbacks.model_summary", ""),
     },
     "pytorch.callbacks.spike": {
-        "SpikeDetection": Entry("placeholder", "", "Legato does without it."),
+        "SpikeDetection": Entry(
+            "placeholder",
+            "",
+            "Say Trainer(nan='skip') of Legato, which drops steps with gradients that are not finite, or compare "
+            "the loss with its mean in on_train_batch_end.",
+        ),
     },
     "pytorch.callbacks.stochastic_weight_avg": {
-        "StochasticWeightAveraging": Entry("placeholder", "", "Legato does without it."),
+        "StochasticWeightAveraging": Entry(
+            "better",
+            ".callbacks.training",
+            "The averages are in checkpoints, so that an interrupted run ends with the same weights; batch norms "
+            "are measured by one pass without the hooks and logs of an epoch.",
+        ),
     },
     "pytorch.callbacks.throughput_monitor": {
-        "ThroughputMonitor": Entry("same", "legato.callbacks", ""),
+        "ThroughputMonitor": Entry(
+            "adapter",
+            ".callbacks.training",
+            "Logs throughput/samples_per_second and throughput/steps_per_second over all processes; batch_size_fn"
+            " is not called, since samples are counted.",
+        ),
     },
     "pytorch.callbacks.timer": {
         "Interval": Entry("same", ".callbacks.monitors", ""),
@@ -323,8 +363,18 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.callbacks.weight_averaging": {
-        "WeightAveraging": Entry("placeholder", "", "Legato does without it."),
-        "EMAWeightAveraging": Entry("placeholder", "", "Legato does without it."),
+        "WeightAveraging": Entry(
+            "better",
+            ".callbacks.training",
+            "A checkpoint has the trained weights as the model's and the averages as the callback's state; "
+            "validation and test use the averages.",
+        ),
+        "EMAWeightAveraging": Entry(
+            "better",
+            ".callbacks.training",
+            "A checkpoint has the trained weights as the model's and the averages as the callback's state; "
+            "validation and test use the averages.",
+        ),
     },
     "pytorch.cli": {
         "ModuleType": Entry("same", ".cli"),

@@ -79,6 +79,16 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
     }
 
 
+def record_groups(found: dict[str, Any], optimization: "Optimization") -> None:
+    """Add the parameter groups that were added to optimizers in the course of a run to its fingerprint."""
+    for described, optimizer in zip(found["optimizers"], optimization.optimizers, strict=True):
+        names = optimization.strategy.state_dicts.parameter_names(optimization.task, optimizer)
+        now = _describe_optimizer(optimizer, names)
+        for part in ("parameters", "groups"):
+            if described[part] is not None and now[part] is not None:
+                described[part] += now[part][len(described[part]) :]
+
+
 def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None) -> dict[str, Any]:
     """Return the settings that decide which samples make up a step, as far as the training loader has them.
 

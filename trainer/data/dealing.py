@@ -53,7 +53,8 @@ class DealtData:
             found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.spans(step, replicas, leaders):
                 samples = order.samples(start, stop)
-                item = ReplicaBatch(replica, round, next(batches), samples, masked=replica not in replicas)
+                masks, place = replica not in replicas, (order, start, stop)
+                item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             whole = step < deal.steps - 1 or _is_whole(deal)

@@ -159,6 +159,13 @@ class EpochOrder:
         """Return the number of samples at positions [start, stop)."""
         return stop - start if self.sizes is None else int(self.sizes[start:stop].sum())
 
+    def indices(self, start: int, stop: int) -> list[Any]:
+        """Return the dataset indices of the samples at positions [start, stop)."""
+        found = self.order(np.arange(start, stop, dtype=np.int64))
+        if self.sizes is not None:
+            return [index for batch in found for index in batch]
+        return found.tolist() if isinstance(found, np.ndarray) else list(found)
+
     def step_samples(self, deal: Deal, step: int) -> int:
         """Return the number of samples of one optimizer step over all replicas."""
         if self.sizes is None:

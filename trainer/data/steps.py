@@ -20,6 +20,17 @@ class ReplicaBatch:
     dataloader_idx: int = 0
     masked: bool = False
     """Whether the batch belongs to another process and is run only to keep lockstep; its results are discarded."""
+    place: tuple[Any, int, int] | None = None
+    """The epoch's order and the positions [start, stop) of the batch in it; None where the data has no positions."""
+
+    @property
+    def indices(self) -> list[Any] | None:
+        """The dataset indices of the batch's samples; None where the data has no positions, as in streams."""
+        if self.place is None or not hasattr(self.place[0], "indices"):
+            return None
+        order, start, stop = self.place
+        found: list[Any] = order.indices(start, stop)
+        return found
 
 
 @dataclass(slots=True)

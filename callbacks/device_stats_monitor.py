@@ -1,0 +1,70 @@
+"""DeviceStatsMonitor: logs what a device's memory and the processor do."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from ..trainer.errors import ConfigError
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+PREFIX = "DeviceStatsMonitor"
+
+
+class DeviceStatsMonitor(Callback):
+    """Logs statistics of rank 0's device at logging steps, before and after a batch.
+
+    Of CUDA devices all of torch.cuda.memory_stats, of MPS the allocated memory, of the processor (with psutil) its load
+    and memory, as `DeviceStatsMonitor.on_train_batch_end/NAME`.
+
+    Args:
+        cpu_stats: True: log the processor's too; None: only where it is the device; False: never.
+    """
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self._cpu_stats = cpu_stats
+        self._logged: set[str] = set()
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Raise ConfigError without a logger, or without psutil where the processor is asked for."""
+        if stage == "fit" and not trainer.loggers:
+            raise ConfigError("DeviceStatsMonitor needs a logger to write to: set trainer.logger.")
+        if self._cpu_stats and find_spec("psutil") is None:
+            raise ConfigError("DeviceStatsMonitor(cpu_stats=True) needs the package psutil: pip install psutil.")
+
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Log before a batch."""
+        self._log(trainer, "on_train_batch_start", trainer.state.global_step + 1)
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log after a step."""
+        self._log(trainer, "on_train_batch_end", trainer.state.global_step)
+
+    def _log(self, trainer: "Trainer", hook: str, step: int) -> None:
+        mark = f"{hook} {step}"
+        if not trainer.is_global_zero or step == 0 or step % trainer.log_every_n_steps or mark in self._logged:
+            return
+        self._logged = {one for one in self._logged if one.endswith(f" {step}")} | {mark}
+        values = {f"{PREFIX}.{hook}/{name}": value for name, value in self.stats(trainer).items()}
+        for logger in trainer.loggers if values else ():
+            logger.log_metrics(values, step)
+
+    def stats(self, trainer: "Trainer") -> dict[str, float]:
+        """Return the statistics of this moment."""
+        import torch
+
+        device, found = trainer.strategy.device, dict[str, float]()
+        if device.type == "cuda":
+            found = {name: float(value) for name, value in torch.cuda.memory_stats(device).items()}
+        elif device.type == "mps":
+            found = {"mps_current_allocated_bytes": float(torch.mps.current_allocated_memory())}
+        wanted = device.type == "cpu" if self._cpu_stats is None else self._cpu_stats
+        if wanted and find_spec("psutil") is not None:
+            import psutil
+
+            found["cpu_percent"] = psutil.cpu_percent()
+            found["cpu_vm_percent"] = psutil.virtual_memory().percent
+            found["cpu_swap_percent"] = psutil.swap_memory().percent
+        return found

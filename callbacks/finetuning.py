@@ -1,0 +1,264 @@
+"""BaseFinetuning and BackboneFinetuning: parts of a task that are frozen at first and trained later."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..trainer.errors import ConfigError
+from .callback import Callback
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+    Modules = nn.Module | Iterable["Modules"]
+
+log = logging.getLogger("legato")
+
+
+def multiplicative(epoch: int) -> float:
+    """Return the factor by which BackboneFinetuning raises the learning rate in an epoch."""
+    return 2.0
+
+
+class BaseFinetuning(Callback):
+    """Base class of callbacks that freeze modules before training, and unfreeze them at the beginning of epochs.
+
+    Override `freeze_before_training` and `finetune_function`. A resume restores the parameter groups that were added,
+    and which parameters are trained.
+    """
+
+    def __init__(self) -> None:
+        self._added: list[list[dict[str, Any]]] = []
+        """For each optimizer the groups that were added, with names in place of parameters."""
+        self._trained: list[str] = []
+        self._newest_epoch = -1
+        """The newest epoch for which `finetune_function` was called."""
+        self._given_groups: list[int] = []
+        """For each optimizer how many groups configure_optimizers made."""
+
+    # --- to override ------------------------------------------------------------------------------------------------
+    def freeze_before_training(self, task: "Task") -> None:
+        """Freeze modules, for example by `self.freeze(task.backbone)`."""
+        raise NotImplementedError(f"{type(self).__name__} must define freeze_before_training.")
+
+    def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
+        """Unfreeze modules at the beginning of an epoch; called for each optimizer."""
+        raise NotImplementedError(f"{type(self).__name__} must define finetune_function.")
+
+    # --- modules ----------------------------------------------------------------------------------------------------
+    @staticmethod
+    def flatten_modules(modules: "Modules") -> "list[nn.Module]":
+        """Return the modules below that have no children, or parameters of their own."""
+        from torch import nn
+
+        if isinstance(modules, nn.Module):
+            every: Iterable[nn.Module] = modules.modules()
+        else:
+            every = [module for part in modules for module in BaseFinetuning.flatten_modules(part)]
+        return [one for one in every if not list(one.children()) or list(one.parameters(recurse=False))]
+
+    @staticmethod
+    def filter_params(
+        modules: "Modules", train_bn: bool = True, requires_grad: bool = True
+    ) -> "Iterator[nn.Parameter]":
+        """Yield the parameters that are trained, or those that are not; without `train_bn` none of batch norms."""
+        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+        for module in BaseFinetuning.flatten_modules(modules):
+            if train_bn or not isinstance(module, BatchNorm):
+                yield from (one for one in module.parameters(recurse=False) if one.requires_grad == requires_grad)
+
+    @staticmethod
+    def make_trainable(modules: "Modules") -> None:
+        """Let all parameters be trained."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            BaseFinetuning._set(module, True)
+
+    @staticmethod
+    def freeze_module(module: "nn.Module") -> None:
+        """Freeze a module's own parameters."""
+        BaseFinetuning._set(module, False)
+
+    @staticmethod
+    def freeze(modules: "Modules", train_bn: bool = True) -> None:
+        """Freeze all parameters but, with `train_bn`, those of batch norms."""
+        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+        for module in BaseFinetuning.flatten_modules(modules):
+            BaseFinetuning._set(module, train_bn and isinstance(module, BatchNorm))
+
+    @staticmethod
+    def _set(module: "nn.Module", trained: bool) -> None:
+        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+        if isinstance(module, BatchNorm):
+            module.track_running_stats = trained
+        for parameter in module.parameters(recurse=False):
+            parameter.requires_grad = trained
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: "Optimizer", params: "Iterable[nn.Parameter]") -> "list[nn.Parameter]":
+        """Return the parameters that the optimizer does not have yet; warn of the others."""
+        known = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        params = list(params)
+        found = [one for one in params if id(one) not in known]
+        if len(found) < len(params):
+            log.warning(
+                "%d of the parameters to unfreeze are in a group of the optimizer already, and stay there. In "
+                "configure_optimizers give it the trained ones only: filter(lambda p: p.requires_grad, ...).",
+                len(params) - len(found),
+            )
+        return found
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: "Modules",
+        optimizer: "Optimizer",
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Let modules be trained, as a new parameter group at `lr`, or the first group's over `initial_denom_lr`."""
+        BaseFinetuning.make_trainable(modules)
+        rate = float(optimizer.param_groups[0]["lr"]) / initial_denom_lr if lr is None else float(lr)
+        params = BaseFinetuning.filter_params(modules, train_bn=train_bn, requires_grad=True)
+        found = BaseFinetuning.filter_on_optimizer(optimizer, params)
+        if found:
+            optimizer.add_param_group({"params": found, "lr": rate})
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Freeze."""
+        if stage == "fit":
+            self._added, self._newest_epoch, self._given_groups = [], -1, []
+            self.freeze_before_training(task)
+
+    def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
+        """Train the parameters that the saved run had trained."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.stage == "fit" and state:
+            self._added, self._trained = state["added"], state["trained"]
+            for name, parameter in task.named_parameters():
+                parameter.requires_grad = name in self._trained
+
+    def extend_optimizers(self, task: "Task", optimizers: "list[Any]") -> None:
+        """Add the parameter groups of the saved run."""
+        self._given_groups, parameters = [len(one.param_groups) for one in optimizers], dict(task.named_parameters())
+        for optimizer, groups in zip(optimizers, self._added, strict=False):
+            for group in groups:
+                optimizer.add_param_group({**group, "params": [parameters[name] for name in group["params"]]})
+
+    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Unfreeze, once in an epoch."""
+        if trainer.current_epoch <= self._newest_epoch:
+            return  # the epoch goes on after a resume
+        self._newest_epoch = trainer.current_epoch
+        for optimizer in trainer.optimizers:
+            self.finetune_function(task, trainer.current_epoch, optimizer)
+        names = {id(parameter): name for name, parameter in task.named_parameters()}
+        self._added = [
+            [
+                {**_plain(group), "params": [names[id(parameter)] for parameter in group["params"]]}
+                for group in optimizer.param_groups[given:]
+            ]
+            for optimizer, given in zip(trainer.optimizers, self._given_groups, strict=True)
+        ]
+        trainer.current_run.record_parameter_groups()
+
+    def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
+        """Record which parameters are trained."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if state is not None:
+            state["trained"] = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups that were added."""
+        return {"added": self._added, "trained": self._trained, "newest_epoch": self._newest_epoch}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore which epoch was begun; the groups are there."""
+        self._added, self._trained = state_dict["added"], state_dict["trained"]
+        self._newest_epoch = state_dict["newest_epoch"]
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Freezes `task.backbone`, and trains it from an epoch on at a learning rate that rises to that of the rest.
+
+    Args:
+        unfreeze_backbone_at_epoch: the first epoch in which it is trained.
+        lambda_func: returns the factor of the learning rate for an epoch, counted from 1.
+        backbone_initial_ratio_lr: share of the first group's learning rate to begin with.
+        backbone_initial_lr: the learning rate to begin with, in place of that.
+        should_align: never go beyond the first group's learning rate.
+        train_bn: train batch norms too.
+        verbose: log the learning rates.
+        rounding: digits of logged learning rates.
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
+        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
+        self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
+        self.verbose, self.rounding = verbose, rounding
+        self.previous_backbone_lr: float | None = None
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Freeze. Raises ConfigError for a task without a backbone."""
+        from torch import nn
+
+        if stage == "fit" and not isinstance(getattr(task, "backbone", None), nn.Module):
+            raise ConfigError(f"BackboneFinetuning: {type(task).__name__} has no module `backbone`.")
+        super().setup(trainer, task, stage)
+
+    def freeze_before_training(self, task: "Task") -> None:
+        """Freeze the backbone."""
+        self.freeze(task.backbone)
+
+    def finetune_function(self, task: "Task", epoch: int, optimizer: "Optimizer") -> None:
+        """Unfreeze the backbone when it is time, and raise its learning rate from then on."""
+        rate = float(optimizer.param_groups[0]["lr"])
+        if epoch == self.unfreeze_backbone_at_epoch:
+            given = self.backbone_initial_lr
+            own = rate * self.backbone_initial_ratio_lr if given is None else given
+            backbone: Any = task.backbone
+            self.unfreeze_and_add_param_group(backbone, optimizer, own, self.initial_denom_lr, self.train_bn)
+        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+            own = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            own = min(own, rate) if self.should_align else own
+            optimizer.param_groups[-1]["lr"] = own
+        else:
+            return
+        self.previous_backbone_lr = own
+        if self.verbose:
+            log.info("Current lr: %s, Backbone lr: %s", round(rate, self.rounding), round(own, self.rounding))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the groups that were added, and the backbone's learning rate."""
+        return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the state."""
+        super().load_state_dict(state_dict)
+        self.previous_backbone_lr = state_dict["previous_backbone_lr"]
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's settings that a checkpoint can hold."""
+    kinds = (bool, int, float, str, tuple, list, type(None))
+    return {name: value for name, value in group.items() if name != "params" and isinstance(value, kinds)}

@@ -1,0 +1,40 @@
+"""OnExceptionCheckpoint: saves the run when it ends by an exception."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..trainer.errors import ConfigError
+from .checkpoint_callback import CheckpointCallback
+from .retention import is_name
+
+if TYPE_CHECKING:
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+
+class OnExceptionCheckpoint(CheckpointCallback):
+    """Saves the last finished step to `dirpath/filename` when the run ends by an exception, on one process."""
+
+    file_extension = ""
+    """What is added to `filename`."""
+
+    def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
+        if not filename or not is_name(filename):
+            raise ConfigError(f"OnExceptionCheckpoint: filename={filename!r} is no plain name of a folder in dirpath.")
+        self.dirpath, self.filename = Path(os.path.abspath(dirpath)), filename
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """True: `dirpath` is given."""
+        return True
+
+    @property
+    def ckpt_path(self) -> str:
+        """Path of the checkpoint."""
+        return os.path.join(self.dirpath or "", self.filename + self.file_extension)
+
+    def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
+        """Save the run."""
+        if not trainer.fast_dev_run:
+            trainer.saver.save_after_error(Path(self.ckpt_path))

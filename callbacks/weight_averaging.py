@@ -1,0 +1,209 @@
+"""WeightAveraging: averages the weights during training, and evaluates with the averages."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..trainer.errors import ConfigError, TaskError
+from .callback import Callback
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+
+class WeightAveraging(Callback):
+    """Keeps the mean of the weights after the optimizer steps that `should_update` chooses, by default all.
+
+    Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint has the trained
+    weights as the model's and the averages as this callback's state, so that a resume restores both.
+    """
+
+    after_every_step = True
+    evaluates = True
+    """Whether evaluations use the averages."""
+
+    def __init__(self, use_buffers: bool = False) -> None:
+        """Average parameters, with `use_buffers` also floating point buffers."""
+        self.use_buffers = use_buffers
+        self.updates = 0
+        """Number of updates so far."""
+        self.averages: dict[str, torch.Tensor] = {}
+        """Averages by parameter name; of a sharded parameter this rank's shard."""
+        self._unsharded: dict[str, torch.Tensor] = {}
+        """Unsharded averages, as loaded from a checkpoint or left by the last run."""
+        self._trained: dict[str, torch.Tensor] = {}
+        """The trained weights, while the task holds the averages."""
+        self._step = 0
+
+    def averaged_state_dict(self) -> "dict[str, torch.Tensor]":
+        """Return the unsharded averages by parameter name. Collective under a sharded strategy."""
+        return self._unsharded or {name: _full_tensor(average) for name, average in self.averages.items()}
+
+    # --- training ---------------------------------------------------------------------------------------------------
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Reset the averages at the start of a training. Raises ConfigError for strategies without all weights."""
+        if not trainer.strategy.has_all_weights and stage == "fit":
+            raise ConfigError(
+                f"{type(self).__name__} averages all weights, of which a process of strategy "
+                f"{trainer.strategy.name!r} has some only (those of its own stages, or none of the remote modules'): "
+                f"remove it, set pipeline to 1, or keep the modules here."
+            )
+        trainer.strategy.elastic.for_stage(stage).refuse(
+            f"{type(self).__name__} cannot hand its averages to processes that join an elastic run: remove it, or "
+            f"elastic=true."
+        )
+        if stage == "fit":
+            self.updates, self.averages, self._unsharded, self._step = 0, {}, {}, 0
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Shard the averages of a resumed run."""
+        self._shard_averages(task)
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Update the averages after an optimizer step."""
+        step = trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        if self.should_update(step, trainer.current_epoch):
+            self.update(task)
+
+    def should_update(self, step: int, epoch: int) -> bool:
+        """Return whether the weights after this optimizer step, counted from 1, are averaged."""
+        return True
+
+    def average(self, averages: "torch.Tensor", weights: "torch.Tensor") -> None:
+        """Update averages in place by new weights; the first are copied."""
+        averages.lerp_(weights, 1.0 / (self.updates + 1))
+
+    def update(self, task: "Task") -> None:
+        """Add the current weights to the averages."""
+        import torch
+
+        with torch.no_grad():
+            for name, tensor in self._averaged(task).items():
+                # in float32 at least: the update by (1 - decay) is mostly below bfloat16's resolution
+                kind = torch.promote_types(tensor.dtype, torch.float32)
+                if name not in self.averages:
+                    self.averages[name] = tensor.detach().to(kind, copy=True)
+                else:
+                    self.average(_local_shard(self.averages[name]), _local_shard(tensor.detach()).to(kind))
+        self.updates += 1
+
+    def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Leave the averages in the task."""
+        self._swap_in(task)
+        self._trained = {}
+        self._unsharded = {name: _full_tensor(average).cpu() for name, average in self.averages.items()}
+
+    def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
+        """Leave the trained weights in the task."""
+        self._swap_out(task)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+    def on_validation_model_eval(self, trainer: "Trainer", task: "Task") -> None:
+        """Swap in the averages."""
+        if self.evaluates:
+            self._swap_in(task)
+
+    on_test_model_eval = on_predict_model_eval = on_validation_model_eval
+
+    def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Swap out the averages, before a checkpoint is saved."""
+        self._swap_out(task)
+
+    def on_validation_model_train(self, trainer: "Trainer", task: "Task") -> None:
+        """Swap out the averages, also after an exception."""
+        self._swap_out(task)
+
+    on_test_model_train = on_predict_model_train = on_validation_model_train
+
+    def _swap_in(self, task: "Task") -> None:
+        import torch
+
+        if self._trained:
+            return
+        self._shard_averages(task)
+        with torch.no_grad():
+            for name, tensor in self._averaged(task).items():
+                if name in self.averages:
+                    own = _local_shard(tensor.detach())
+                    self._trained[name] = own.clone()
+                    own.copy_(_local_shard(self.averages[name]))
+        if self.use_buffers:
+            task.trainer.strategy.align_buffers()  # each process averaged the buffers of its own replicas
+
+    def _swap_out(self, task: "Task") -> None:
+        import torch
+
+        trained, self._trained = self._trained, {}
+        with torch.no_grad():
+            for name, tensor in self._averaged(task).items() if trained else ():
+                if name in trained:
+                    _local_shard(tensor.detach()).copy_(trained[name])
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages. Collective under a sharded strategy."""
+        whole = self.averaged_state_dict()
+        return {"updates": self.updates, "averages": whole} if whole else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the averages; they are sharded when training or evaluation begins."""
+        self.updates, self._unsharded, self.averages = state_dict["updates"], dict(state_dict["averages"]), {}
+
+    def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
+        """Raise TaskError while the task holds the averages instead of the trained weights."""
+        if self._trained:
+            raise TaskError(
+                f"save_checkpoint was called within an evaluation, while the task holds the averaged weights of "
+                f"{type(self).__name__}. Call it from on_validation_end on."
+            )
+
+    def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
+        """Load the averages of a checkpoint that is evaluated."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if trainer.stage != "fit":
+            self.load_state_dict(state or {"updates": 0, "averages": {}})
+
+    def _shard_averages(self, task: "Task") -> None:
+        """Shard loaded averages like the task's parameters."""
+        whole, self._unsharded = self._unsharded, {}
+        for name, tensor in self._averaged(task).items():
+            if name in whole:
+                self.averages[name] = _distribute_like(whole[name], tensor.detach())
+
+    def _averaged(self, task: "Task") -> "dict[str, torch.Tensor]":
+        """Return the tensors to average, by name."""
+        found: dict[str, torch.Tensor] = dict(task.named_parameters())
+        if self.use_buffers:
+            found.update(task.named_buffers())
+        return {name: tensor for name, tensor in found.items() if tensor.is_floating_point()}
+
+
+def _local_shard(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return this rank's shard of a tensor, sharing its memory."""
+    from ..trainer.torch_private import local_part
+
+    return local_part(tensor)
+
+
+def _full_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the full tensor; collective for a DTensor."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
+
+
+def _distribute_like(whole: "torch.Tensor", like: Any) -> "torch.Tensor":
+    """Return a full tensor distributed like `like`; collective for a DTensor."""
+    import torch
+
+    with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be updated later
+        if not hasattr(like, "full_tensor"):
+            return whole.to(like.device, copy=True)
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements)

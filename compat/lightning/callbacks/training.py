@@ -1,0 +1,192 @@
+"""Callbacks that change training, with Lightning's names and arguments."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ....callbacks import (
+    device_stats_monitor,
+    ema,
+    finetuning,
+    gradient_accumulation_scheduler,
+    lambda_callback,
+    on_exception,
+    prediction_writer,
+    swa,
+    throughput_monitor,
+    weight_averaging,
+)
+from ....callbacks.finetuning import multiplicative as multiplicative
+from ....trainer.errors import ConfigError
+from ..placeholders import UnsupportedError
+from ..utilities import LightningEnum
+from .callback import Callback
+from .model_checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+    from ....trainer.trainer import Trainer
+
+
+class BaseFinetuning(finetuning.BaseFinetuning, Callback):
+    """Freezes parts before training, and unfreezes them at the beginning of epochs."""
+
+
+class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
+    """Freezes `backbone`, and trains it from an epoch on."""
+
+
+class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
+    """Logs what a device's memory and the processor do."""
+
+
+class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
+    """Accumulates as many batches for a step as `scheduling` says for the epoch."""
+
+    def __init__(self, scheduling: dict[int, int]) -> None:
+        if not scheduling:
+            raise TypeError("Empty dict cannot be interpreted correct")
+        if min(scheduling) < 0:
+            raise IndexError(f"Epochs indexing from 1, epoch {min(scheduling)} cannot be interpreted correct")
+        super().__init__(scheduling)
+
+
+class LambdaCallback(lambda_callback.LambdaCallback, Callback):
+    """Calls the given functions as hooks."""
+
+
+class OnExceptionCheckpoint(on_exception.OnExceptionCheckpoint, Checkpoint):
+    """Saves the last finished step when the run ends by an exception."""
+
+    FILE_EXTENSION = ".ckpt"
+
+    @property
+    def file_extension(self) -> str:  # type: ignore[override]
+        """What is added to `filename`."""
+        return self.FILE_EXTENSION
+
+
+class WriteInterval(LightningEnum):
+    """When predictions are written."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Whether after every batch."""
+        return self in (self.BATCH, self.BATCH_AND_EPOCH)
+
+    @property
+    def on_epoch(self) -> bool:
+        """Whether after the last batch."""
+        return self in (self.EPOCH, self.BATCH_AND_EPOCH)
+
+
+class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
+    """Writes what predict_step returns, each process its own."""
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        super().__init__(write_interval)
+        self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
+
+
+class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
+    """Averages the weights at the beginning of the last epochs."""
+
+    def __init__(
+        self,
+        swa_lrs: float | list[float],
+        swa_epoch_start: int | float = 0.8,
+        annealing_epochs: int = 10,
+        annealing_strategy: Literal["cos", "linear"] = "cos",
+        avg_fn: Callable[..., Any] | None = None,
+        device: Any = "cpu",
+    ) -> None:
+        if not isinstance(swa_lrs, (float, list)):
+            raise ConfigError(f"StochasticWeightAveraging: swa_lrs={swa_lrs!r}: expected a float or a list of floats.")
+        super().__init__(swa_lrs, swa_epoch_start, annealing_epochs, annealing_strategy, avg_fn)
+
+
+class WeightAveraging(weight_averaging.WeightAveraging, Callback):
+    """Averages the weights after the steps that `should_update(step_idx, epoch_idx)` chooses."""
+
+    def __init__(
+        self, device: Any = None, use_buffers: bool = True, avg_fn: Callable[..., Any] | None = None, **kwargs: Any
+    ) -> None:
+        if kwargs:
+            raise UnsupportedError(
+                f"WeightAveraging({', '.join(kwargs)}): averages are computed by Legato and not by AveragedModel; give "
+                f"avg_fn, or override average(averages, weights)."
+            )
+        super().__init__(use_buffers)
+        self._avg_fn = avg_fn
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to average after this step, counted from 0, or at the end of this epoch."""
+        return step_idx is not None
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Average after a step that was chosen."""
+        step, self._step = trainer.global_step, trainer.global_step
+        if step != self.__dict__.setdefault("_seen", step - 1) and self.should_update(step_idx=step - 1):
+            self.update(task)
+        self.__dict__["_seen"] = step
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Average at the end of an epoch that was chosen."""
+        if self.should_update(epoch_idx=trainer.current_epoch):
+            self.update(task)
+
+    def average(self, averages: Any, weights: Any) -> None:
+        """Update averages in place by new weights."""
+        if self._avg_fn is None:
+            super().average(averages, weights)
+        else:
+            averages.copy_(self._avg_fn(averages, weights, self.updates))
+
+
+class EMAWeightAveraging(WeightAveraging):
+    """Averages the weights exponentially."""
+
+    def __init__(
+        self,
+        device: Any = None,
+        use_buffers: bool = True,
+        decay: float = 0.999,
+        update_every_n_steps: int = 1,
+        update_starting_at_step: int | None = None,
+        update_starting_at_epoch: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(device, use_buffers, **kwargs)
+        ema.ExponentialMovingAverage(decay, every_n_steps=update_every_n_steps)  # refuses wrong values
+        self.decay, self.update_every_n_steps = decay, update_every_n_steps
+        self.update_starting_at_step, self.update_starting_at_epoch = update_starting_at_step, update_starting_at_epoch
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        """Return whether to average after this step, counted from 0, or at the end of this epoch."""
+        if step_idx is not None:
+            begun = self.update_starting_at_step is None or step_idx >= self.update_starting_at_step
+            return begun and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
+        first = self.update_starting_at_epoch
+        return first is not None and epoch_idx is not None and epoch_idx >= first
+
+    def average(self, averages: Any, weights: Any) -> None:
+        """Update averages in place by new weights."""
+        averages.lerp_(weights, 1.0 - self.decay)
+
+
+class ThroughputMonitor(throughput_monitor.ThroughputMonitor, Callback):
+    """Logs steps and samples per second."""
+
+    def __init__(
+        self, batch_size_fn: Callable[[Any], int], length_fn: Callable[[Any], int] | None = None, **kwargs: Any
+    ) -> None:
+        if length_fn is not None or kwargs:
+            named: Sequence[str] = [*(["length_fn"] if length_fn is not None else []), *kwargs]
+            raise UnsupportedError(
+                f"ThroughputMonitor({', '.join(named)}): Legato counts samples and steps; log items of your own by "
+                f"self.log in training_step."
+            )
+        super().__init__()
