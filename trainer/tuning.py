@@ -162,16 +162,18 @@ def sweep_learning_rates(
     lr_min: float = 1e-8,
     lr_max: float = 1.0,
     steps: int = 100,
+    epochs: int = -1,
     diverges_at: float | None = 4.0,
     **named_data: Any,
 ) -> LearningRateSweep:
     """Train a copy of the task for `steps` steps with rising learning rates, and return the losses found.
 
+    epochs: end after this many epochs even if there are fewer steps; -1: no limit.
     data, named_data: the data, as `fit` takes it. The others are described at `LearningRateSweep`.
     """
     sweep = LearningRateSweep(mode, lr_min, lr_max, steps, diverges_at)
     with trial_of(trainer, task, *data, *named_data.values()) as (trial, copied):
-        trial.callbacks, trial.max_steps, trial.limit_val_batches = [sweep], steps, 0
+        trial.callbacks, trial.max_steps, trial.max_epochs, trial.limit_val_batches = [sweep], steps, epochs, 0
         trial.fit(copied, *data, **named_data)
     return sweep
 

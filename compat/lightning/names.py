@@ -979,6 +979,9 @@ NAMES: dict[str, dict[str, Entry]] = {
         "Logger": Entry("same", ".loggers"),
         "rank_zero_experiment": Entry("same", ".loggers"),
     },
+    "fabric.utilities.device_dtype_mixin": {
+        "_DeviceDtypeModuleMixin": Entry("same", ".utilities:DeviceDtypeMixin"),
+    },
 }
 
 EXPORTS: dict[str, str] = {
@@ -1069,7 +1072,7 @@ INTERNAL = """
     fabric.strategies.launchers.multiprocessing fabric.strategies.launchers.subprocess_script
     fabric.strategies.launchers.xla fabric.strategies.model_parallel fabric.strategies.parallel
     fabric.strategies.registry fabric.strategies.single_device fabric.strategies.single_xla
-    fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp fabric.utilities.device_dtype_mixin
+    fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp
     fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load fabric.utilities.logger
     fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike fabric.utilities.testing
     fabric.utilities.testing._runif fabric.wrappers pytorch.loggers.utilities pytorch.loops.fetchers

@@ -159,11 +159,12 @@ class Trainer(TrainerAttributes):
         return Path(own)
 
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
-        """Return the place of a point: the index of the newest step, or a value that was logged as "step"."""
+        """Return the place of a point: the newest step, after fit their count, or what was logged as "step"."""
         values = dict(values)
         step = values.pop("step", None)
         values.setdefault("epoch", self.current_epoch)
-        return max(0, self.state.global_step - 1) if step is None else int(step), values
+        newest = max(0, self.state.global_step - (self.stage == "fit"))
+        return newest if step is None else int(step), values
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:

@@ -92,6 +92,7 @@ class Tuner:
             lr_min=min_lr,
             lr_max=max_lr,
             steps=num_training,
+            epochs=-1 if self._trainer.max_epochs is None else self._trainer.max_epochs,
             diverges_at=early_stop_threshold,
             **data,
         )

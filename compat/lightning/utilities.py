@@ -392,6 +392,21 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     )
 
 
+class DeviceDtypeMixin(nn.Module):
+    """A module that knows the device and the dtype of its parameters."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters; the CPU without any."""
+        return next((parameter.device for parameter in self.parameters()), CPU_DEVICE)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters; torch's default without any."""
+        found = (parameter.dtype for parameter in self.parameters() if parameter.is_floating_point())
+        return next(found, torch.get_default_dtype())
+
+
 def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
     """Return a model of torchvision by its name."""
     models: Any = importlib.import_module("torchvision.models")

@@ -3,6 +3,8 @@
 import csv
 import importlib
 import inspect
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -187,3 +189,62 @@ def test_wandb_offline(tmp_path, monkeypatch):
         logger.log_image("i", [torch.zeros(3, 4, 4)], caption=[])
     assert logger.experiment.summary.get("loss") is not None
     wandb.finish()
+
+
+SCRIPT = """
+import sys, torch
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader, TensorDataset
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.tuner import Tuner
+
+class Model(pl.LightningModule):
+    def __init__(self, lr=0.01):
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(4, 1)
+    def loss(self, batch):
+        return self.layer(batch[0]).square().mean()
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("train_loss", loss)
+        self.log("both", loss, on_step=True, on_epoch=True)
+        return loss
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.loss(batch))
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+samples = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+data, model, logger = DataLoader(TensorDataset(samples), batch_size=4), Model(), CSVLogger(sys.argv[1], "mine")
+trainer = pl.Trainer(max_epochs=2, accelerator="cpu", logger=logger, log_every_n_steps=3, enable_progress_bar=False,
+                     callbacks=[LearningRateMonitor()], default_root_dir=sys.argv[1])
+Tuner(trainer).lr_find(model, data, num_training=60, min_lr=1e-4, early_stop_threshold=None)
+trainer.fit(model, data, data)
+trainer.test(model, data, verbose=False)
+trainer.logger.experiment.log_metrics({"x": 1}, 99)
+trainer.logger.save()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_writes_the_rows_that_it_writes_with_lightning(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    found = {}
+    for name, command in (("theirs", ["-W", "ignore"]), ("ours", ["-m", "legato.trainer", "lightning"])):
+        command = [sys.executable, *command, "train.py", name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        with (tmp_path / name / "mine" / "version_0" / "metrics.csv").open(newline="") as file:
+            found[name] = list(csv.DictReader(file))
+    assert len(found["ours"]) == len(found["theirs"]) == 13
+    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+        assert list(ours) == list(theirs)
+        assert {name: value and pytest.approx(float(value), rel=1e-5) for name, value in theirs.items()} == {
+            name: value and float(value) for name, value in ours.items()
+        }

@@ -386,6 +386,16 @@ def test_operations_are_counted():
         assert our(model, lambda: model(x), loss) == their(model, lambda: model(x), loss) > 0
 
 
+def test_a_module_knows_its_device_and_dtype():
+    our, their = both("fabric.utilities.device_dtype_mixin._DeviceDtypeModuleMixin")
+    for dtype in (torch.float32, torch.float64):
+        modules = [type("Net", (kind,), {})() for kind in (our, their)]
+        for module in modules:
+            module.layer = nn.Linear(1, 1)
+            module.to(dtype)
+        assert (modules[0].device, modules[0].dtype) == (modules[1].device, modules[1].dtype)
+
+
 ALIASES = """
 import legato.compat.lightning
 legato.compat.lightning.install()

@@ -94,6 +94,23 @@ def test_the_loss_that_a_sweep_records_is_that_of_the_step(tmp_path):
         assert sweep.results["loss"][step] == pytest.approx(average / (1 - 0.98 ** (step + 2)))
 
 
+def test_a_plot_of_a_sweep(tmp_path):
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    sweep = LearningRateSweep("exponential", 1e-4, 1.0, 20)
+    sweep.results = {"lr": [sweep.rate(step) for step in range(20)], "loss": [1.0 - step / 40 for step in range(20)]}
+    figure = sweep.plot(suggest=True)
+    assert figure.axes[0].get_xscale() == "log"
+    assert len(figure.axes[0].lines) == 2
+    assert sweep.plot(ax=figure.axes[0]) is figure
+    matplotlib.pyplot.close("all")
+
+
+def test_a_sweep_ends_with_its_epochs(tmp_path):
+    sweep = sweep_learning_rates(make_trainer(tmp_path), Tiny(), make_loader(), steps=50, epochs=2, lr_min=1e-3)
+    assert len(sweep.results["lr"]) == 10
+
+
 def test_too_few_points_and_wrong_wishes(tmp_path, caplog):
     sweep = LearningRateSweep("linear", 0.1, 1.0, 5)
     assert sweep.suggestion() is None
