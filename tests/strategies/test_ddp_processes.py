@@ -276,6 +276,7 @@ def test_the_caller_may_save_what_the_workers_left(tmp_path):
     for keeps in (True, False):
         task = Net()
         made = fit(task, **TWO, max_epochs=1, default_root_dir=tmp_path / str(keeps), enable_checkpointing=keeps)
+        assert made.elapsed == made.state.elapsed > 0
         made.save_checkpoint(tmp_path / f"weights-{keeps}", weights_only=True)
         again = Net()
         again.load_state_dict(store.read_checkpoint(tmp_path / f"weights-{keeps}")["state_dict"])
