@@ -215,7 +215,11 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.callbacks.batch_size_finder": {
-        "BatchSizeFinder": Entry("placeholder", "", "Legato does without it."),
+        "BatchSizeFinder": Entry(
+            "adapter",
+            ".callbacks.finders",
+            "Searches before a fit begins, by a copy of the trainer; other stages are not searched.",
+        ),
     },
     "pytorch.callbacks.callback": {
         "Callback": Entry("adapter", ".callbacks.callback", ""),
@@ -252,7 +256,11 @@ NAMES: dict[str, dict[str, Entry]] = {
         "LambdaCallback": Entry("same", ".callbacks.training", ""),
     },
     "pytorch.callbacks.lr_finder": {
-        "LearningRateFinder": Entry("placeholder", "", "Legato does without it."),
+        "LearningRateFinder": Entry(
+            "adapter",
+            ".callbacks.finders",
+            "Sweeps before the run begins, by a copy of the trainer; within a run lr_find is refused.",
+        ),
     },
     "pytorch.callbacks.lr_monitor": {
         "LearningRateMonitor": Entry("adapter", ".callbacks.monitors", ""),

@@ -10,9 +10,6 @@ from typing import Any, Literal
 import torch
 
 from ...callbacks.callback import Callback
-from ...callbacks.model_summary import ModelSummary
-from ...callbacks.progress_bar import ProgressBar
-from ...callbacks.timer import Timer
 from ...tasks.task import Task
 from ...trainer.checkpoints.store import newest_complete
 from ...trainer.hooks import STEP_NAMES, overrides
@@ -25,7 +22,11 @@ from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
 from .attributes import TrainerAttributes
+from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
+from .callbacks.model_summary import ModelSummary
+from .callbacks.monitors import Timer
+from .callbacks.progress import TQDMProgressBar
 from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
@@ -142,7 +143,7 @@ class Trainer(TrainerAttributes):
     def default_callbacks(self) -> list[tuple[bool, type[Callback], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for; none of them logs anything."""
         return [
-            (self.enable_progress_bar, ProgressBar, {}),
+            (self.enable_progress_bar, TQDMProgressBar, {}),
             (self.enable_model_summary, ModelSummary, {}),
             (self.max_time is not None, Timer, {"duration": self.max_time}),
             (self.enable_checkpointing, ModelCheckpoint, {}),
@@ -217,6 +218,8 @@ class Trainer(TrainerAttributes):
             ):
                 log.warning("fit was given val_dataloaders, but %s has no validation_step.", type(model).__name__)
                 val_dataloaders = None
+            for callback in [one for one in self.callbacks if isinstance(one, Finder)]:
+                callback.search(self, model, train_dataloaders, val_dataloaders, datamodule)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
 
     def validate(

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from lightning_callbacks import SCENARIOS, fit, loader, make_module, make_trainer
 
 import legato.compat.lightning as L
@@ -113,3 +114,55 @@ def test_a_bar_prints_above_itself_and_is_left_out_where_it_is_disabled(tmp_path
     fit(L, tmp_path, [bar, Prints()], max_epochs=1, enable_checkpointing=False)
     assert capsys.readouterr().out == ""
     assert make_trainer(L, tmp_path, [bar]).progress_bar_callback is bar
+
+
+class Sized(L.LightningModule):
+    """Has a learning rate and a batch size to find."""
+
+    def __init__(self):
+        super().__init__()
+        self.lr, self.batch_size = 1e-5, 1
+        self.net = torch.nn.Linear(4, 1)
+        self.sizes = set()
+
+    def training_step(self, batch, batch_idx):
+        self.sizes.add(len(batch[0]))
+        return (self.net(batch[0]) - 1).square().mean()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(loader(16).dataset, batch_size=self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def test_finders_search_before_the_fit(tmp_path):
+    from legato.compat.lightning.placeholders import UnsupportedError
+    from legato.compat.lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+
+    size = BatchSizeFinder(max_trials=2, init_val=2, steps_per_trial=1)
+    rate = LearningRateFinder(num_training_steps=20, min_lr=1e-4)
+    module, before = Sized(), Sized().lr
+    trainer = make_trainer(L, tmp_path, [size, rate], max_epochs=1, enable_checkpointing=False)
+    trainer.fit(module)
+    assert module.batch_size == size.optimal_batch_size > 1
+    assert module.sizes == {module.batch_size}
+    assert module.lr == rate.optimal_lr.suggestion() != before
+    assert trainer.optimizers[0].param_groups[0]["lr"] == module.lr
+    with pytest.raises(UnsupportedError, match="before fit"):
+        rate.lr_find(trainer, module)
+    for kind in (BatchSizeFinder, LearningRateFinder):
+        with pytest.raises(ValueError, match="mode"):
+            kind(mode="guess")
+
+
+def test_the_callbacks_that_a_trainer_adds(tmp_path):
+    callbacks = L.pytorch.callbacks
+    trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", max_time="00:01:00:00", logger=False)
+    kinds = [callbacks.TQDMProgressBar, callbacks.ModelSummary, callbacks.Timer, callbacks.ModelCheckpoint]
+    assert [type(callback) for callback in trainer.callbacks] == kinds
+    assert all(isinstance(callback, L.Callback) for callback in trainer.callbacks)
+    bar = callbacks.RichProgressBar()
+    trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", callbacks=[bar], logger=False)
+    assert trainer.progress_bar_callback is bar
+    assert not any(isinstance(callback, callbacks.TQDMProgressBar) for callback in trainer.callbacks)

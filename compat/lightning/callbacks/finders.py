@@ -1,0 +1,92 @@
+"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a fit begins."""
+
+from typing import Any
+
+from ..placeholders import UnsupportedError
+from ..tuner import Tuner
+from .callback import Callback
+
+WITHIN = "is called before fit, and not within it: call Tuner(trainer).{} at any time between runs."
+
+
+class Finder(Callback):
+    """Base class of callbacks that search for a setting when fit is called, before its run begins."""
+
+    def search(self, trainer: Any, model: Any, train: Any, val: Any, datamodule: Any) -> None:
+        """Search with the data that fit was given."""
+        raise NotImplementedError
+
+
+class LearningRateFinder(Finder):
+    """Sweeps learning rates before a fit, and sets the suggested one."""
+
+    SUPPORTED_MODES = ("linear", "exponential")
+
+    def __init__(
+        self,
+        min_lr: float = 1e-8,
+        max_lr: float = 1,
+        num_training_steps: int = 100,
+        mode: str = "exponential",
+        early_stop_threshold: float | None = 4.0,
+        update_attr: bool = True,
+        attr_name: str = "",
+    ) -> None:
+        if mode.lower() not in self.SUPPORTED_MODES:
+            raise ValueError(f"`mode` should be either of {self.SUPPORTED_MODES}")
+        self._options: dict[str, Any] = {
+            "min_lr": min_lr,
+            "max_lr": max_lr,
+            "num_training": num_training_steps,
+            "mode": mode.lower(),
+            "early_stop_threshold": early_stop_threshold,
+            "update_attr": update_attr,
+            "attr_name": attr_name,
+        }
+        self.optimal_lr: Any = None
+
+    def search(self, trainer: Any, model: Any, train: Any, val: Any, datamodule: Any) -> None:
+        """Sweep, and keep the result as `optimal_lr`."""
+        self.optimal_lr = Tuner(trainer).lr_find(model, train, val, datamodule=datamodule, **self._options)
+
+    def lr_find(self, trainer: Any, pl_module: Any) -> None:
+        """Raise UnsupportedError: a sweep does not begin within a run."""
+        raise UnsupportedError(f"LearningRateFinder.lr_find {WITHIN.format('lr_find')}")
+
+
+class BatchSizeFinder(Finder):
+    """Searches for the largest batch size that memory holds before a fit, and sets it."""
+
+    SUPPORTED_MODES = ("power", "binsearch")
+
+    def __init__(
+        self,
+        mode: str = "power",
+        steps_per_trial: int = 3,
+        init_val: int = 2,
+        max_trials: int = 25,
+        batch_arg_name: str = "batch_size",
+        margin: float = 0.05,
+        max_val: int = 8192,
+    ) -> None:
+        if mode.lower() not in self.SUPPORTED_MODES:
+            raise ValueError(f"`mode` should be either of {self.SUPPORTED_MODES}")
+        self._options: dict[str, Any] = {
+            "mode": mode.lower(),
+            "steps_per_trial": steps_per_trial,
+            "init_val": init_val,
+            "max_trials": max_trials,
+            "batch_arg_name": batch_arg_name,
+            "margin": margin,
+            "max_val": max_val,
+        }
+        self.optimal_batch_size: int | None = init_val
+
+    def search(self, trainer: Any, model: Any, train: Any, val: Any, datamodule: Any) -> None:
+        """Search, and keep the result as `optimal_batch_size`."""
+        tuner = Tuner(trainer)
+        self.optimal_batch_size = tuner.scale_batch_size(model, train, val, datamodule=datamodule, **self._options)
+
+    def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
+        """Raise UnsupportedError: a search does not begin within a run."""
+        raise UnsupportedError(f"BatchSizeFinder.scale_batch_size {WITHIN.format('scale_batch_size')}")
