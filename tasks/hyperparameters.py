@@ -74,7 +74,13 @@ class Hyperparameters:
         for name in ignored:  # a base class's call sees and saves the arguments of its subclasses
             self.hparams.pop(name, None)
         self.hparams.update({name: value for name, value in found.items() if name not in ignored})
-        IN_PROCESS[self.__dict__.setdefault("_hparams_id", uuid.uuid4().hex)] = self
+        self.identity_in_process()
+
+    def identity_in_process(self) -> str:
+        """Return the id by which `IN_PROCESS` has this object; a copy in another process has the same one."""
+        found: str = self.__dict__.setdefault("_hparams_id", uuid.uuid4().hex)
+        IN_PROCESS.setdefault(found, self)
+        return found
 
     def _init_arguments(self, frame: FrameType | None) -> dict[str, Any]:
         """Return the arguments of all running `__init__` of this object (the outermost wins).

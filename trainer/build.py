@@ -17,6 +17,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
 from .checkpoints import contents, convert, fingerprint, restore, store
+from .checkpoints.left_out import add_left_out, logged_hyperparameters
 from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
 from .checkpoints.run_names import name_problem
@@ -359,6 +360,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     call.metrics.states = MetricStates(task, owned, by_replica=call.bitwise or shares, shared=shares)
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
+        add_left_out(saved)
         call.hooks.call("on_load_checkpoint", saved)
         if stage == "fit" and convert.is_lightning(saved):
             convert.take_over(trainer, saved)
@@ -637,7 +639,7 @@ def open_loggers(run: Run) -> None:
         name: value
         for source in (run.datamodule, run.task)
         if source is not None and source.__dict__.get("_log_hyperparams", True)
-        for name, value in contents.logged_hyperparameters(source).items()
+        for name, value in logged_hyperparameters(source).items()
     }
     for logger in trainer.loggers:
         logger.open(trainer.run_dir, step if going_on else None)

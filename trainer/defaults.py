@@ -29,6 +29,8 @@ class TrainerDefaults(TrainerView):
 
     keeps_seed: ClassVar[bool] = True
     """Whether a run that goes on must be given the seed that it began with."""
+    keeps_added_code: ClassVar[bool] = False
+    """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
     logs_hyperparameters: bool = True
     """Whether loggers are given the hyperparameters when a run begins."""
 

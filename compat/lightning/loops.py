@@ -230,6 +230,14 @@ class EvaluationLoop(Loop):
         return self.trainer.inference_mode
 
     @property
+    def _data_source(self) -> "EvaluationLoop":  # private in Lightning, and asked by programs whether there is data
+        return self
+
+    def is_defined(self) -> bool:
+        """Return whether there are loaders."""
+        return bool(self.max_batches)
+
+    @property
     def max_batches(self) -> list[int | float]:
         """The number of batches of each loader."""
         return {"validation": self.trainer.num_val_batches, "test": self.trainer.num_test_batches}[self.doing]

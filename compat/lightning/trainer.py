@@ -57,6 +57,7 @@ class Trainer(TrainerAttributes):
     logs_cut_epochs = True
     closure_runs_step = True
     keeps_seed = False
+    keeps_added_code = True
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,

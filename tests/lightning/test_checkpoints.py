@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import legato as lg
 import legato.compat.lightning as room
 from legato.compat.lightning.utilities import load_file
+from legato.tasks.hyperparameters import IN_PROCESS
 from legato.trainer.checkpoints import store
 from legato.trainer.checkpoints.convert import as_lightning
 from legato.trainer.commands.convert import convert_checkpoint
@@ -363,3 +364,27 @@ def test_programs_open_a_checkpoint_as_the_file_that_they_expect(tmp_path):
     assert torch.load(path, map_location="meta")["state_dict"]["net.0.bias"].is_meta
     with pytest.raises(IsADirectoryError):
         torch.load(tmp_path)
+
+
+def test_what_hooks_add_and_no_checkpoint_holds_stays_in_the_process(tmp_path, caplog):
+    class Adds(ROOM["Plain"]):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint.update(loss_fn=nn.L1Loss(), kind=torch.float32)
+
+        def on_load_checkpoint(self, checkpoint):
+            self.loaded = checkpoint.get("loss_fn"), checkpoint["kind"]
+
+    path = tmp_path / "x.ckpt"
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    module, trainer = Adds(), room.Trainer(accelerator="cpu", max_epochs=1, **options)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(path)
+    trainer.save_checkpoint(tmp_path / "again.ckpt")
+    assert [message for message in caplog.messages if "loss_fn (L1Loss)" in message] == caplog.messages[-1:]
+    loss, kind = Adds.load_from_checkpoint(path).loaded
+    assert (type(loss), kind) == (nn.L1Loss, torch.float32)
+    again, trainer = Adds(), room.Trainer(accelerator="cpu", max_epochs=2, **options)
+    trainer.fit(again, loader(), ckpt_path=path)
+    assert isinstance(again.loaded[0], nn.L1Loss)
+    IN_PROCESS.clear()  # as in another process
+    assert Adds.load_from_checkpoint(path).loaded == (None, torch.float32)

@@ -1,25 +1,20 @@
 """Contents of a checkpoint of a run."""
 
-import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from ..errors import CheckpointError, ConfigError, TaskError
+from ..errors import ConfigError, TaskError
 from ..optimization import kernels
 from . import store
-from .format import flatten
+from .left_out import LEFT_OUT, leave_out_added, split_hyperparameters, tell_left_out
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
     from ..strategies.strategy import Strategy
     from ..trainer import Trainer
-
-
-log = logging.getLogger("legato")
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
@@ -59,7 +54,10 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
             "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
         }
+    known = set(found)
     run.hooks.call("on_save_checkpoint", found)
+    if trainer.keeps_added_code:
+        leave_out_added(run.task, found, known, trainer.is_global_zero)
     return found
 
 
@@ -96,10 +94,6 @@ def require_step_done(trainer: "Trainer") -> None:
         )
 
 
-LEFT_OUT = "hyper_parameters_left_out"
-"""Key of what a checkpoint says of hyperparameters that it does not hold: their names, and the id of their object."""
-
-
 def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
     """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
 
@@ -108,52 +102,8 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     values, left = split_hyperparameters(owner)
     found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
     if left:
-        found[LEFT_OUT] = {"names": left, "object": owner.__dict__.get("_hparams_id", "")}
+        found[LEFT_OUT] = {"names": left, "object": owner.identity_in_process()}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
-
-
-def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], list[str]]:
-    """Return the hyperparameters that a checkpoint can hold, and the names of the others."""
-    values: dict[str, Any] = {}
-    for name, value in owner.hparams.items():
-        plain = _plain_containers(value)
-        with suppress(CheckpointError):
-            flatten({name: plain})
-            values[name] = plain
-    return values, [name for name in owner.hparams if name not in values]
-
-
-def logged_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
-    """Return all hyperparameters, in plain dicts and lists, for loggers."""
-    return {name: _plain_containers(value) for name, value in owner.hparams.items()}
-
-
-def tell_left_out(owner: "Hyperparameters") -> None:
-    """Warn, once for an object, of hyperparameters that its checkpoints do not hold."""
-    left = split_hyperparameters(owner)[1]
-    if not left or owner.__dict__.get("_hparams_told"):
-        return
-    owner.__dict__["_hparams_told"] = True
-    kind = type(owner).__name__
-    named = ", ".join(f"{name} ({type(owner.hparams[name]).__name__})" for name in left)
-    log.warning(
-        "Hyperparameters of %s that checkpoints do not hold, as they are code: %s. load_from_checkpoint finds them "
-        "in this process; elsewhere hand them over: %s.load_from_checkpoint(path, %s).",
-        kind, named, kind, ", ".join(f"{name}=..." for name in left),
-    )  # fmt: skip
-
-
-def _plain_containers(value: Any) -> Any:
-    """Convert mappings and sequences of other types, such as OmegaConf's, to dicts and lists."""
-    if isinstance(value, Mapping):
-        return {key: _plain_containers(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return (
-            tuple(map(_plain_containers, value))
-            if isinstance(value, tuple)
-            else [_plain_containers(item) for item in value]
-        )
-    return value
 
 
 def numerics_of(strategy: "Strategy", optimizers: Sequence[Optimizer], compiled: object) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from ..errors import CheckpointError
-from .contents import LEFT_OUT
 from .foreign import LIGHTNING
+from .left_out import ADDED, LEFT_OUT
 
 if TYPE_CHECKING:
     from ...callbacks.callback import Callback
@@ -30,7 +30,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 """Keys of Lightning's weight averaging, which stores the average as `state_dict` and the trained weights apart."""
 OWN_KEYS = {
     *("state", "run_id", "numerics", "fingerprint", "precision", "metrics", "callback_metrics", "data", "callbacks"),
-    *("datamodule", "datamodule_name", "versions", "config"),
+    *("datamodule", "datamodule_name", "versions", "config", ADDED),
 }
 """Keys of a checkpoint's contents that Lightning's files have not, or have in another form."""
 

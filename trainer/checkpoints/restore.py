@@ -1,6 +1,5 @@
 """Restore of a run from a checkpoint: schedulers, loop state, weights, optimizers, and the rest."""
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,14 +10,14 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ...tasks.hyperparameters import IN_PROCESS, AttributeDict
+from ...tasks.hyperparameters import AttributeDict
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..optimization import kernels
 from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
-from .contents import LEFT_OUT
 from .fingerprint import Changes, SettingChange
+from .left_out import LEFT_OUT, add_left_out, find_hyperparameters
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -423,6 +422,7 @@ def rebuild_task(
     task.configure_model()
     if path.is_file():
         saved["state_dict"] = foreign.read_foreign(path, task.state_dict().keys())
+    add_left_out(saved)
     task.on_load_checkpoint(saved)
     load_task_weights(task, saved, task.strict_loading if strict is None else strict)
     return task.to(map_location) if isinstance(map_location, (torch.device, str, int)) else task
@@ -449,7 +449,7 @@ def _build_from_checkpoint(
     known = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
-    values = values_in_process(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
+    values = find_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
     together: str | None = saved.get(f"{prefix}hparams_name")
     if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
         values |= {name: value for name, value in replaced.items() if name not in known}
@@ -464,22 +464,6 @@ def _build_from_checkpoint(
             f"{kind.__name__} cannot be built from the checkpoint's hyperparameters {sorted(values)}: {error}. "
             f"Call save_hyperparameters() in __init__, or hand over what is missing as keyword arguments."
         ) from error
-
-
-def values_in_process(kind: type, left_out: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Return copies of the hyperparameters that a checkpoint leaves out, from the object that they belong to.
-
-    Raises CheckpointError if that is not in this process, and they are not `replaced`.
-    """
-    names = [name for name in left_out.get("names", ()) if name not in replaced]
-    owner = IN_PROCESS.get(left_out.get("object", ""))
-    if owner is None and names:
-        raise CheckpointError(
-            f"{kind.__name__} was saved with hyperparameters that a checkpoint does not hold, as they are code: "
-            f"{', '.join(names)}. Hand them over: {kind.__name__}.load_from_checkpoint(path, "
-            f"{', '.join(f'{name}=...' for name in names)})."
-        )
-    return {name: copy.deepcopy(owner.hparams[name]) for name in names if owner is not None and name in owner.hparams}
 
 
 def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
