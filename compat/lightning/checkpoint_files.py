@@ -8,11 +8,10 @@ import torch
 
 from ...tasks.hyperparameters import IN_PROCESS
 from ...trainer.checkpoints import store
-from ...trainer.checkpoints.contents import LEFT_OUT
 from ...trainer.checkpoints.convert import as_lightning
+from ...trainer.checkpoints.left_out import LEFT_OUT, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
 from ...trainer.checkpoints.pickled import pickled
-from ...trainer.checkpoints.restore import values_in_process
 
 load_file = torch.load
 
@@ -37,7 +36,7 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
     found = load_file(as_file(f), *arguments, **options)
     left_out = store.read_checkpoint(Path(os.fspath(f))).get(LEFT_OUT) or {}
     if left_out.get("object") in IN_PROCESS:
-        found["hyper_parameters"] = {**found.get("hyper_parameters", {}), **values_in_process(dict, left_out, {})}
+        found["hyper_parameters"] = {**found.get("hyper_parameters", {}), **find_hyperparameters(dict, left_out, {})}
     return found
 
 
