@@ -626,9 +626,13 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
 
 
 def open_loggers(run: Run) -> None:
-    """Open the loggers and store the config, on rank 0."""
+    """Open the loggers and store the config, on rank 0; tell the others' loggers where that is."""
     trainer, step = run.trainer, run.state.global_step
-    if not trainer.is_global_zero or trainer.run_dir is None:
+    if trainer.run_dir is None:
+        return
+    if not trainer.is_global_zero:
+        for logger in trainer.loggers:
+            logger.follow(trainer.run_dir)
         return
     if trainer.config_text is not None:
         weights = run.source if run.stage != "fit" else None

@@ -116,9 +116,7 @@ class Trainer(TrainerAttributes):
         self.accelerator = KINDS[self.device_list[0].type]()
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
         self.validate_loop, self.test_loop = EvaluationLoop(self, "validation"), EvaluationLoop(self, "test")
-        self.profiler = make_profiler(profiler) or PassThroughProfiler()
-        if profiler:
-            self.callbacks.append(Profiling(self.profiler))
+        self.take_profiler(make_profiler(profiler))
         if self.fast_dev_run and wants_loggers:
             self.loggers = [Logger()]  # which writes nothing, and takes every call
 
@@ -126,6 +124,12 @@ class Trainer(TrainerAttributes):
     def enable_autolog_hparams(self) -> bool:
         """Whether hyperparameters are logged when a run begins."""
         return self.logs_hyperparameters
+
+    def take_profiler(self, profiler: Any) -> None:
+        """Measure runs with a profiler, or with None not at all."""
+        self.profiler = profiler or PassThroughProfiler()
+        if profiler is not None:
+            self.callbacks.append(Profiling(profiler))
 
     # --- what this Trainer chooses ----------------------------------------------------------------------------------
     def new_state(self) -> TrainerState:

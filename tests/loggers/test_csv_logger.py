@@ -50,6 +50,17 @@ def test_what_is_known_before_it_is_opened(tmp_path, monkeypatch):
     assert logger.version == 5, "a resume goes on in the newest version"
 
 
+def test_other_ranks_know_the_folder_of_rank_0(tmp_path):
+    for name, version in (("version_3", 3), ("mine", "mine")):
+        (tmp_path / "logs" / "run" / name).mkdir(parents=True)
+        logger = CSVLogger(tmp_path / "logs", "run")
+        logger.follow(tmp_path / "logs" / "run" / name)
+        assert logger.version == version
+        other = CSVLogger(tmp_path / "other", "run")
+        other.follow(tmp_path / "logs" / "run" / name)
+        assert other.version == 0
+
+
 def test_a_prefix(tmp_path):
     logger = CSVLogger(prefix="run1")
     logger.open(tmp_path, None)

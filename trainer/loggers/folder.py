@@ -49,6 +49,12 @@ class LogFolder:
         if self._version is None and resume:
             self._version = max(self._versions(), default=0)
 
+    def follow(self, directory: Path) -> None:
+        """Take the version of a folder that another process has chosen, if it is one of this logger's."""
+        if self._version is None and directory.parent == Path(self._start, self.root_dir):
+            number = directory.name.removeprefix("version_")
+            self._version = int(number) if number.isdigit() and number != directory.name else directory.name
+
     def _versions(self) -> list[int]:
         folder = Path(self._start, os.path.expanduser(os.path.expandvars(self.root_dir)))
         return [int(path.name[8:]) for path in folder.glob("version_*") if path.name[8:].isdigit()]

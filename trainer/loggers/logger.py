@@ -47,6 +47,11 @@ class Logger:
         """
         self._directory = Path(run_dir)
 
+    def follow(self, run_dir: Path) -> None:
+        """Learn on a rank other than 0, which opens nothing, where rank 0 writes."""
+        if self.folder is not None:
+            self.folder.follow(Path(run_dir))
+
     @property
     def save_dir(self) -> str | None:
         """The parent folder of the runs; None before the logger is opened, unless it has its own."""

@@ -34,7 +34,8 @@ class CheckpointUploads:
 
     def _send(self, callback: Any) -> None:
         best = str(callback.best_model_path or "")
-        for path in dict.fromkeys((str(callback.last_model_path or ""), best)):
+        kept = map(str, getattr(callback, "best_k_models", ()))
+        for path in dict.fromkeys((*kept, str(callback.last_model_path or ""), best)):
             if not path or path in self._sent or not Path(path).exists():  # a save in the background is not there yet
                 continue
             score = callback.best_model_score if path == best else None
