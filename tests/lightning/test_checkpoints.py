@@ -10,6 +10,7 @@ import lightning.pytorch as real
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping as RealEarlyStopping
+from lightning.pytorch.callbacks import EMAWeightAveraging as RealAveraging
 from lightning.pytorch.callbacks import ModelCheckpoint as RealCheckpoint
 from lightning.pytorch.callbacks import Timer as RealTimer
 from torch import nn
@@ -388,3 +389,32 @@ def test_what_hooks_add_and_no_checkpoint_holds_stays_in_the_process(tmp_path, c
     assert isinstance(again.loaded[0], nn.L1Loss)
     IN_PROCESS.clear()  # as in another process
     assert Adds.load_from_checkpoint(path).loaded == (None, torch.float32)
+
+
+@pytest.mark.slow
+def test_averaged_weights_go_both_ways(tmp_path):
+    """Lightning stores the average as the weights and the trained ones apart; Legato the trained ones."""
+    fit(real, "Plain", callbacks=[RealAveraging(decay=0.5), saver(real, tmp_path / "x.ckpt", "epoch")])
+    saved = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    averaging, kept = lg.callbacks.ExponentialMovingAverage(decay=0.5), tmp_path / "own"
+    module = ROOM["Plain"]()
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = lg.Trainer(accelerator="cpu", max_epochs=AT, callbacks=[averaging, Keeps(kept)], **options)
+    trainer.fit(module, loader(), ckpt_path=tmp_path / "x.ckpt")
+    own = store.read_checkpoint(kept)
+    torch.testing.assert_close(own["state_dict"], dict(saved["current_model_state"]))
+    torch.testing.assert_close(own["callbacks"]["ExponentialMovingAverage"]["averages"], dict(saved["state_dict"]))
+    assert own["callbacks"]["ExponentialMovingAverage"]["updates"] == int(saved["averaging_state"]["n_averaged"])
+    again = as_lightning(own)
+    for name in ("state_dict", "current_model_state", "averaging_state"):
+        torch.testing.assert_close(dict(again[name]), dict(saved[name]), check_dtype=False)
+
+
+class Keeps(lg.Callback):
+    """Saves when training begins, before any step."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_start(self, trainer, task):
+        trainer.save_checkpoint(self.path)
