@@ -378,10 +378,10 @@ STRATEGY_METHODS = ("training_step", "backward", "optimizer_step", "align_buffer
 class Profiling(Callback):
     """Measures runs with a profiler: loading, transfer, steps, backward, optimizers, and every hook.
 
-    The report of a stage is written when it ends. `profiler` is a `Profiler` or anything with its methods.
+    The report of a stage is written when it ends.
     """
 
-    def __init__(self, profiler: Any) -> None:
+    def __init__(self, profiler: Profiler) -> None:
         self.profiler = profiler
         self._undo: list[Callable[[], None]] = []
 

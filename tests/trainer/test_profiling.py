@@ -3,6 +3,8 @@
 import json
 import logging
 import pickle
+import subprocess
+import sys
 import time
 
 import pytest
@@ -160,3 +162,20 @@ def test_a_profile_on_two_processes(tmp_path):
     )
     trainer.fit(Tiny(), make_loader())
     assert sorted(path.name for path in (tmp_path / "p").iterdir()) == ["fit-x-0.txt", "fit-x-1.txt"]
+
+
+@pytest.mark.slow
+def test_a_config_can_ask_for_one(tmp_path):
+    profiler = "legato.trainer.profiling.SimpleProfiler"
+    words = ["_target_=legato.trainer.profiling.Profiling", f"profiler._target_={profiler}", "profiler.extended=false"]
+    command = [
+        sys.executable,
+        "-m",
+        "legato.trainer",
+        "config",
+        "digits.yaml",
+        *(f"callbacks.prof.{one}" for one in words),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "extended: false" in done.stdout
