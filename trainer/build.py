@@ -360,7 +360,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     call.metrics.states = MetricStates(task, owned, by_replica=call.bitwise or shares, shared=shares)
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
-        add_left_out(saved)
+        add_left_out(saved, task.on_save_checkpoint)
         call.hooks.call("on_load_checkpoint", saved)
         if stage == "fit" and convert.is_lightning(saved):
             convert.take_over(trainer, saved)

@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...tasks.data_module import DataModule
 from ...tasks.hyperparameters import AttributeDict
 from ...tasks.task import Task
+from ...trainer.checkpoints.restore import rebuild_task
+from .checkpoint_files import load_file
 from .placeholders import UnsupportedError
 
 log = logging.getLogger("legato")
@@ -233,7 +235,13 @@ class LightningModule(_InitialHyperparameters, Task):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Build the module from a checkpoint; files are read with weights_only=True in any case."""
+        """Build the module from a checkpoint; files are read with weights_only=True in any case.
+
+        An open file, such as a buffer that the program filled itself, is read as `weights_only` says.
+        """
+        if hasattr(checkpoint_path, "read"):
+            saved = load_file(checkpoint_path, map_location, weights_only=weights_only is not False)
+            return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
         found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
         return found
 

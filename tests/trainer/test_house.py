@@ -41,7 +41,7 @@ def test_tests_and_benchmarks_use_no_private_name():
         tree = list(nodes(path))
         own = {node.name for node in tree if isinstance(node, ast.FunctionDef | ast.ClassDef)}
         own |= {node.attr for node in tree if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
-        own |= TORCHS
+        own |= TORCHS | LIGHTNINGS
         for node in tree:
             names = [node.attr] if isinstance(node, ast.Attribute) else []
             names += [one.name for one in node.names] if isinstance(node, ast.ImportFrom) else []
@@ -51,6 +51,14 @@ def test_tests_and_benchmarks_use_no_private_name():
 
 TORCHS = {"_opt_called", "_compiled_call_impl", "_update_count"}
 """Names of torch and torchmetrics that tests look at, and that `torch_private.py` assigns."""
+LIGHTNINGS = {
+    "_AcceleratorConnector",
+    "_accelerator_connector",
+    "_accelerator_flag",
+    "_devices_flag",
+    "_parallel_devices",
+}
+"""Private names of Lightning's that public packages use, and that its room therefore has."""
 
 
 def test_each_room_has_tests_of_its_own():

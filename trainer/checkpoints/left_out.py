@@ -6,7 +6,7 @@ found again while the object lives in this process; `load_from_checkpoint` takes
 
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +87,10 @@ def find_hyperparameters(kind: type, left_out: Mapping[str, Any], replaced: Mapp
             f"{', '.join(names)}. Hand them over: {kind.__name__}.load_from_checkpoint(path, "
             f"{', '.join(f'{name}=...' for name in names)})."
         )
-    return {name: copy.deepcopy(owner.hparams[name]) for name in names if owner is not None and name in owner.hparams}
+    if owner is None:
+        return {}
+    values = owner.hparams | owner.__dict__.get("_added_hyperparameters", {})
+    return {name: copy.deepcopy(values[name]) for name in names if name in values}
 
 
 # --- values of hooks --------------------------------------------------------------------------------------------------
@@ -96,6 +99,14 @@ def leave_out_added(owner: "Hyperparameters", contents: dict[str, Any], known: s
 
     `owner`: the task that keeps it. `tells`: whether to warn of it, once for a task.
     """
+    hyperparameters = contents["hyper_parameters"]
+    changed = {name: value for name, value in hyperparameters.items() if not can_be_stored(plain_containers(value))}
+    if changed:
+        contents["hyper_parameters"] = {name: hyperparameters[name] for name in hyperparameters.keys() - changed.keys()}
+        names = contents.get(LEFT_OUT, {}).get("names", [])
+        names = [*names, *(name for name in changed if name not in names)]
+        contents[LEFT_OUT] = {"names": names, "object": owner.identity_in_process()}
+        owner.__dict__["_added_hyperparameters"] = changed
     left = {key: value for key, value in contents.items() if key not in known and not can_be_stored(value)}
     if not left:
         return
@@ -113,10 +124,22 @@ def leave_out_added(owner: "Hyperparameters", contents: dict[str, Any], known: s
         )  # fmt: skip
 
 
-def add_left_out(contents: dict[str, Any]) -> None:
-    """Add copies of what hooks had added to a checkpoint, as far as its task lives in this process."""
+def add_left_out(contents: dict[str, Any], hook: Callable[[dict[str, Any]], object] | None = None) -> None:
+    """Add copies of what hooks had added to a checkpoint, as far as it can be had.
+
+    It comes from the task that was saved, if that lives in this process, else from `hook`: on_save_checkpoint of the
+    task that continues the run.
+    """
+    left, names = contents.get(ADDED), names_added(contents)
+    owner = IN_PROCESS.get(left.get("object", "")) if isinstance(left, Mapping) else None
+    added = {} if owner is None else owner.__dict__.get("_added_to_checkpoints", {})
+    if hook is not None and any(name not in added for name in names):
+        added = {**contents, "hyper_parameters": dict(contents.get("hyper_parameters") or {})}
+        hook(added)
+    contents.update({name: copy.deepcopy(added[name]) for name in names if name in added})
+
+
+def names_added(contents: Mapping[str, Any]) -> list[str]:
+    """Return the names of what hooks had added to a checkpoint and it does not hold."""
     left = contents.get(ADDED)
-    if isinstance(left, Mapping):
-        owner = IN_PROCESS.get(left.get("object", ""))
-        added = {} if owner is None else owner.__dict__.get("_added_to_checkpoints", {})
-        contents.update({name: copy.deepcopy(added[name]) for name in left.get("names", ()) if name in added})
+    return list(left.get("names", ())) if isinstance(left, Mapping) else []

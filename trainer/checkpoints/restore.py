@@ -17,7 +17,7 @@ from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
 from .fingerprint import Changes, SettingChange
-from .left_out import LEFT_OUT, add_left_out, find_hyperparameters
+from .left_out import LEFT_OUT, add_left_out, find_hyperparameters, names_added
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -410,20 +410,32 @@ Location = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | N
 
 def rebuild_task(
     kind: type[TaskType],
-    path: Path,
+    source: Path | Mapping[str, Any],
     map_location: Location,
     hparams_file: str | Path | None,
     strict: bool | None,
     replaced: Mapping[str, Any],
 ) -> TaskType:
-    """Build a task from a checkpoint's hyperparameters and load its weights; see `Task.load_from_checkpoint`."""
-    saved = store.read_any(path)
+    """Build a task from a checkpoint's hyperparameters and load its weights; see `Task.load_from_checkpoint`.
+
+    source: the checkpoint, or its contents.
+    """
+    saved = dict(source) if isinstance(source, Mapping) else store.read_any(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()
-    if path.is_file():
-        saved["state_dict"] = foreign.read_foreign(path, task.state_dict().keys())
+    if isinstance(source, Path) and source.is_file():
+        saved["state_dict"] = foreign.read_foreign(source, task.state_dict().keys())
     add_left_out(saved)
-    task.on_load_checkpoint(saved)
+    try:
+        task.on_load_checkpoint(saved)
+    except KeyError as error:
+        if not error.args or error.args[0] not in names_added(saved):
+            raise
+        raise CheckpointError(
+            f"on_load_checkpoint of {kind.__name__} asks for {error.args[0]!r}, which on_save_checkpoint added and the "
+            f"checkpoint does not hold, as it is code. It is there in the process that saved it; elsewhere build the "
+            f"object and give it the weights alone: load_state_dict."
+        ) from error
     load_task_weights(task, saved, task.strict_loading if strict is None else strict)
     return task.to(map_location) if isinstance(map_location, (torch.device, str, int)) else task
 

@@ -1,0 +1,85 @@
+"""What hooks add to a checkpoint and it cannot hold: kept in the process, as programs for Lightning expect."""
+
+import gc
+import io
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import legato.compat.lightning as L
+from legato.trainer.errors import CheckpointError
+
+QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+
+
+class Scale:
+    """An object that is code for a checkpoint."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+
+class Model(L.LightningModule):
+    def __init__(self, width=2, loss=None):
+        super().__init__()
+        self.save_hyperparameters(ignore=["loss"])
+        self.loss, self.scale = loss, Scale(3)
+        self.layer = torch.nn.Linear(2, width)
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(self.layer(batch), torch.zeros(len(batch), 2))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["scale"] = self.scale
+        checkpoint["note"] = "text"
+        checkpoint["hyper_parameters"].update({"loss": self.loss})
+
+    def on_load_checkpoint(self, checkpoint):
+        self.scale, self.note = checkpoint["scale"], checkpoint["note"]
+
+
+def loader():
+    return DataLoader(torch.ones(8, 2), batch_size=2)
+
+
+def fit(tmp_path, model, **options):
+    trainer = L.Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=1)
+    trainer.fit(model, loader(), **options)
+    return trainer
+
+
+def test_it_comes_back_in_the_process(tmp_path, caplog):
+    model = Model(loss=torch.nn.MSELoss())
+    best = fit(tmp_path, model).checkpoint_callback.best_model_path
+    again = Model.load_from_checkpoint(best)
+    assert again.note == "text"
+    assert (again.scale.factor, again.scale is model.scale) == (3, False)
+    assert isinstance(again.loss, torch.nn.MSELoss)
+    assert torch.equal(again.layer.weight, model.layer.weight)
+    buffer = io.BytesIO()
+    torch.save({"state_dict": model.state_dict(), "hyper_parameters": {"width": 2}, "scale": 1, "note": "x"}, buffer)
+    buffer.seek(0)
+    assert torch.equal(Model.load_from_checkpoint(buffer, loss=None).layer.weight, model.layer.weight)
+
+
+def test_elsewhere_it_is_handed_over_or_named(tmp_path):
+    model = Model(loss=torch.nn.MSELoss())
+    best = fit(tmp_path, model).checkpoint_callback.best_model_path
+    del model
+    gc.collect()
+    with pytest.raises(CheckpointError, match=r"hyperparameters that a checkpoint does not hold.*loss"):
+        Model.load_from_checkpoint(best)
+    with pytest.raises(CheckpointError, match="asks for 'scale', which on_save_checkpoint added"):
+        Model.load_from_checkpoint(best, loss=torch.nn.MSELoss())
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_a_run_that_goes_on_takes_it_from_its_own_module(tmp_path):
+    best = fit(tmp_path, Model(loss=torch.nn.MSELoss())).checkpoint_callback.best_model_path
+    model = Model(loss=torch.nn.MSELoss())
+    fit(tmp_path / "second", model, ckpt_path=best)
+    assert model.note == "text"
