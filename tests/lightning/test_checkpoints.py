@@ -418,3 +418,26 @@ class Keeps(lg.Callback):
 
     def on_train_start(self, trainer, task):
         trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty")  # as Lightning warns
+def test_the_best_checkpoints_so_far_are_known_on_both_sides(tmp_path):
+    options = {"monitor": "val", "save_top_k": 2, "filename": "{epoch}"}
+    fit(real, "Plain", AT, callbacks=[RealCheckpoint(tmp_path, **options)], enable_checkpointing=True)
+    known = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["callbacks"]
+    (state,) = known.values()
+    callback = room.pytorch.callbacks.ModelCheckpoint(tmp_path, **options)
+    fit(room, "Plain", AT + 1, tmp_path / "epoch=1.ckpt", callbacks=[callback], enable_checkpointing=True)
+    values = {path: float(value) for path, value in state["best_k_models"].items()}
+    kept = min(values, key=values.__getitem__)
+    found = {path: float(value) for path, value in callback.best_k_models.items()}
+    assert found.keys() == {kept, str(tmp_path / "epoch=2.ckpt")}
+    assert found[kept] == values[kept]
+    assert (tmp_path / "epoch=0.ckpt").is_file()  # of another run, which wrote it
+    assert (tmp_path / "epoch=1.ckpt").is_file()
+    convert_checkpoint(tmp_path / "epoch=2.ckpt", tmp_path / "x" / "y.ckpt")
+    back = RealCheckpoint(tmp_path, **options)
+    fit(real, "Plain", AT + 1, tmp_path / "x" / "y.ckpt", callbacks=[back], enable_checkpointing=True)
+    assert back.best_k_models.keys() == callback.best_k_models.keys()
+    assert float(back.best_model_score) == pytest.approx(float(callback.best_model_score))
