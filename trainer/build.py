@@ -518,7 +518,7 @@ def make_training_data(call: Call) -> None:
 
 def make_evaluation_data(call: Call, word: str, limit: int | float, required: bool = False) -> None:
     """Get the loaders of an evaluation and deal them out."""
-    overfit = word == "validation" and bool(call.trainer.overfit_batches)
+    overfit = word == "validation" and bool(call.trainer.overfit_batches) and call.trainer.overfits_validation
     given = call.data.loaders
     found = [combined(given["train"])] if overfit and "train" in given else find_loader(call, word)
     if found is None and required:

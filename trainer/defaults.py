@@ -27,6 +27,10 @@ class TrainerDefaults(TrainerView):
     closure_runs_step: ClassVar[bool] = False
     """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
 
+    ends_epoch_with_last_batch: ClassVar[bool] = False
+    """Whether schedulers that go by epochs step before on_train_batch_end of an epoch's last batch."""
+    overfits_validation: ClassVar[bool] = True
+    """Whether overfit_batches validates on the training batches, too, rather than on as many of the validation's."""
     keeps_seed: ClassVar[bool] = True
     """Whether a run that goes on must be given the seed that it began with."""
     keeps_added_code: ClassVar[bool] = False

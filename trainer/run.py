@@ -365,6 +365,8 @@ class Run(JoinedCall):
             self.optimization.update_scale()
         if self.optimization.schedulers:
             self.optimization.step_schedulers("step", state.global_step)
+            if self.trainer.ends_epoch_with_last_batch and state.epoch_rounds >= self.trainer.num_training_batches:
+                self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
 
     def end_step(self, item: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
         """Call on_train_batch_end for the step's last batch.
@@ -380,6 +382,12 @@ class Run(JoinedCall):
         for hook in self.hooks.after_every_step:
             hook(None, None, self.state.epoch_rounds - 1)
         self.metrics.muted = False
+
+    def step_epoch_schedulers(self) -> None:
+        """Step the schedulers that go by epochs, but for those that did so with the epoch's last batch."""
+        state, trainer = self.state, self.trainer
+        done = trainer.ends_epoch_with_last_batch and state.epoch_rounds >= trainer.num_training_batches
+        self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=True if done else None)
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:

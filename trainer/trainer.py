@@ -208,7 +208,7 @@ class Trainer(TrainerDefaults):
             reduced.loggers = {}  # a resume will write the point of the whole epoch
         self.publish(reduced)
         if complete:
-            run.optimization.step_schedulers("epoch", state.epoch + 1)
+            run.step_epoch_schedulers()
             state.epoch_ended = True
         for hook in run.hooks.late["on_train_epoch_end"]:
             hook()

@@ -58,6 +58,8 @@ class Trainer(TrainerAttributes):
     closure_runs_step = True
     keeps_seed = False
     keeps_added_code = True
+    ends_epoch_with_last_batch = True
+    overfits_validation = False
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,

@@ -182,12 +182,15 @@ class Optimization:
         wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: loss)
 
-    def step_schedulers(self, interval: str, count: int) -> None:
-        """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch")."""
+    def step_schedulers(self, interval: str, count: int, plateau: bool | None = None) -> None:
+        """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
+
+        plateau: only those that take a metric (True), or only the others (False).
+        """
         if not self.automatic:
             return
         for config in self.schedulers:
-            if config.is_due(interval, count):
+            if config.is_due(interval, count) and plateau in (None, config.reduce_on_plateau):
                 if config.reduce_on_plateau and interval == "step":  # callback_metrics may be log_every_n_steps old
                     self.trainer.callback_metrics.update(self.metrics.newest_values().tensors())
                 metric = self._monitored(config) if config.reduce_on_plateau else None

@@ -1,0 +1,365 @@
+"""Kinds of modules, each trained under the package that is named; what can be seen of it goes to a JSON file.
+
+python parity_kinds.py lightning.pytorch out.json [processes [kinds]]
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from importlib import import_module
+
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+warnings.simplefilter("ignore")
+logging.disable(logging.CRITICAL)
+pl = import_module(sys.argv[1] if __name__ == "__main__" else os.environ["PARITY_PACKAGE"])
+os.environ["PARITY_PACKAGE"] = pl.__name__
+
+
+class Numbers(Dataset):
+    """Sixteen points of a line, with noise that depends on the index alone."""
+
+    def __init__(self, count=16, shift=0.0):
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(count, 3, generator=generator) + shift
+        self.targets = self.inputs.sum(1, keepdim=True)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return self.inputs[index], self.targets[index]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        numbers = Numbers()
+        yield from (numbers[index] for index in range(len(numbers)))
+
+
+def loader(batch_size=4, **options):
+    return DataLoader(Numbers(**options), batch_size=batch_size)
+
+
+class Memory(pl.loggers.Logger):
+    """Keeps points."""
+
+    def __init__(self):
+        super().__init__()
+        self.points = []
+
+    name, version, save_dir = "memory", 0, None
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        """Keep nothing."""
+
+    def log_metrics(self, metrics, step=None):
+        self.points.append([step, {name: round(float(value), 5) for name, value in sorted(metrics.items())}])
+
+
+HOOKS = {
+    **dict.fromkeys(("on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "on_train_epoch_start"), 0),
+    **dict.fromkeys(("on_train_epoch_end", "on_validation_start", "on_validation_end", "on_after_backward"), 0),
+    **dict.fromkeys(("on_validation_epoch_start", "on_validation_epoch_end", "on_before_backward"), 0),
+    **dict.fromkeys(("on_train_batch_start", "on_train_batch_end", "on_before_optimizer_step", "setup", "teardown"), 0),
+    **dict.fromkeys(("on_before_zero_grad", "on_validation_batch_start", "on_validation_batch_end"), 0),
+    **dict.fromkeys(("configure_model", "prepare_data", "on_test_start", "on_test_end", "on_predict_start"), 0),
+}
+
+
+class Base(pl.LightningModule):
+    """A small regression that notes the order of its hooks and its losses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        self.seen = {"hooks": [], "losses": [], "rates": []}
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+    def loss(self, batch):
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        self.seen["hooks"].append("training_step")
+        loss = self.loss(batch)
+        self.seen["losses"].append(round(loss.item(), 5))
+        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.seen["hooks"].append("validation_step")
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen["hooks"].append("on_train_batch_end")
+        if self.trainer.optimizers:
+            self.seen["rates"].append(round(self.trainer.optimizers[0].param_groups[0]["lr"], 6))
+
+
+def noted(name):
+    def hook(self, *arguments, **options):
+        self.seen["hooks"].append(name)
+
+    return hook
+
+
+for hook_name in HOOKS:
+    if hook_name not in vars(Base):
+        setattr(Base, hook_name, noted(hook_name))
+
+
+def scheduler(interval, **more):
+    class Scheduled(Base):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            made = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval, **more}}
+
+    return Scheduled()
+
+
+class Plateau(Base):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        made = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "monitor": "val"}}
+
+
+class Several(Base):
+    """Two optimizers in manual optimization, as of a GAN."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = nn.Linear(3, 1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        self.toggle_optimizer(first)
+        loss = self.loss(batch)
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+        other = (self.other(batch[0]) - self(batch[0]).detach()).pow(2).mean()
+        second.zero_grad()
+        self.manual_backward(other)
+        second.step()
+        self.log_dict({"first": loss, "second": other})
+        self.seen["losses"] += [round(loss.item(), 5), round(other.item(), 5), self.global_step]
+
+    def configure_optimizers(self):
+        first = torch.optim.Adam(self.net.parameters(), lr=0.05)
+        return [first, torch.optim.SGD(self.other.parameters(), lr=0.1)], []
+
+
+class SeveralLoaders(Base):
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch["a"]) + self.loss(batch["b"])
+        self.seen["losses"].append(round(loss.item(), 5))
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val", self.loss(batch))
+
+    def train_dataloader(self):
+        return {"a": loader(), "b": loader(shift=1.0)}
+
+    def val_dataloader(self):
+        return [loader(), loader(shift=2.0)]
+
+
+class Metered(Base):
+    def __init__(self):
+        super().__init__()
+        self.error, self.val_error = torchmetrics.MeanSquaredError(), torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch, batch_idx):
+        output = self(batch[0])
+        self.error(output, batch[1])
+        self.log("error", self.error, on_step=False, on_epoch=True)
+        return nn.functional.mse_loss(output, batch[1])
+
+    def validation_step(self, batch, batch_idx):
+        self.val_error.update(self(batch[0]), batch[1])
+        self.log("val_error", self.val_error)
+
+
+class Streams(Base):
+    def train_dataloader(self):
+        return DataLoader(Stream(), batch_size=4)
+
+
+class Data(pl.LightningDataModule):
+    def setup(self, stage):
+        self.numbers = Numbers()
+
+    def train_dataloader(self):
+        return DataLoader(self.numbers, batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(self.numbers, batch_size=8)
+
+
+class Transfers(Base):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch[0] * 2, batch[1]
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        return batch[0], batch[1] + 1
+
+
+class Configured(Base):
+    def configure_model(self):
+        if not hasattr(self, "last"):
+            self.last = nn.Linear(1, 1)
+            nn.init.ones_(self.last.weight)
+            nn.init.zeros_(self.last.bias)
+
+    def forward(self, inputs):
+        return self.last(self.net(inputs))
+
+
+class Frozen(Base):
+    def __init__(self):
+        super().__init__()
+        self.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+class Own(Base):
+    """Overrides the step of the optimizer, with a warm-up before its closure, and reads gradients."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        grad = self.net[2].bias.grad
+        self.seen["losses"].append(None if grad is None else round(grad.item(), 5))
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        self.seen["hooks"].append("optimizer_step")
+        for group in optimizer.param_groups:
+            group["lr"] = 0.02 * (self.trainer.global_step + 1)
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        self.seen["hooks"].append("optimizer_zero_grad")
+        optimizer.zero_grad()
+
+
+class Average(Base):
+    """Keeps a moving average of its weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.average = nn.Linear(4, 1)
+        self.average.load_state_dict(self.net[2].state_dict())
+        self.average.requires_grad_(False)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        for kept, weight in zip(self.average.parameters(), self.net[2].parameters(), strict=True):
+            kept.data.lerp_(weight.data, 0.1)
+
+
+class Newton(Base):
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=0.3, max_iter=3)
+
+
+class Skips(Base):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+def stopping():
+    return pl.callbacks.EarlyStopping("val", mode="max", patience=1)
+
+
+KINDS = {
+    "plain": lambda: (Base(), {}),
+    "scheduler per step": lambda: (scheduler("step"), {}),
+    "scheduler per epoch": lambda: (scheduler("epoch"), {"max_epochs": 4}),
+    "plateau": lambda: (Plateau(), {"max_epochs": 4}),
+    "accumulation": lambda: (Base(), {"accumulate_grad_batches": 2}),
+    "clip by norm": lambda: (Base(), {"gradient_clip_val": 0.1}),
+    "clip by value": lambda: (Base(), {"gradient_clip_val": 0.05, "gradient_clip_algorithm": "value"}),
+    "several optimizers": lambda: (Several(), {"max_steps": 12}),
+    "several loaders": lambda: (SeveralLoaders(), {}),
+    "torchmetrics": lambda: (Metered(), {}),
+    "streams": lambda: (Streams(), {}),
+    "data module": lambda: (Base(), {"datamodule": Data()}),
+    "transfer hooks": lambda: (Transfers(), {}),
+    "configure_model": lambda: (Configured(), {}),
+    "frozen parts": lambda: (Frozen(), {}),
+    "EMA": lambda: (Average(), {}),
+    "early stopping": lambda: (Base(), {"callbacks": [stopping()], "max_epochs": 9}),
+    "fast_dev_run": lambda: (Base(), {"fast_dev_run": 2}),
+    "overfit_batches": lambda: (Base(), {"overfit_batches": 2}),
+    "max_steps": lambda: (Base(), {"max_steps": 6, "max_epochs": -1}),
+    "own optimizer step": lambda: (Own(), {}),
+    "lbfgs": lambda: (Newton(), {}),
+    "skipped batches": lambda: (Skips(), {}),
+    "limits": lambda: (Base(), {"limit_train_batches": 3, "limit_val_batches": 2, "val_check_interval": 2}),
+}
+
+
+def run(name, processes):
+    module, options = KINDS[name]()
+    memory, data = Memory(), options.pop("datamodule", None)
+    quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    more = {"devices": processes, "strategy": "ddp_spawn"} if processes > 1 else {}
+    trainer = pl.Trainer(
+        **{"max_epochs": 2, "logger": memory, "log_every_n_steps": 1, "accelerator": "cpu", **quiet, **more, **options}
+    )
+    own = type(module).train_dataloader is not pl.LightningModule.train_dataloader
+    # on two processes a step takes all samples, since Lightning shuffles what it deals out
+    size = 8 if processes > 1 and name != "accumulation" else 4
+    loaders = {} if own or data is not None else {"train_dataloaders": loader(size)}
+    if data is None and type(module).val_dataloader is pl.LightningModule.val_dataloader:
+        loaders["val_dataloaders"] = loader(shift=0.5)
+    trainer.fit(module, **loaders, datamodule=data)
+    alone = {"epoch": trainer.current_epoch, "step": trainer.global_step, **module.seen, "points": memory.points}
+    found = {
+        **(alone if processes == 1 else {}),  # ddp_spawn returns weights and metrics
+        "metrics": {name: round(float(value), 5) for name, value in sorted(trainer.callback_metrics.items())},
+        "weights": [round(float(value), 5) for value in nn.utils.parameters_to_vector(module.parameters())],
+    }
+    if name == "plain":
+        found["predicted"] = [one.tolist() for one in trainer.predict(module, loader())] if processes == 1 else []
+        found["validated"] = trainer.validate(module, loader(), verbose=False)
+    return found
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    os.chdir(tempfile.mkdtemp())
+    count = int(sys.argv[3]) if len(sys.argv) > 3 else 1
+    results = {}
+    for kind in sys.argv[4:] or KINDS:
+        try:
+            results[kind] = run(kind, count)
+        except Exception as error:
+            results[kind] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    with open(sys.argv[2], "w") as file:
+        json.dump(results, file)
