@@ -4,6 +4,7 @@ Under either package each returns the same JSON value.
 """
 
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -574,6 +575,25 @@ def all_together(L, folder):
         seen(best, folder / "best"), seen(every, folder / "every"), stopping.stopped_epoch, stopping.wait_count,
         trainer.global_step, rates.lrs, weights_of(module), again.global_step,
     ]  # fmt: skip
+
+
+DIFFERENT_ARGUMENTS = {
+    "LambdaCallback": "takes any hook by name",
+    "ModelPruning": "a placeholder",
+    "SpikeDetection": "a placeholder",
+    "WeightAveraging": "has avg_fn as an argument of its own",
+}
+
+
+@scenario
+def arguments(L, folder):
+    found = {}
+    for name in sorted(L.pytorch.callbacks.__all__):
+        parameters = list(inspect.signature(getattr(L.pytorch.callbacks, name).__init__).parameters.values())[1:]
+        defaults = [one.default if isinstance(one.default, (int, float, bool)) else 0 for one in parameters]
+        if name not in DIFFERENT_ARGUMENTS and getattr(L.pytorch.callbacks, name).__init__ is not object.__init__:
+            found[name] = [[one.name, str(one.kind), value] for one, value in zip(parameters, defaults, strict=True)]
+    return found
 
 
 def main():

@@ -1,6 +1,7 @@
 """RichProgressBar, by the package rich."""
 
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,6 +13,8 @@ from .progress import ProgressBar
 if TYPE_CHECKING:
     from ....tasks.task import Task
     from ....trainer.trainer import Trainer
+
+DRAWINGS_A_SECOND = 10
 
 if find_spec("rich") is not None:
     from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
@@ -115,7 +118,7 @@ class RichProgressBar(ProgressBar):
     Override `configure_columns` for other columns, `get_metrics` for other values.
 
     Args:
-        refresh_rate: batches between two updates; 0: show nothing.
+        refresh_rate: updates a second, of which ten are drawn at most; 0: show nothing.
         leave: keep each epoch's bar.
         theme: styles of the parts.
         console_kwargs: arguments of rich's console.
@@ -123,7 +126,7 @@ class RichProgressBar(ProgressBar):
 
     def __init__(
         self,
-        refresh_rate: int = 1,
+        refresh_rate: int = 100,
         leave: bool = False,
         theme: RichProgressBarTheme | None = None,
         console_kwargs: dict[str, Any] | None = None,
@@ -137,6 +140,7 @@ class RichProgressBar(ProgressBar):
         self.progress: Any = None
         self._bars: dict[str, Any] = {}
         self._metric_component: MetricsTextColumn | None = None
+        self._updated_at = -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is shown."""
@@ -144,7 +148,7 @@ class RichProgressBar(ProgressBar):
 
     @property
     def refresh_rate(self) -> int:
-        """Batches between two updates; 0: nothing is shown."""
+        """Updates a second; 0: nothing is shown."""
         return self._refresh_rate
 
     @property
@@ -196,7 +200,8 @@ class RichProgressBar(ProgressBar):
         options = theme.metrics, theme.metrics_text_delimiter, theme.metrics_format
         self._metric_component = MetricsTextColumn(trainer, *options)
         columns = [*self.configure_columns(trainer), self._metric_component]
-        self.progress = Progress(*columns, console=Console(**self._console_kwargs), auto_refresh=True)
+        rate, console = min(self.refresh_rate, DRAWINGS_A_SECOND), Console(**self._console_kwargs)
+        self.progress = Progress(*columns, console=console, refresh_per_second=rate)
         self.progress.start()
 
     def _open(self, name: str, total: float, description: str, **fields: Any) -> None:
@@ -208,8 +213,8 @@ class RichProgressBar(ProgressBar):
         if self.progress is not None and name in self._bars:
             self.progress.update(self._bars.pop(name), visible=False)
 
-    def _update(self, name: str, done: int, total: float) -> None:
-        if self.progress is not None and name in self._bars and (done % self.refresh_rate == 0 or done == total):
+    def _update(self, name: str, done: int) -> None:
+        if self.progress is not None and name in self._bars:
             self.progress.update(self._bars[name], completed=done)
 
     def _update_metrics(self, trainer: "Trainer", task: "Task") -> None:
@@ -241,14 +246,38 @@ class RichProgressBar(ProgressBar):
             self._bars.pop("train", None)
         self._open("train", self.total_train_batches, self._get_train_description(trainer), shows_metrics=True)
 
+    @property
+    def train_progress_bar(self) -> Any:
+        """Rich's task of training. Raises TypeError before there is one."""
+        return self._task_of("train")
+
+    @property
+    def val_progress_bar(self) -> Any:
+        """Rich's task of validation. Raises TypeError before there is one."""
+        return self._task_of("val")
+
+    val_sanity_check_bar = val_progress_bar
+
+    @property
+    def test_progress_bar(self) -> Any:
+        """Rich's task of testing. Raises TypeError before there is one."""
+        return self._task_of("test")
+
+    def _task_of(self, name: str) -> Any:
+        if self.progress is None or name not in self._bars:
+            raise TypeError(f"The bar {name!r} of {type(self).__name__} has not been made yet.")
+        return self.progress.tasks[self.progress.task_ids.index(self._bars[name])]
+
     def _get_train_description(self, trainer: "Trainer") -> str:
         last = "" if trainer.max_epochs in (None, -1) else f"/{int(trainer.max_epochs or 0) - 1}"
         return f"Epoch {trainer.current_epoch}{last}"
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
-        self._update("train", batch_idx + 1, self.total_train_batches)
-        if self.is_enabled and (batch_idx + 1) % self.refresh_rate == 0:
+        self._update("train", batch_idx + 1)
+        now = time.monotonic()
+        if self.is_enabled and now - self._updated_at >= 1.0 / self.refresh_rate:
+            self._updated_at = now
             self._update_metrics(trainer, task)
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -293,7 +322,7 @@ class RichProgressBar(ProgressBar):
     ) -> None:
         """Count the batch."""
         for name in ("val", "test", "predict"):
-            self._update(name, batch_idx + 1, batch_idx + 1)
+            self._update(name, batch_idx + 1)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
