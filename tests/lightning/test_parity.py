@@ -21,8 +21,8 @@ DIFFERENT: dict[tuple[str, str], str] = {}
 """By kind and field, why it differs on one process."""
 DIFFERENT_ON_TWO: dict[tuple[str, str], str] = {
     ("accumulation", "metrics"): (
-        "Lightning shuffles what it deals out, also of a loader with shuffle=False, so that a step's newest batch, whose "
-        "loss is shown, has other samples; Legato keeps the order."
+        "Lightning shuffles what it deals out, also of a loader with shuffle=False, so that a step's newest batch, "
+        "whose loss is shown, has other samples; Legato keeps the order."
     ),
 }
 """The same on two processes."""
