@@ -66,7 +66,7 @@ class TaskHooks:
 
     def on_validation_model_eval(self) -> None:
         """Switch to evaluation mode."""
-        self.trainer.current_run.evaluation_mode()
+        self.eval()
 
     def on_validation_model_train(self) -> None:
         """Restore the mode of every module."""

@@ -302,7 +302,7 @@ class Call:
         return data.is_whole is not False and data.whole and self.state.replicas % self.strategy.data_ranks.size == 0
 
     def restore_training_mode(self) -> None:
-        """Give each module of the task the mode that it had before `evaluation_mode`."""
+        """Give each module of the task the mode that it had at `remember_training_mode`."""
         for module, mode in self.loop.training_modes:
             module.training = mode
         self.loop.training_modes = []
@@ -569,10 +569,9 @@ class Run(JoinedCall):
         inference_mode = self.trainer.inference_mode and self.strategy.allows_inference_mode
         return torch.inference_mode() if inference_mode else torch.no_grad()
 
-    def evaluation_mode(self) -> None:
-        """Switch the task to evaluation mode, and remember the mode of each of its modules."""
+    def remember_training_mode(self) -> None:
+        """Remember the mode of each module of the task, for `restore_training_mode`."""
         self.loop.training_modes = [(module, module.training) for module in self.task.modules()]
-        self.task.eval()
 
     def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""

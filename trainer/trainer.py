@@ -296,6 +296,7 @@ class Trainer(TrainerDefaults):
         begin, end = run.batch_hooks(word)
         with run.no_gradients():
             run.strategy.align_buffers()
+            run.remember_training_mode()
             hooks.call(f"on_{word}_model_eval")
             metrics.open(word, loaders=len(data.loaders))
             hooks.call(f"on_{word}_start")

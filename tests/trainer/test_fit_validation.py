@@ -96,6 +96,29 @@ def test_a_task_in_evaluation_mode_is_trained_in_training_mode(trainer, steps):
     trainer(num_sanity_val_steps=steps).fit(task, make_loader(), make_loader())
 
 
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_task_with_a_way_of_its_own_to_evaluate_is_trained_as_before(trainer, steps):
+    class Own(Validated):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Dropout()
+
+        def on_validation_model_eval(self):
+            self.eval()
+            self.layer.train()
+
+        def validation_step(self, batch, batch_idx):
+            assert self.layer.training
+            assert not self.training
+            return super().validation_step(batch, batch_idx)
+
+        def training_step(self, batch, batch_idx):
+            assert all(module.training for module in self.modules())
+            return self.loss(batch)
+
+    trainer(max_epochs=2, num_sanity_val_steps=steps).fit(Own(), make_loader(), make_loader())
+
+
 # --- what may be asked ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "batches", "steps", "planned"),
