@@ -30,6 +30,12 @@ EPOCHS, AT = 4, 2
 """How many epochs there are, and after how many of them a checkpoint is saved."""
 
 
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Let runs without a folder of their own write to the test's."""
+    monkeypatch.chdir(tmp_path)
+
+
 def loader(batches=6):
     inputs = torch.randn(4 * batches, 3, generator=torch.Generator().manual_seed(3))
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), 4)
@@ -441,3 +447,14 @@ def test_the_best_checkpoints_so_far_are_known_on_both_sides(tmp_path):
     fit(real, "Plain", AT + 1, tmp_path / "x" / "y.ckpt", callbacks=[back], enable_checkpointing=True)
     assert back.best_k_models.keys() == callback.best_k_models.keys()
     assert float(back.best_model_score) == pytest.approx(float(callback.best_model_score))
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_legatos_own_trainer_is_brought_over_the_schedulers_step(tmp_path):
+    """There schedulers step after validation, and after the hooks that end an epoch."""
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    saves = [saver(room, tmp_path / "own", "validation")]
+    trainer = lg.Trainer(accelerator="cpu", max_epochs=AT, callbacks=saves, **quiet)
+    trainer.fit(ROOM["Stepped"](), loader(), loader(2))
+    convert_checkpoint(tmp_path / "own", tmp_path / "x.ckpt")
+    assert_goes_on(fit(real, "Stepped"), fit(real, "Stepped", source=tmp_path / "x.ckpt"))

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
+STEPS_FIRST = "ends_epoch_with_last_batch"
+"""Key of whether schedulers that go by epochs have stepped once the last batch of an epoch is done."""
+
+
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     """Return the contents of a checkpoint of this moment; every rank calls it."""
     run, strategy = trainer.current_run, trainer.strategy
@@ -54,6 +58,8 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
             "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
         }
+        if trainer.ends_epoch_with_last_batch:
+            found[STEPS_FIRST] = True
     known = set(found)
     run.hooks.call("on_save_checkpoint", found)
     if trainer.keeps_added_code:

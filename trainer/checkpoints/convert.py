@@ -13,6 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ..errors import CheckpointError
+from .contents import STEPS_FIRST
 from .foreign import LIGHTNING
 from .left_out import ADDED, LEFT_OUT
 
@@ -30,7 +31,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 """Keys of Lightning's weight averaging, which stores the average as `state_dict` and the trained weights apart."""
 OWN_KEYS = {
     *("state", "run_id", "numerics", "fingerprint", "precision", "metrics", "callback_metrics", "data", "callbacks"),
-    *("datamodule", "datamodule_name", "versions", "config", ADDED),
+    *("datamodule", "datamodule_name", "versions", "config", ADDED, STEPS_FIRST),
 }
 """Keys of a checkpoint's contents that Lightning's files have not, or have in another form."""
 
@@ -196,7 +197,7 @@ def as_lightning(contents: Mapping[str, Any]) -> dict[str, Any]:
     if state is None:  # weights alone
         return {**found, "loops": {}}
     ended = state["epoch_ended"] or _is_at_end(contents)
-    if ended and not state["epoch_ended"]:
+    if ended and not state["epoch_ended"] and not contents.get(STEPS_FIRST):
         found["optimizer_states"], found["lr_schedulers"] = _with_schedulers_stepped(contents)
     found["loops"] = _loops(contents, ended)
     found["global_step"] = _optimizer_steps(contents)
