@@ -66,7 +66,7 @@ class TaskHooks:
 
     def on_validation_model_eval(self) -> None:
         """Switch to evaluation mode."""
-        self.eval()
+        self.eval()  # type: ignore[attr-defined]  # a Task is an nn.Module
 
     def on_validation_model_train(self) -> None:
         """Restore the mode of every module."""
