@@ -13,6 +13,7 @@ from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...trainer.loggers.folder import write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
+from .placeholders import UnsupportedError
 from .rank_zero import rank_zero_only
 from .utilities import package_available
 
@@ -307,7 +308,11 @@ class WandbLogger(wandb.WandbLogger):
         super().__init__(
             name, save_dir or dir, version or id, offline, project, log_model, experiment, prefix, **options
         )
-        self.checkpoint_name, self.add_file_policy = checkpoint_name, add_file_policy
+        if checkpoint_name is not None or add_file_policy != "mutable":
+            raise UnsupportedError(
+                "WandbLogger(checkpoint_name=, add_file_policy=): checkpoints are sent as model-ID, and copied. Leave "
+                "both out, or send files by logger.experiment.log_artifact in after_save_checkpoint."
+            )
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the metrics of a step, on rank 0."""

@@ -47,16 +47,27 @@ def test_the_public_names():
         "tasks",
     ]
     assert sorted(legato.callbacks.__all__) == [
+        "BackboneFinetuning",
+        "BaseFinetuning",
         "Callback",
         "Checkpoint",
+        "CheckpointCallback",
+        "DeviceStatsMonitor",
         "EarlyStopping",
         "ExponentialMovingAverage",
+        "GradientAccumulationScheduler",
+        "LambdaCallback",
         "LearningRateMonitor",
         "ModelSummary",
+        "OnExceptionCheckpoint",
+        "PredictionWriter",
         "ProgressBar",
+        "ProgressDisplay",
+        "StochasticWeightAveraging",
         "StragglerMonitor",
         "ThroughputMonitor",
         "Timer",
+        "WeightAveraging",
     ]
     assert sorted(legato.tasks.__all__) == ["CharacterGPT", "DataModule", "Digits", "DigitsData", "PydocText", "Task"]
     assert set(legato.strategies.__all__) >= {"Strategy", "SingleStrategy", "DataParallelStrategy", "DDPStrategy"}
