@@ -77,7 +77,7 @@ class Checkpoint(Retention):
         self.scores: dict[str, float | None] = {}
         self._newest_step, self._seen_step, self._saved_at = -1, -1, 0.0
         self._newest_name = ""
-        self._begun_step = -1
+        self._begun_step, self._begun_name = -1, ""
         """Step of the newest save that was begun."""
         self._due_step = -1
         """Newest step at which a save was due by steps or time."""
@@ -229,7 +229,7 @@ class Checkpoint(Retention):
         if self._given_dirpath is not None:
             trainer.saver.hold_for_all(self.dirpath, patient=True)
         present = self._present(trainer)
-        interrupted = self._begun_step == trainer.global_step and self._newest_name not in present
+        interrupted = self._begun_step == trainer.global_step and self._begun_name not in present
         newest = min(self._newest_step, trainer.global_step - 1) if interrupted else self._newest_step
         found = trainer.broadcast((present, newest, self._saved_at, interrupted))
         self.scores, self._newest_step, self._saved_at, interrupted = found
@@ -271,7 +271,8 @@ class Checkpoint(Retention):
         # before the save: the saved state must list the checkpoint that it is part of
         before = self._newest_step, self._newest_name, dict(self.scores)
         self.scores.pop(name, None)  # the newest is the last
-        self._newest_step, self._newest_name, self.scores[name], self._begun_step = step, name, score, step
+        self._newest_step, self._newest_name, self.scores[name] = step, name, score
+        self._begun_step, self._begun_name = step, name
         try:
             trainer.save_checkpoint(
                 self.path(name), weights_only=self.save_weights_only, asynchronous=self.asynchronous

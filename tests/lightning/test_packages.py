@@ -1,0 +1,56 @@
+"""Packages that are built on Lightning, unchanged: their quick starts on made-up data, where they are installed.
+
+None of them is a dependency of the tests; CONTRIBUTING.md says how to install and try them.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+SCRIPTS = Path(__file__).parent / "packages"
+NEEDS = {
+    "chemprop_mpnn": "chemprop",
+    "darts_models": "darts",
+    "forecasting_tft": "pytorch_forecasting",
+    "geometric_gcn": "torch_geometric",
+    "gluonts_estimators": "gluonts",
+    "lifestream_coles": "ptls",
+    "neuralforecast_models": "neuralforecast",
+    "pina_pinn": "pina",
+    "rectools_sasrec": "rectools",
+    "scvi_vae": "scvi",
+    "tabular": "pytorch_tabular",
+}
+"""The package that each script needs."""
+
+
+def run(folder, *command):
+    folder.mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "NIXTLA_ID_AS_COL": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_each_script_is_listed():
+    assert {path.stem for path in SCRIPTS.glob("*.py")} == set(NEEDS)
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_package_runs_unchanged(tmp_path, name):
+    if find_spec(NEEDS[name]) is None:
+        pytest.skip(f"needs {NEEDS[name]}")
+    script = str(SCRIPTS / f"{name}.py")
+    ours = run(tmp_path / "legato", "-m", "legato.trainer", "lightning", script)
+    theirs = run(tmp_path / "lightning", script)
+    assert ours.keys() == theirs.keys()
+    assert ours.get("exact", {}) == pytest.approx(theirs.get("exact", {}), rel=1e-4)
