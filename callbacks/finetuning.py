@@ -66,10 +66,10 @@ class BaseFinetuning(Callback):
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
         """Yield the parameters that are trained, or those that are not; without `train_bn` none of batch norms."""
-        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+        from ..trainer.torch_private import batch_norms
 
         for module in BaseFinetuning.flatten_modules(modules):
-            if train_bn or not isinstance(module, BatchNorm):
+            if train_bn or not isinstance(module, batch_norms()):
                 yield from (one for one in module.parameters(recurse=False) if one.requires_grad == requires_grad)
 
     @staticmethod
@@ -86,17 +86,18 @@ class BaseFinetuning(Callback):
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
         """Freeze all parameters but, with `train_bn`, those of batch norms."""
-        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+        from ..trainer.torch_private import batch_norms
 
         for module in BaseFinetuning.flatten_modules(modules):
-            BaseFinetuning._set(module, train_bn and isinstance(module, BatchNorm))
+            BaseFinetuning._set(module, train_bn and isinstance(module, batch_norms()))
 
     @staticmethod
     def _set(module: "nn.Module", trained: bool) -> None:
-        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+        from ..trainer.torch_private import batch_norms
 
-        if isinstance(module, BatchNorm):
-            module.track_running_stats = trained
+        if isinstance(module, batch_norms()):
+            norm: Any = module
+            norm.track_running_stats = trained
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad = trained
 

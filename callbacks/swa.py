@@ -137,9 +137,11 @@ class StochasticWeightAveraging(WeightAveraging):
     def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
         """Compute the statistics of batch norms anew, as the mean over a pass over the training data."""
         import torch
-        from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-        norms = [module for module in task.modules() if isinstance(module, BatchNorm) and module.track_running_stats]
+        from ..trainer.torch_private import batch_norms
+
+        found: list[Any] = [module for module in task.modules() if isinstance(module, batch_norms())]
+        norms = [module for module in found if module.track_running_stats]
         momenta = [module.momentum for module in norms]
         for module in norms:
             module.reset_running_stats()

@@ -15,6 +15,7 @@ from ...trainer.checkpoints.store import newest_complete
 from ...trainer.hooks import STEP_NAMES, overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
+from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
 from ...trainer.profiling import Profiling, make_profiler
@@ -39,7 +40,7 @@ log = logging.getLogger("legato")
 
 def uncompiled(model: Any) -> Any:
     """Return the module in what torch.compile returned for it, with its forward and its steps compiled."""
-    module = getattr(model, "_orig_mod", None)
+    module = given_to_compile(model)
     if not isinstance(module, Task):
         return model
     for name in ("forward", *STEP_NAMES):

@@ -27,6 +27,7 @@ from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
+from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.processes.environment import get_variable, set_variable
 from .checkpoint_files import as_file, is_checkpoint
 from .exceptions import MisconfigurationException
@@ -416,7 +417,7 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
 
 def from_compiled(model: Any) -> Any:
     """Return the module that `torch.compile` was given, with its compiled forward. Raises ValueError for another."""
-    original = getattr(model, "_orig_mod", None)
+    original: Any = given_to_compile(model)
     if original is None:
         raise ValueError(f"`model` is required to be a `OptimizedModule`. Found a `{type(model).__name__}` instead.")
     compiled = model.dynamo_ctx
@@ -430,7 +431,7 @@ def from_compiled(model: Any) -> Any:
 
 def to_uncompiled(model: Any) -> Any:
     """Return a module as it was before `torch.compile` and `from_compiled`. Raises ValueError for another."""
-    original = getattr(model, "_orig_mod", model)
+    original: Any = given_to_compile(model) or model
     names = original.__dict__.pop("_compiled_methods", None)
     if names is None and original is model:
         raise ValueError(f"`model` is required to be compiled. Found a `{type(model).__name__}` that is not.")

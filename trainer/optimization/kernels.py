@@ -155,6 +155,13 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
         module.compile(**chosen)
 
 
+def given_to_compile(model: Any) -> nn.Module | None:
+    """Return the module that torch.compile was given to return `model`; None if it did not make that."""
+    if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
+        return None
+    return next(model.children())
+
+
 def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile the forward of blocks without their hooks, by giving them a subclass."""
     names, chosen = read_compile(options)
