@@ -36,7 +36,7 @@ def fit(folder, profiler, samples=20, **options):
 
 
 def test_a_simple_profile_of_a_run(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="legato")
     profiler = SimpleProfiler()
     trainer, _ = fit(tmp_path, profiler)
     counts = {action: len(seconds) for action, seconds in profiler.recorded_durations.items()}
@@ -102,7 +102,7 @@ def test_actions_within_actions():
 
 @pytest.mark.parametrize("samples", [40, 12])
 def test_a_trace_of_torch(tmp_path, samples, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="legato")
     fit(tmp_path, PyTorchProfiler(tmp_path / "traces", row_limit=5, sort_by_key="cpu_time_total"), samples)
     (trace,) = (tmp_path / "traces").glob("*.pt.trace.json")
     events = json.loads(trace.read_text())["traceEvents"]
