@@ -137,6 +137,7 @@ class Sized(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+@pytest.mark.slow
 def test_finders_search_before_the_fit(tmp_path):
     from legato.compat.lightning.placeholders import UnsupportedError
     from legato.compat.lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder

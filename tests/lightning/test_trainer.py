@@ -296,6 +296,7 @@ def test_where_files_go(tmp_path):
     assert trainer.default_root_dir == str(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_trained():
     model = Small()
     compiled = torch.compile(model, backend="eager")

@@ -88,6 +88,7 @@ def test_wishes_that_cannot_be_met(tmp_path):
         tuner.scale_batch_size(model, make_loader())
 
 
+@pytest.mark.slow
 def test_scale_batch_size(tmp_path):
     tuner, data = Tuner(Trainer(accelerator="cpu", default_root_dir=tmp_path, **QUIET)), Data()
     assert tuner.scale_batch_size(make_model(LightningModule), datamodule=data, max_trials=4) == 16

@@ -132,6 +132,7 @@ def test_a_sweep_on_two_processes_is_that_of_two_replicas(tmp_path):
     assert first["loss"] == pytest.approx(second["loss"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "most", "size"),
     [("power", 1000, 64), ("power", 17, 16), ("binsearch", 17, 17), ("binsearch", 1, 1), ("power", 1, 1)],
@@ -145,6 +146,7 @@ def test_the_largest_batch_that_fits(tmp_path, monkeypatch, mode, most, size):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_limits_of_the_search(tmp_path):
     task, trainer = Limited(100), make_trainer(tmp_path)
     assert find_batch_size(trainer, task, datamodule=Data(samples=400), trials=3) == 8
