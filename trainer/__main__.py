@@ -22,6 +22,8 @@ class Command:
     summary: str
     module: str
     function: str
+    helps_itself: bool = False
+    """Whether --help is an argument of what it runs."""
 
     def run(self, arguments: Sequence[str]) -> None:
         """Run the command with the arguments that follow its name."""
@@ -54,6 +56,7 @@ COMMANDS = {
         "Run a script written for PyTorch Lightning, unchanged: SCRIPT.py [arguments].",
         "..compat.lightning.script",
         "run_lightning",
+        helps_itself=True,
     ),
 }
 
@@ -94,7 +97,7 @@ def _dispatch(words: Sequence[str]) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f" The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{name!r} is not a command.{hint}")
-    if {"-h", "--help"} & set(rest) and name != "lightning":  # whose arguments are the script's
+    if {"-h", "--help"} & set(rest) and not COMMANDS[name].helps_itself:
         from .commands.config import help_text
 
         print(help_text(name, COMMANDS[name].summary))

@@ -33,8 +33,9 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
     """
     if not is_checkpoint(f):
         return load_file(f, *arguments, **options)
-    found = load_file(as_file(f), *arguments, **options)
-    left_out = store.read_checkpoint(Path(os.fspath(f))).get(LEFT_OUT) or {}
+    saved = store.read_checkpoint(Path(os.fspath(f)))
+    left_out = saved.get(LEFT_OUT) or {}
+    found = load_file(pickled(as_lightning(saved)), *arguments, **options)
     if left_out.get("object") in IN_PROCESS:
         found["hyper_parameters"] = {**found.get("hyper_parameters", {}), **find_hyperparameters(dict, left_out, {})}
     return found

@@ -14,7 +14,8 @@ from .placeholders import make_placeholder
 
 ROOT = __package__ or ""
 """This package: the module `ROOT.pytorch.callbacks` stands for `lightning.pytorch.callbacks`."""
-_FILLED = {*NAMES, *EXPORTS, *INTERNAL.split()} - {""}
+_INTERNAL = frozenset(INTERNAL.split())
+_FILLED = {*NAMES, *EXPORTS, *_INTERNAL} - {""}
 ABOVE = {path.rsplit(".", depth)[0] for path in _FILLED for depth in range(1, path.count(".") + 1)}
 """Modules that have modules below them, as paths below ROOT."""
 MODULES = _FILLED | ABOVE
@@ -64,7 +65,7 @@ def _internal(path: str, name: str) -> Any:
         return find_spec(name.removesuffix("_AVAILABLE").strip("_").lower()) is not None
     if name.startswith("_TORCH_GREATER_EQUAL"):
         return True  # Legato's oldest torch is newer than what Lightning asks after
-    inner = path in INTERNAL.split() or path.startswith("fabric")
+    inner = path in _INTERNAL or path.startswith("fabric")
     if not inner and (not name.startswith("_") or name.isupper()):
         raise AttributeError(f"module 'lightning{path and '.' + path}' has no public name {name!r}")
     way_out = "It is a part of Lightning's inner workings, and Legato has other ones; use the public names."

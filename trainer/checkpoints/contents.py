@@ -35,9 +35,9 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     if run.datamodule is not None:
         found |= hyperparameters_of(run.datamodule, "datamodule_")
     if trainer.is_global_zero:
-        for owner in (run.task, run.datamodule):
-            if owner is not None:
-                tell_left_out(owner)
+        for owner, prefix in ((run.task, ""), (run.datamodule, "datamodule_")):
+            if owner is not None and prefix + LEFT_OUT in found:
+                tell_left_out(owner, found[prefix + LEFT_OUT]["names"])
     if not weights_only:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed

@@ -59,10 +59,9 @@ def plain_containers(value: Any) -> Any:
     return value
 
 
-def tell_left_out(owner: "Hyperparameters") -> None:
-    """Warn, once for an object, of hyperparameters that its checkpoints do not hold."""
-    left = split_hyperparameters(owner)[1]
-    if not left or owner.__dict__.get("_hparams_told"):
+def tell_left_out(owner: "Hyperparameters", left: Sequence[str]) -> None:
+    """Warn, once for an object, of the named hyperparameters, which its checkpoints do not hold."""
+    if owner.__dict__.get("_hparams_told"):
         return
     owner.__dict__["_hparams_told"] = True
     kind = type(owner).__name__

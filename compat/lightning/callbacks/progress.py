@@ -148,7 +148,38 @@ class Tqdm(tqdm):  # type: ignore[type-arg]
         return text + "0" * (5 - len(text)) if "." in text else text
 
 
-class TQDMProgressBar(ProgressBar):
+class DrawnProgressBar(ProgressBar):
+    """A progress bar that is drawn at a rate, and can be switched off and on."""
+
+    def __init__(self, refresh_rate: int) -> None:
+        super().__init__()
+        self._refresh_rate, self._enabled = refresh_rate, True
+
+    @property
+    def refresh_rate(self) -> int:
+        """The rate, as the bar was given it; 0: nothing is shown."""
+        return self._refresh_rate
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether bars are shown."""
+        return self._enabled and self.refresh_rate > 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether no bars are shown."""
+        return not self.is_enabled
+
+    def disable(self) -> None:
+        """Show nothing from now on."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Show bars again."""
+        self._enabled = True
+
+
+class TQDMProgressBar(DrawnProgressBar):
     """Shows a bar for the epoch and one for each evaluation, by tqdm on standard output.
 
     It draws at most ten times a second, and once in ten seconds where standard output is no terminal; the last batch is
@@ -163,9 +194,8 @@ class TQDMProgressBar(ProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__()
-        self._refresh_rate, self._process_position, self._leave = refresh_rate, process_position, leave
-        self._enabled = True
+        super().__init__(refresh_rate)
+        self._process_position, self._leave = process_position, leave
         self._train_progress_bar: Any = None
         self._val_progress_bar: Any = None
         self._test_progress_bar: Any = None
@@ -216,32 +246,9 @@ class TQDMProgressBar(ProgressBar):
         self._predict_progress_bar = bar
 
     @property
-    def refresh_rate(self) -> int:
-        """Batches between two drawings; 0: nothing is shown."""
-        return self._refresh_rate
-
-    @property
     def process_position(self) -> int:
         """Lines left above the bars."""
         return self._process_position
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether bars are shown."""
-        return self._enabled and self.refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether no bars are shown."""
-        return not self.is_enabled
-
-    def disable(self) -> None:
-        """Show nothing from now on."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Show bars again."""
-        self._enabled = True
 
     # --- the bars ---------------------------------------------------------------------------------------------------
     def _make(self, description: str, leave: bool, below: int = 0, **options: Any) -> Tqdm:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .progress import ProgressBar
+from .progress import DrawnProgressBar
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -112,7 +112,7 @@ class MetricsTextColumn(ProgressColumn):
                 yield f"{name}: {value}"
 
 
-class RichProgressBar(ProgressBar):
+class RichProgressBar(DrawnProgressBar):
     """Shows bars by rich; needs it installed.
 
     Override `configure_columns` for other columns, `get_metrics` for other values.
@@ -133,10 +133,9 @@ class RichProgressBar(ProgressBar):
     ) -> None:
         if find_spec("rich") is None:
             raise ModuleNotFoundError("RichProgressBar needs the package rich: pip install rich.")
-        super().__init__()
-        self._refresh_rate, self._leave, self._console_kwargs = refresh_rate, leave, console_kwargs or {}
+        super().__init__(refresh_rate)
+        self._leave, self._console_kwargs = leave, console_kwargs or {}
         self.theme = RichProgressBarTheme() if theme is None else theme
-        self._enabled = True
         self.progress: Any = None
         self._bars: dict[str, Any] = {}
         self._metric_component: MetricsTextColumn | None = None
@@ -145,29 +144,6 @@ class RichProgressBar(ProgressBar):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is shown."""
         return {**super().__getstate__(), "progress": None, "_bars": {}, "_metric_component": None}
-
-    @property
-    def refresh_rate(self) -> int:
-        """Updates a second; 0: nothing is shown."""
-        return self._refresh_rate
-
-    @property
-    def is_enabled(self) -> bool:
-        """Whether bars are shown."""
-        return self._enabled and self.refresh_rate > 0
-
-    @property
-    def is_disabled(self) -> bool:
-        """Whether no bars are shown."""
-        return not self.is_enabled
-
-    def disable(self) -> None:
-        """Show nothing from now on."""
-        self._enabled = False
-
-    def enable(self) -> None:
-        """Show bars again."""
-        self._enabled = True
 
     @property
     def train_progress_bar_id(self) -> Any:
