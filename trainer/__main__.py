@@ -44,6 +44,11 @@ COMMANDS = {
     "plan": Command(
         "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].", ".commands.plan.command", "run_plan"
     ),
+    "samples": Command(
+        "Tell which samples a step of a run had: RUN step=N [replica=R] [--show]; or when: RUN index=N.",
+        ".commands.replay.samples",
+        "run_samples",
+    ),
     "export": Command(
         "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", ".commands.export", "run_export"
     ),

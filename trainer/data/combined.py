@@ -219,6 +219,28 @@ class CombinedOrder(EpochOrder):
         """Return the samples of all loaders at positions [start, stop)."""
         return sum(part.samples(self.epoch, start, stop) for part in self.parts)
 
+    def indices_by_loader(self, start: int, stop: int) -> dict[str, list[Any]]:
+        """Return the dataset indices of the combined batches [start, stop), by the name of their loader."""
+        found: dict[str, list[Any]] = {}
+        for position in range(start, stop):
+            for part in self.parts:
+                place = part.place(position)
+                if place is not None:
+                    span = part.span(place[1])
+                    own = part.order(part.own_epoch(self.epoch, place[0]))
+                    found.setdefault(part.name, []).extend(own.indices(span.start, span.stop))
+        return found
+
+    def positions_of(self, index: Any) -> list[int]:
+        """Return the combined batches that have a sample of this index, of any loader."""
+        found: set[int] = set()
+        for part in self.parts:
+            for number in range(part.passes):
+                first = part.offset + number * part.batches
+                own = part.order(part.own_epoch(self.epoch, number)).positions_of(index)
+                found.update(first + position // part.source.batch_size for position in own)
+        return sorted(position for position in found if position < self.length)
+
     def step_samples(self, deal: Deal, step: int) -> int:
         """Return the samples of one optimizer step over all replicas and loaders."""
         rounds = deal.rounds_of(step)

@@ -60,6 +60,32 @@ class DealtData:
             whole = step < deal.steps - 1 or _is_whole(deal)
             yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked)
 
+    def step_at(self, epoch: int, step: int) -> StepInput:
+        """Return a step of an epoch without loading its data: each `batch` is None."""
+        order = self.source.order(epoch)
+        deal = self._deal(order.length)
+        found = [
+            ReplicaBatch(replica, round, None, order.samples(start, stop), place=(order, start, stop))
+            for replica, round, start, stop in deal.spans(step, self.dealing.replicas)
+        ]
+        return StepInput(found, order.step_samples(deal, step), len(deal.rounds_of(step)))
+
+    def steps_in(self, epoch: int) -> int:
+        """Return the number of steps of an epoch; a sampler whose length is unknown draws its order for it."""
+        positions = self.source.positions(epoch)
+        return self._deal(self.source.order(epoch).length if positions is None else positions).steps
+
+    def steps_with(self, epoch: int, index: Any) -> list[int]:
+        """Return the steps of an epoch, each once, in which a replica of this process has the sample of an index."""
+        order = self.source.order(epoch)
+        deal, replicas = self._deal(order.length), self.dealing.replicas
+        found = []
+        for position in order.positions_of(index):
+            round, rest = divmod(position, deal.replicas * deal.batch_size)
+            if position < deal.samples and rest // deal.batch_size in replicas:
+                found.append(round // deal.accumulate)
+        return sorted(set(found))
+
     def _deal(self, positions: int) -> Deal:
         replicas, source = self.dealing.layout.replicas, self.source
         size = source.batch_size

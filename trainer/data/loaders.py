@@ -144,6 +144,9 @@ def _shared_memory_is_full(of_rank: str) -> DataError:
 SAMPLER_STREAM = 0x73616D706C6572
 """Stream constant that separates the keys of samplers from all other keys."""
 
+SEARCHED_AT_ONCE = 1 << 20
+"""Positions that a search evaluates in one call."""
+
 
 @dataclass
 class EpochOrder:
@@ -165,6 +168,22 @@ class EpochOrder:
         if self.sizes is not None:
             return [index for batch in found for index in batch]
         return found.tolist() if isinstance(found, np.ndarray) else list(found)
+
+    def indices_by_loader(self, start: int, stop: int) -> dict[str, list[Any]]:
+        """Return the dataset indices at positions [start, stop) by the name of their loader: "" where there is one."""
+        return {"": self.indices(start, stop)}
+
+    def positions_of(self, index: Any) -> list[int]:
+        """Return the positions of a dataset index, in O(length) time and O(1) memory."""
+        found: list[int] = []
+        for start in range(0, self.length, SEARCHED_AT_ONCE):
+            at = self.order(np.arange(start, min(start + SEARCHED_AT_ONCE, self.length), dtype=np.int64))
+            if isinstance(at, np.ndarray):
+                found += (np.flatnonzero(at == index) + start).tolist()
+            else:
+                whole = self.sizes is not None
+                found += [start + n for n, one in enumerate(at) if (index in one if whole else one == index)]
+        return found
 
     def step_samples(self, deal: Deal, step: int) -> int:
         """Return the number of samples of one optimizer step over all replicas."""

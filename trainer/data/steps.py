@@ -32,6 +32,15 @@ class ReplicaBatch:
         found: list[Any] = order.indices(start, stop)
         return found
 
+    @property
+    def indices_by_loader(self) -> dict[str, list[Any]] | None:
+        """The same, by the name of the loader: "" where there is one."""
+        if self.place is None:
+            return None
+        order, start, stop = self.place
+        found: dict[str, list[Any]] = order.indices_by_loader(start, stop)
+        return found
+
 
 @dataclass(slots=True)
 class StepInput:

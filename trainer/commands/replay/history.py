@@ -1,0 +1,154 @@
+"""RunHistory: the settings and the place of every step of a run, from its run directory; no tensor is read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from ...checkpoints import store
+from ...checkpoints.format import unflatten
+from ...checkpoints.manifest import STATE_FILE, load_manifest, parse_json
+from ...checkpoints.run_names import CHECKPOINTS, CONFIG
+from ...config.check import Config, load_config
+from ...errors import CheckpointError, ConfigError
+from ...loggers.json_lines import FILE_NAME
+from ...state import State
+
+KEPT = ("state", "fingerprint", "numerics", "versions", "config")
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What a checkpoint says of its run, but for tensors."""
+
+    path: Path
+    state: State
+    samples: Mapping[str, Any]
+    """The settings that decide which samples make up a step, see `checkpoints.fingerprint`."""
+    numerics: Mapping[str, Any]
+    versions: Mapping[str, Any]
+    config: str | None
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.state.global_step
+
+    @classmethod
+    def read(cls, path: Path) -> "CheckpointRecord | None":
+        """Read a checkpoint; None for one that holds weights only."""
+        tree = parse_json((path / STATE_FILE).read_bytes(), STATE_FILE)
+        if "state" not in tree:
+            return None
+        found = unflatten({name: tree.get(name) for name in KEPT}, {})
+        samples = (found["fingerprint"] or {}).get("samples", {})
+        state = State.from_dict(found["state"])
+        return cls(path, state, samples, found["numerics"] or {}, found["versions"] or {}, found["config"])
+
+
+class RunHistory:
+    """A run as its directory tells it. Steps count from 1: step N takes `global_step` from N - 1 to N.
+
+    A resume may have had other settings than the start of the run. The process that did a step also wrote the oldest
+    checkpoint after it, so the config in that one is the step's; after the newest one it is the run directory's.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config_file = directory / CONFIG
+        if not self.config_file.is_file():
+            raise ConfigError(
+                f"{directory} has no {CONFIG}: expected the directory of a run that `legato fit` has begun, such as "
+                f"runs/NAME/version_0. A run of a script of one's own has no config to build it from again."
+            )
+
+    @classmethod
+    def at(cls, path: str) -> "RunHistory":
+        """Return the history of the run at a path: its directory, or a file or checkpoint in it."""
+        found = Path(path)
+        if not found.exists():
+            raise ConfigError(f"There is no run at {path}: expected a run directory, such as runs/NAME/version_0.")
+        if found.is_file():
+            return cls(found.parent)
+        return cls(found.parent.parent if found.absolute().parent.name == CHECKPOINTS else found)
+
+    @cached_property
+    def checkpoints(self) -> list[CheckpointRecord]:
+        """The complete checkpoints of the run from which it could resume, oldest first."""
+        identity, folders = store.identity_of(self.directory), [self.directory / CHECKPOINTS, *self._elsewhere]
+        found: dict[int, CheckpointRecord] = {}
+        for folder in folders:
+            for path in store.checkpoints_in(folder):
+                try:
+                    store.check_sizes(path)
+                    own = folder == folders[0] or (identity and load_manifest(path).run == identity)
+                    record = CheckpointRecord.read(path) if own else None
+                except (CheckpointError, OSError, KeyError):
+                    continue
+                if record is not None:
+                    found.setdefault(record.step, record)
+        return [found[step] for step in sorted(found)]
+
+    @cached_property
+    def _elsewhere(self) -> list[Path]:
+        """The folders of Checkpoint callbacks outside of the run directory."""
+        sections = load_config([str(self.config_file)]).values.get("callbacks") or {}
+        given = (one.get("dirpath") for one in sections.values())
+        return [Path(one) for one in given if isinstance(one, str)]
+
+    def before(self, step: int) -> CheckpointRecord | None:
+        """Return the newest checkpoint of a moment before a step; None: it is that of the start, or there is none."""
+        return next((one for one in reversed(self.checkpoints) if one.step < step), None)
+
+    def after(self, step: int) -> CheckpointRecord | None:
+        """Return the oldest checkpoint of a moment after a step."""
+        return next((one for one in self.checkpoints if one.step >= step), None)
+
+    @cached_property
+    def points(self) -> dict[int, dict[str, Any]]:
+        """The points of metrics.jsonl, by step."""
+        path = self.directory / FILE_NAME
+        if not path.exists():
+            return {}
+        found = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+                found[int(record["step"])] = record
+            except (ValueError, KeyError, TypeError):
+                continue
+        return found
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that a checkpoint or a logged point knows of; 0: none."""
+        return max([one.step for one in self.checkpoints[-1:]] + list(self.points), default=0)
+
+    def require_step(self, step: int) -> None:
+        """Raise ConfigError for a step before the first."""
+        if step < 1:
+            raise ConfigError(f"step={step}: steps count from 1, which is the one that takes global_step from 0 to 1.")
+
+    def config_of(self, step: int, overrides: Sequence[str] = ()) -> Config:
+        """Return the config that a step was done with, with overrides on top."""
+        after = self.after(step)
+        text = self.config_file.read_text(encoding="utf-8") if after is None else after.config
+        if text is None:
+            raise ConfigError(f"{after.path if after else self.directory} has no config: a script began the run.")
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / CONFIG
+            path.write_text(text, encoding="utf-8")
+            return replace(load_config([str(path), *overrides]), directory=None)
+
+    def epochs_begun(self) -> list[tuple[int, int]]:
+        """Return (epoch, steps done before it) of each epoch whose beginning is known, in order."""
+        found = {0: 0}
+        for one in self.checkpoints:
+            state = one.state
+            found[state.epoch] = state.global_step - state.epoch_steps
+            if state.epoch_ended:
+                found[state.epoch + 1] = state.global_step
+        return sorted(found.items())
