@@ -51,13 +51,14 @@ _ROOMS = {
     "tasks": ".tasks",
 }
 
+if not TYPE_CHECKING:  # else any name would do for a type checker
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    if name in _ROOMS:
-        return import_module(_ROOMS[name], __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        if name in _ROOMS:
+            return import_module(_ROOMS[name], __name__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,30 @@
 """Callbacks: the base class with all hooks in `callback.py`, and one callback per other module."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .callback import Callback as Callback
+    from .checkpoint import Checkpoint as Checkpoint
+    from .checkpoint_callback import CheckpointCallback as CheckpointCallback
+    from .device_stats_monitor import DeviceStatsMonitor as DeviceStatsMonitor
+    from .early_stopping import EarlyStopping as EarlyStopping
+    from .ema import ExponentialMovingAverage as ExponentialMovingAverage
+    from .finetuning import BackboneFinetuning as BackboneFinetuning
+    from .finetuning import BaseFinetuning as BaseFinetuning
+    from .gradient_accumulation_scheduler import GradientAccumulationScheduler as GradientAccumulationScheduler
+    from .lambda_callback import LambdaCallback as LambdaCallback
+    from .learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
+    from .model_summary import ModelSummary as ModelSummary
+    from .on_exception import OnExceptionCheckpoint as OnExceptionCheckpoint
+    from .prediction_writer import PredictionWriter as PredictionWriter
+    from .progress_bar import ProgressBar as ProgressBar
+    from .progress_bar import ProgressDisplay as ProgressDisplay
+    from .straggler_monitor import StragglerMonitor as StragglerMonitor
+    from .swa import StochasticWeightAveraging as StochasticWeightAveraging
+    from .throughput_monitor import ThroughputMonitor as ThroughputMonitor
+    from .timer import Timer as Timer
+    from .weight_averaging import WeightAveraging as WeightAveraging
 
 _HOMES = {
     "BackboneFinetuning": ".finetuning",
@@ -50,8 +73,9 @@ __all__ = [
     "WeightAveraging",
 ]
 
+if not TYPE_CHECKING:  # else any name would do for a type checker
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,15 @@
 """The base classes Task and DataModule, and ready tasks, one per file."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .characters import CharacterGPT as CharacterGPT
+    from .characters import PydocText as PydocText
+    from .data_module import DataModule as DataModule
+    from .digits import Digits as Digits
+    from .digits import DigitsData as DigitsData
+    from .task import Task as Task
 
 _HOMES = {
     "CharacterGPT": ".characters",
@@ -13,8 +21,9 @@ _HOMES = {
 }
 __all__ = ["CharacterGPT", "DataModule", "Digits", "DigitsData", "PydocText", "Task"]
 
+if not TYPE_CHECKING:  # else any name would do for a type checker
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

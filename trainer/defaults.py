@@ -6,10 +6,9 @@ A Trainer for programs that were written for another library overrides these; th
 from pathlib import Path
 from typing import Any, ClassVar
 
+from . import strategies
 from .checkpoints import store
 from .state import State
-from .strategies import STRATEGIES
-from .strategies import __getattr__ as strategy_named
 from .view import TrainerView
 
 
@@ -44,7 +43,7 @@ class TrainerDefaults(TrainerView):
 
     def strategy_class(self, name: str) -> type[Any]:
         """Return the class behind the name of a strategy."""
-        found: type[Any] = strategy_named(STRATEGIES[name].split(":")[1])
+        found: type[Any] = getattr(strategies, strategies.STRATEGIES[name].split(":")[1])
         return found
 
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:

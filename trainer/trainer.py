@@ -13,6 +13,7 @@ from torch import Tensor
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import build, lifecycle, masked
+from .arguments import TrainerArguments, describe_arguments
 from .build import check_arguments, make_callbacks, make_loggers, make_strategy
 from .checkpoints.saver import Saver
 from .data.randomness import seed_generators
@@ -333,3 +334,6 @@ class Trainer(TrainerDefaults):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
         self.saver.remove(Path(path))
+
+
+Trainer.__doc__ = f"{Trainer.__doc__}\n\n{describe_arguments(TrainerArguments)}"  # for help() and notebooks

@@ -13,9 +13,8 @@ PACKAGE = Path(__file__).parents[2]
 ROOMS = ("trainer", "callbacks", "tasks", "configs")
 
 SHARED = {
-    "__getattr__": "Python's hook for names that are imported when first asked for",
     "__all__": "Python's list of public names",
-    "_HOMES": "the table that such a __getattr__ reads",
+    "_HOMES": "the table of names that are imported when first asked for",
     "log": "the logger of the package",
     "T": "a type variable",
     "Value": "a type variable",

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from sources import copy_sources
 
 import legato
 
@@ -248,16 +249,4 @@ def test_the_wheel_holds_every_module_and_every_yaml(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     yamls = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("*.yaml")}
-    assert held == {f"legato/{name}" for name in {*NAMES, *yamls, "py.typed"}}
-
-
-def copy_sources(target):
-    """Copy what a build needs, so that it leaves nothing in the repository."""
-    import shutil
-
-    target.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "__init__.py", "py.typed", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target / name)
-    for room in ROOMS:
-        shutil.copytree(ROOT / room, target / room, ignore=shutil.ignore_patterns("__pycache__"))
+    assert held == {f"legato/{name}" for name in {*NAMES, *yamls, "__main__.py", "py.typed"}}

@@ -1,7 +1,12 @@
 """Launchers: start a run on a cluster from the command line."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .launcher import Launcher as Launcher
+    from .ray import RayLauncher as RayLauncher
+    from .slurm import SlurmLauncher as SlurmLauncher
 
 LAUNCHERS = {
     "slurm": ".slurm:SlurmLauncher",
@@ -13,8 +18,9 @@ __all__ = ["LAUNCHERS", "Launcher", "RayLauncher", "SlurmLauncher"]
 
 _HOMES = {"Launcher": ".launcher", **{home.split(":")[1]: home.split(":")[0] for home in LAUNCHERS.values()}}
 
+if not TYPE_CHECKING:  # else any name would do for a type checker
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,14 +36,13 @@ class Machines:
 
 def make_launcher(config: "Config") -> Launcher | None:
     """Return the launcher named in a config, or None."""
-    from . import LAUNCHERS
-    from . import __getattr__ as launcher_class
+    from .. import launchers
 
     wanted = config.values.get("launcher")
     if wanted is None:
         return None
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
-    found: Launcher = launcher_class(LAUNCHERS[options.pop("name")].split(":")[1])(**options)
+    found: Launcher = getattr(launchers, launchers.LAUNCHERS[options.pop("name")].split(":")[1])(**options)
     return found
 
 
@@ -87,10 +86,9 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
 
 
 def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
+    from .. import strategies
     from ..config.read import TARGET
     from ..config.signatures import load_class
-    from ..strategies import STRATEGIES
-    from ..strategies import __getattr__ as strategy_class
 
     wanted = trainer["strategy"]
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
@@ -99,4 +97,4 @@ def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
     name = options.pop("name")
     if name == "auto":
         name = "ddp" if devices * trainer["num_nodes"] > 1 else "single"
-    return strategy_class(STRATEGIES[name].split(":")[1])(**options)
+    return getattr(strategies, strategies.STRATEGIES[name].split(":")[1])(**options)

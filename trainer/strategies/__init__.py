@@ -1,7 +1,19 @@
 """Strategies: how replicas map to devices and processes, and how their gradients meet."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .data_parallel.data_parallel import DataParallelStrategy as DataParallelStrategy
+    from .ddp import DDPStrategy as DDPStrategy
+    from .ddp_rpc.ddp_rpc import DDPRPCStrategy as DDPRPCStrategy
+    from .mesh.mesh import FSDPStrategy as FSDPStrategy
+    from .mesh.mesh import MeshStrategy as MeshStrategy
+    from .model_parallel.model_parallel import DDPModelParallelStrategy as DDPModelParallelStrategy
+    from .pipeline.pipeline import PipelineMeshStrategy as PipelineMeshStrategy
+    from .single import SingleStrategy as SingleStrategy
+    from .strategy import Strategy as Strategy
+    from .zero1 import Zero1Strategy as Zero1Strategy
 
 STRATEGIES = {
     "single": ".single:SingleStrategy",
@@ -35,8 +47,9 @@ _HOMES = {
     **{home.split(":")[1]: home.split(":")[0] for home in STRATEGIES.values()},
 }
 
+if not TYPE_CHECKING:  # else any name would do for a type checker
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name], __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,130 @@
+"""What type checkers and editors see of Legato, installed as a wheel and as an editable one."""
+
+import ast
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+from sources import copy_sources
+
+import legato as lg
+from legato.trainer.arguments import ARGUMENT_NAMES
+
+ROOT = Path(__file__).parents[2]
+PROJECT = ROOT / "tests" / "typed_project.py"
+ROOMS = ("callbacks", "tasks", "trainer/launchers", "trainer/loggers", "trainer/strategies")
+
+
+def quick_run(*words, **options):
+    done = subprocess.run(words, capture_output=True, text=True, timeout=570, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize("room", ROOMS)
+def test_names_that_are_imported_late_are_imported_for_type_checkers(room):
+    module = __import__(f"legato.{room.replace('/', '.')}", fromlist=["x"])
+    typed = {
+        alias.name: f".{node.module}"
+        for block in ast.parse((ROOT / room / "__init__.py").read_text()).body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname == alias.name  # else a checker takes it for private
+    }
+    assert typed.keys() == {name for name in module.__all__ if name.upper() != name}
+    for name, home in typed.items():
+        assert getattr(module, name).__module__ == f"{module.__name__}{home}"
+
+
+def test_the_signature_of_the_trainer_and_its_texts_can_be_asked_for():
+    assert tuple(inspect.signature(lg.Trainer).parameters) == ARGUMENT_NAMES
+    text = inspect.getdoc(lg.Trainer)
+    for name in ARGUMENT_NAMES:
+        assert f"\n    {name}: " in text, name
+    assert "max_epochs: Stop after this many epochs." in text
+
+
+# --- a user's project -------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    """Return a function that makes an environment with what this one has, but Legato as it is told."""
+    wheels = tmp_path_factory.mktemp("wheels")
+
+    def make(kind, *install):
+        folder = tmp_path_factory.mktemp(kind)
+        venv.create(folder, symlinks=True)
+        python = folder / "bin" / "python"
+        site = Path(quick_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        (site / "others.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
+        quick_run(python, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", *install, cwd=wheels)
+        return python
+
+    return make
+
+
+@pytest.fixture(scope="module", params=["wheel", "editable"])
+def python(request, environment, tmp_path_factory):
+    """The interpreter of an environment in which Legato is installed."""
+    if request.param == "editable":
+        return environment("editable", "--editable", ROOT)
+    return environment("wheel", copy_sources(tmp_path_factory.mktemp("source") / "legato"))
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A user's project, outside of the repository."""
+    shutil.copy(PROJECT, tmp_path / "train.py")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_mypy_finds_every_mistake_of_a_project_and_nothing_else(python, project, pytestconfig):
+    pytest.importorskip("mypy")
+    cache = pytestconfig.cache.mkdir("mypy")  # torch takes it half a minute
+    words = ["--strict", "--python-executable", python, "--cache-dir", cache, "train.py"]
+    quick_run(sys.executable, "-m", "mypy", *words, cwd=project)
+
+
+@pytest.mark.slow
+def test_pyright_finds_every_mistake_of_a_project_and_nothing_else(python, project):
+    pyright = next(filter(None, map(find_program, ("pyright", "basedpyright"))), None)
+    if pyright is None:
+        pytest.skip("needs pyright or basedpyright")
+    settings = {
+        "include": ["train.py"],
+        "typeCheckingMode": "standard",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+        "reportMissingModuleSource": "error",
+    }
+    (project / "pyrightconfig.json").write_text(json.dumps(settings))
+    quick_run(pyright, "--pythonpath", python, cwd=project)
+
+
+def find_program(name):
+    beside = Path(sys.executable).parent / name
+    return str(beside) if os.access(beside, os.X_OK) else shutil.which(name)
+
+
+@pytest.mark.slow
+def test_an_editable_install_runs_from_its_own_place(environment, tmp_path):
+    python = environment("placed", "--editable", ROOT)
+    code = "import legato, legato.trainer.errors as e; print(legato.__file__); print(e.__file__)"
+    assert quick_run(python, "-c", code, cwd=tmp_path).split() == [
+        str(ROOT / "__init__.py"),
+        str(ROOT / "trainer" / "errors.py"),
+    ]
+    other = tmp_path / "legato"
+    other.mkdir()
+    (other / "__init__.py").touch()
+    found = quick_run(python, "-c", "import legato; print(legato.__file__)", env={"PYTHONPATH": str(tmp_path)}, cwd="/")
+    assert found.strip() == str(other / "__init__.py")
