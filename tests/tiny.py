@@ -146,7 +146,7 @@ def make_loader(samples: int = 20, batch_size: int = 4, **options) -> DataLoader
 def make_trainer(folder, **options) -> lg.Trainer:
     """A trainer on one CPU that writes below `folder`, and by default nothing at all."""
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    defaults = {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": folder}
+    defaults = {"accelerator": "cpu", "max_epochs": 1, "default_root_dir": folder, "save_code": False}
     return lg.Trainer(**{**defaults, **quiet, **options})
 
 

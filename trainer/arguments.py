@@ -130,6 +130,10 @@ class TrainerArguments:
     """The run directory is default_root_dir/run_name/version_N."""
     logger: "bool | Logger | list[Logger] | None" = True
     """True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own."""
+    write_csv: bool = False
+    """Write `metrics.csv` besides. `run.csv` in a config."""
+    save_code: bool = True
+    """Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config."""
     log_every_n_steps: int = 50
     """Optimizer steps between two logging points; values are read from the device only then."""
     callbacks: "list[Callback] | Callback | None" = None

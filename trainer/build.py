@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint import Checkpoint
 from ..callbacks.checkpoint_callback import CheckpointCallback
@@ -16,7 +18,7 @@ from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
-from .checkpoints import contents, convert, fingerprint, restore, store
+from .checkpoints import contents, convert, fingerprint, restore, run_record, store
 from .checkpoints.left_out import add_left_out, logged_hyperparameters
 from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
@@ -128,6 +130,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     trainer.saver.join(trainer.run_dir)
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
         store.write_identity(trainer.run_dir, trainer.saver.run_id)
+    record_start(call)
     call.task.trainer = trainer
     if call.datamodule is not None:
         call.datamodule.trainer = trainer
@@ -138,6 +141,29 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         call.undo.callback(callback.set_task, None)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
     return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
+
+
+def record_start(call: Call) -> None:
+    """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code."""
+    trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
+    if directory is None or not trainer.is_global_zero or not trainer.records_starts:
+        return
+    device, (command, arguments) = strategy.device, trainer.command
+    facts = {
+        "stage": call.stage,
+        "step": call.state.global_step,
+        "command": command,
+        "arguments": arguments,
+        "strategy": strategy.name,
+        "replicas": call.state.replicas,
+        "processes": strategy.place.world_size,
+        "nodes": strategy.place.nodes,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "precision": str(trainer.precision),
+        "reproducible": trainer.reproducible,
+    }
+    run_record.write_readme(directory)
+    run_record.add_start(directory, facts, trainer.save_code)
 
 
 def check_task(task: Any, request: Request, refuses_near_names: bool = True) -> None:
@@ -637,6 +663,8 @@ def open_loggers(run: Run) -> None:
     if trainer.config_text is not None:
         weights = run.source if run.stage != "fit" else None
         store.write_config(trainer.run_dir, trainer.config_text, weights)
+    if trainer.given_config is not None:
+        (trainer.run_dir / run_record.GIVEN_CONFIG).write_text(trainer.given_config, encoding="utf-8")
     # also where processes were started again before there was a checkpoint: what they had logged is void
     going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)
     hyperparameters = {
@@ -702,7 +730,7 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
         setattr(trainer, name, batches)
     trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0
     trainer.val_check_interval, trainer.check_val_every_n_epoch, trainer.overfit_batches = 1.0, 1, 0.0
-    trainer.logger, trainer.enable_checkpointing = None, False
+    trainer.logger, trainer.write_csv, trainer.enable_checkpointing = None, False, False
 
 
 def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
@@ -738,19 +766,20 @@ def delegate_place(trainer: "Trainer") -> int:
     return 1 if place is None else place.world_size
 
 
-def make_loggers(wanted: Any) -> list[Logger]:
-    """Return the loggers that the argument `logger` asks for."""
-    if wanted is True:
-        from .loggers.json_lines import JSONLinesLogger
-        from .loggers.tensorboard import TensorBoardLogger
+def make_loggers(wanted: Any, write_csv: bool) -> list[Logger]:
+    """Return the loggers that the arguments `logger` and `write_csv` ask for."""
+    from .loggers import CSVLogger, JSONLinesLogger, TensorBoardLogger
 
-        return [TensorBoardLogger(), JSONLinesLogger()]
+    if wanted is True:
+        wanted = [TensorBoardLogger(), JSONLinesLogger()]
     found = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted else []
     for logger in found:
         if not isinstance(logger, Logger):
             raise ConfigError(
                 f"trainer.logger takes True, False, a legato Logger or a list of them; got {type(logger).__name__}."
             )
+    if write_csv and not any(isinstance(logger, CSVLogger) for logger in found):
+        found.append(CSVLogger())
     return found
 
 

@@ -34,6 +34,8 @@ class TrainerDefaults(TrainerView):
     """Whether a run that goes on must be given the seed that it began with."""
     keeps_added_code: ClassVar[bool] = False
     """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
+    records_starts: ClassVar[bool] = True
+    """Whether each call of fit, validate, test and predict is recorded in the run directory, see run_record."""
     logs_hyperparameters: bool = True
     """Whether loggers are given the hyperparameters when a run begins."""
 

@@ -3,12 +3,14 @@
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import build
+from .checkpoints import run_record
 from .errors import TaskError
+from .processes.signals import RESUME_ME
 from .run import Call, Request, Run
 from .undo import Errors
 
@@ -78,6 +80,7 @@ def close(run: Call, errors: Errors) -> None:
     if trainer.is_global_zero:
         for logger in trainer.loggers:
             attempt(logger.finalize, "success" if errors.first is None else "failed")
+        attempt(record_end, run, errors.first)
     if errors.first is not None and not failed:
         error, errors.first = errors.first, named(run, errors.first)
         if error is not errors.first:
@@ -85,6 +88,21 @@ def close(run: Call, errors: Errors) -> None:
     run.data.training, run.data.evaluations, run.loop.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
     run.undo.close(errors)
+
+
+def record_end(run: Call, error: BaseException | None) -> None:
+    """Record in the run directory how this call ended: "done", "failed", "interrupted" or "preempted"."""
+    trainer = run.trainer
+    if trainer.run_dir is None or not trainer.records_starts:
+        return
+    status = "done" if error is None else "failed"
+    if isinstance(error, KeyboardInterrupt):
+        status = "interrupted"
+    elif isinstance(error, SystemExit) and error.code == RESUME_ME:
+        status = "preempted"
+    told = None if error is None else f"{type(error).__name__}: {error}"
+    with suppress(OSError) if error is not None else nullcontext():  # else it is told twice that nothing can be written
+        run_record.end_start(trainer.run_dir, status, run.state.global_step, told)
 
 
 def tell_of_error(run: Call, errors: Errors) -> None:

@@ -5,6 +5,7 @@ before the loop by `lifecycle.begin`; what may be read of them from outside is i
 may choose otherwise in `defaults.TrainerDefaults`.
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,15 @@ class Trainer(TrainerDefaults):
         self.run = self.run_dir = None
         self.given_dir: Path | None = None
         self.config_text: str | None = None
+        self.given_config: str | None = None
+        self.command = list(sys.orig_argv), list(sys.argv)
         self.lengths: dict[str, Any] = {}
         self.callback_metrics: dict[str, Tensor] = {}
         self.logged_metrics: dict[str, float] = {}
         self.progress_bar_metrics: dict[str, float] = {}
         self.should_stop = False
         self.strategy = make_strategy(self, self.strategy)
-        self.loggers = make_loggers(self.logger)
+        self.loggers = make_loggers(self.logger, self.write_csv)
         self.logger = self.loggers[0] if self.loggers else None
         self.callbacks = make_callbacks(self, self.callbacks)
         self.saver = Saver(self)

@@ -30,6 +30,12 @@ class TrainerView(TrainerArguments):
     """The newest run; while it is set up, the phase that it has reached."""
     state: State
     run_dir: Path | None
+    config_text: str | None
+    """The config as YAML, every default included; None where the Trainer was made by a script."""
+    given_config: str | None
+    """The config without defaults, with the origin of each value."""
+    command: tuple[list[str], list[str]]
+    """How the program was started: all words, and those that the program sees, `sys.argv`."""
     lengths: dict[str, Any]
     """By "train", "validation" and so on the lengths of the newest run's loaders."""
     strategy: "Strategy"

@@ -102,7 +102,8 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
 
 def test_seed_and_run_may_stand_under_trainer() -> None:
     found = check.load_config(["base.yaml", "trainer.seed=3", "trainer.run_name=x", "run.root=there"])
-    assert (found.values["seed"], found.values["run"]) == (3, {"root": "there", "name": "x"})
+    assert found.values["seed"] == 3
+    assert found.values["run"] == {"root": "there", "name": "x", "save_code": True, "csv": False}
     assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
 
 

@@ -69,12 +69,14 @@ def build_config(config: Config) -> ConfiguredRun:
             seed=values["seed"],
             run_name=values["run"]["name"],
             default_root_dir=values["run"]["root"],
+            save_code=values["run"]["save_code"],
+            write_csv=values["run"]["csv"],
         )
     except ConfigError as error:
         named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument, and perhaps one of its options
         place = config.origin(("trainer", *filter(None, named.groups()))) if named else ""
         raise ConfigError(f"{place}: {error}" if named else str(error)) from error
-    trainer.config_text = config.text()
+    trainer.config_text, trainer.given_config = config.text(), config.given_text()
     return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
 
 

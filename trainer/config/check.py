@@ -37,7 +37,8 @@ _WORDS: dict[str, Any] = {
     "resume": Literal["auto"] | Path | None,
     "checkpoint": Literal["best", "last", "none"] | Path | None,
 }
-_RUN = Signature({name: Parameter(name, str, NO_DEFAULT, required=False) for name in ("name", "root")})
+_RUN_TYPES = {"name": str, "root": str, "save_code": bool, "csv": bool}
+_RUN = Signature({name: Parameter(name, kind, NO_DEFAULT, required=False) for name, kind in _RUN_TYPES.items()})
 _SEED_LIMIT = 2**32
 _SHOWN = 5  # mistakes in one message
 
@@ -54,6 +55,17 @@ class Config(Layer):
     def text(self, origins: bool = False) -> str:
         """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment."""
         return dump_yaml(escape(self.values), self.origin if origins else None)
+
+    def given_text(self) -> str:
+        """Return what files and overrides have set, without defaults, with the origin of each value as a comment."""
+
+        def given(value: Any, key: Key) -> Any:
+            if not isinstance(value, dict) or not value:
+                return NO_DEFAULT if self.origin(key) == "default" else value
+            items = {name: given(item, (*key, name)) for name, item in value.items()}
+            return {name: item for name, item in items.items() if item is not NO_DEFAULT} or NO_DEFAULT
+
+        return dump_yaml(escape(given(self.values, ())), self.origin)
 
 
 def load_config(arguments: Sequence[str]) -> Config:

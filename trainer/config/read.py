@@ -27,7 +27,8 @@ TARGET = "_target_"
 """The key under which a mapping names the class to build."""
 SECTIONS = {
     "seed": "The seed that all random numbers of the run are derived from.",
-    "run": "name and root: the run directory is root/name/version_N.",
+    "run": "name and root: the run directory is root/name/version_N. save_code: keep the git commit and uncommitted "
+    "changes there. csv: write metrics.csv, too.",
     "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: a new run.',
     "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
     "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
@@ -38,7 +39,13 @@ SECTIONS = {
     "launcher": 'The cluster that runs it: "slurm" or "ray", or a mapping of `name` and options. Absent: this machine.',
 }
 """The keys of a config and their meaning."""
-MOVED: dict[str, Key] = {"seed": ("seed",), "run_name": ("run", "name"), "default_root_dir": ("run", "root")}
+MOVED: dict[str, Key] = {
+    "seed": ("seed",),
+    "run_name": ("run", "name"),
+    "default_root_dir": ("run", "root"),
+    "save_code": ("run", "save_code"),
+    "write_csv": ("run", "csv"),
+}
 """Arguments of Trainer that have a key of their own; under `trainer:` they are accepted too, but not in both places."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
 """Arguments of Trainer that are sections of a config."""

@@ -134,6 +134,7 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consisten
         _load_state(run, saved)
     _continue_at(run, place, newest)
     if opens_loggers:
+        build.record_start(run)
         build.open_loggers(run)
     wrote = own.point == newest.point and not opens_loggers
     if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:

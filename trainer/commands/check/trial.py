@@ -191,6 +191,7 @@ def make_trial(
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "fast_dev_run": False,
+        "save_code": False,
         "log_every_n_steps": 1,
         "num_sanity_val_steps": min(1, abs(original.num_sanity_val_steps)),
         "val_check_interval": 1,
