@@ -76,6 +76,13 @@ class Hyperparameters:
         self.hparams.update({name: value for name, value in found.items() if name not in ignored})
         self.identity_in_process()
 
+    def record_configs(self, configs: Mapping[str, tuple[Any, Any]]) -> None:
+        """Record what arguments of `__init__` were built from: by name the argument and its config, plain data.
+
+        Checkpoints and loggers are given the config in place of the object.
+        """
+        self.__dict__["_hparams_configs"] = dict(configs)
+
     def identity_in_process(self) -> str:
         """Return the id by which `IN_PROCESS` has this object; a copy in another process has the same one."""
         found: str = self.__dict__.setdefault("_hparams_id", uuid.uuid4().hex)

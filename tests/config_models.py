@@ -1,11 +1,14 @@
 """What the configs of the config tests name; copied into each test's own folder and imported from there."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional
 
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from legato.callbacks.callback import Callback as Watcher
@@ -72,3 +75,38 @@ def make_task():
 
 number = 3
 Alias = Tiny
+
+
+def make_net(width: int, depth: int = 1) -> nn.Module:
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)], nn.Linear(width, 1))
+
+
+class Assembled(lg.Task):
+    """Its parts come from the config, as in a well-known template for Hydra."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: torch.optim.lr_scheduler = None,  # type: ignore[valid-type]  (a module, as that template has it)
+        activation: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        more=None,
+        number: int = 3,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters(logger=False)
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self.hparams.optimizer(params=self.parameters())
+        if self.hparams.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.hparams.scheduler(optimizer=optimizer)}
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.linspace(-1, 1, 24).reshape(8, 3)), batch_size=2)

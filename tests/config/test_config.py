@@ -107,6 +107,64 @@ def test_seed_and_run_may_stand_under_trainer() -> None:
     assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
 
 
+def test_an_interpolation_finds_defaults() -> None:
+    task = check.load_config(["base.yaml", "task.label='${task.lr} ${trainer.precision} ${seed}'"]).values["task"]
+    assert task["label"] == "0.001 32 0"
+    assert check.load_config(["base.yaml", "task.folder='${run.root}/x'"]).values["task"]["folder"] == "runs/x"
+
+
+def test_variables_of_the_environment_are_read_once_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WIDTH": "12", "PLACE": "/data/${x}", "TEXT": "007", "EMPTY": "", "RATE": "1e-3"}.items():
+        monkeypatch.setenv(name, value)
+    write(
+        "more.yaml",
+        """
+vars: {rate: "${env:RATE}"}
+task:
+  width: ${env:WIDTH}
+  lr: ${vars.rate}
+  folder: ${env:PLACE}/train
+  label: ${env:TEXT}-${env:RATE}
+  free: ["${env:NO_SUCH, 3}", "${env:NO_SUCH,}", "${env:EMPTY,full}", "${env:NO_SUCH,${seed}}", "${env:NO_SUCH,'1'}",
+         '\\${env:WIDTH}', "${env:NO_SUCH,[a, 1]}", "${env:NO_SUCH,null}"]
+""",
+    )
+    found = check.load_config(["base.yaml", "more.yaml", "seed=5"])
+    task = found.values["task"]
+    assert (task["width"], task["lr"], task["folder"], task["label"]) == (12, 0.001, "/data/${x}/train", "007-1e-3")
+    assert task["free"] == [3, "", "", 5, "1", "${env:WIDTH}", ["a", 1], None]
+    assert found.origin(("task", "width")) == "more.yaml:4, from WIDTH"
+    write("stored.yaml", found.text())
+    for name in ("WIDTH", "PLACE", "TEXT", "EMPTY", "RATE"):
+        monkeypatch.delenv(name)
+    assert check.load_config(["stored.yaml"]).values == found.values
+    with pytest.raises(ConfigError, match=r"^more\.yaml:4: task\.width: the environment variable WIDTH is not set\."):
+        check.load_config(["base.yaml", "more.yaml"])
+
+
+def test_shared_values_are_in_vars() -> None:
+    write("more.yaml", "vars: {width: 3, part: {a: 1}}\ntask: {width: '${vars.width}', free: '${vars.part}'}\n")
+    found = check.load_config(["base.yaml", "more.yaml", "vars.width=7"]).values
+    assert (found["task"]["width"], found["task"]["free"]) == (7, {"a": 1})
+    assert found["vars"] == {"width": 7, "part": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("lr${task.lr}", "lr0.001"),
+        ("${task._target_}/w${task.width}", "models.Tiny/w8"),
+        ("${task.label}", "a-b-c=d"),
+        ("x-${task.sizes}-${task.head}", "x-1-2-Linear"),
+        ("plain", "plain"),
+    ],
+)
+def test_the_name_of_a_run_is_made_of_values(name: str, wanted: str) -> None:
+    head = "task.head={_target_: torch.nn.Linear, in_features: 1, out_features: 1}"
+    found = check.load_config(["base.yaml", "task.label='../a/b c=d'", "task.sizes=[1, 2]", head, f"run.name='{name}'"])
+    assert found.values["run"]["name"] == wanted
+
+
 # --- origins and the stored config ----------------------------------------------------------------------------------
 def test_every_value_has_its_origin() -> None:
     write("more.yaml", "extends: base.yaml\n\ntrainer:\n  max_steps: 9\n")

@@ -74,7 +74,30 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "task as data": (["data={_target_: models.Tiny, width: 3}"], ["is not a subclass of DataModule"]),
     "callback as logger": (["loggers.x={_target_: models.Note, text: x}"], ["is not a subclass of Logger"]),
     "the standard library": (["task={_target_: subprocess.Popen, args: ls}"], ["is not a subclass of Task"]),
-    "target without an annotation": (["task.free={_target_: models.Tiny}"], ["task.free may not hold a `_target_`"]),
+    "nested program": (["task.free={_target_: os.system, command: ls}"], ["'os.system' is not built"]),
+    "nested target that is not there": (["task.free={_target_: models.Tinny}"], ["task.free._target_", "mean 'Tiny'?"]),
+    "nested argument": (["task.free={_target_: models.Tiny, widht: 3}"], ["task.free.widht", "Did you mean 'width'?"]),
+    "nested argument of a partial": (["task.free={_target_: models.Tiny, _partial_: true, widht: 3}"], ["'width'?"]),
+    "nested in a list": (["task.free=[{a: {_target_: models.Tiny, width: x}}]"], ["task.free.0.a.width must be int"]),
+    "nested function": (["task.free={_target_: models.make_net, width: 3, depht: 1}"], ["Did you mean 'depth'?"]),
+    "nested and incomplete": (["task.free={_target_: models.make_net}"], ["width is missing", "say _partial_: true"]),
+    "no bool": (["task.free={_target_: models.Tiny, _partial_: 1}"], ["task.free._partial_ must be bool"]),
+    "partial task": (["task._partial_=true"], ["task._partial_ is no argument of Tiny"]),
+    "positional arguments of a task": (["task._args_=[3]"], ["task._args_ is no argument of Tiny"]),
+    "positional arguments": (["task.free={_target_: models.make_net, _args_: 3}"], ["_args_ must be a list"]),
+    "Hydra's conversion": (["task.free={_target_: models.Tiny, width: 1, _convert_: all}"], ["always plain ones"]),
+    "Hydra's recursion": (["task.free={_target_: models.Tiny, width: 1, _recursive_: no}"], ["is always built"]),
+    "Hydra's defaults": (
+        "defaults: [_self_, {data: mnist}, {override /model: net}, base2, {debug: null}]",
+        ["more.yaml:1: defaults", "`extends: [data/mnist.yaml, model/net.yaml, base2.yaml]`"],
+    ),
+    "Hydra's own settings": ("hydra: {run: {dir: x}}", ["run.root", "legato sweep"]),
+    "no variable": ("task:\n  label: ${env:LEGATO_NO}\n", ["more.yaml:2: task.label", "LEGATO_NO is"]),
+    "environment of a strange name": (["task.label='${env:A-B}'"], ["must be ${env:NAME} or ${env:NAME,default}"]),
+    "vars that are a list": ("vars: [1]", ["more.yaml:1: vars must be a mapping"]),
+    "misspelt use of vars": ("vars: {width: 3}\ntask: {width: '${vars.widht}'}", ["more.yaml:2", "'vars.width'?"]),
+    "override of vars": (["vars.wdth=3", "task.width='${vars.width}'"], ["vars.wdth", "Did you mean 'width'?"]),
+    "override of unused vars": (["vars.width=3"], ["vars.width changes nothing"]),
     "target in plain data": (["task.table={a: {_target_: os.system}}"], ["task.table.a may not hold a `_target_`"]),
     "target for another type": (["task.lr={_target_: models.Tiny}"], ["task.lr may not hold a `_target_`"]),
     "seed that is no int": (["seed=1.5"], ["seed must be int from 0"]),
@@ -83,7 +106,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "run key": (["run.nmae=x"], ["run.nmae", "Did you mean 'name'?"]),
     "run value": (["run.name=3"], ["run.name must be str"]),
     "resume": (["resume=true"], ["resume must be 'auto', a path or null, not true"]),
-    "environment": (["run.name='${oc.env:HOME}'"], ["run.name", "'oc.env'", "run.name=..."]),
+    "Hydra's environment": (["run.name='${oc.env:HOME}'"], ["run.name", "'oc.env'", "${env:NAME}", "run.name=..."]),
     "hidden environment": (["run.name='${oc.select:x,${oc.env:HOME}}'"], ["'oc.env'"]),
     "decoded environment": (["run.name='${oc.decode:x}'"], ["'oc.decode'"]),
     "missing interpolation": (["task.width='${trainer.max_epoch}'"], ["task.width", "'trainer.max_epochs'"]),
@@ -300,8 +323,12 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
     nested = "task.head={_target_: %s}"
     with pytest.raises(ConfigError, match=r"is not a subclass of torch\.nn\.Module"):
         build.build_config(check.load_config(["base.yaml", nested % "collections.OrderedDict"]))
+    filled = "torch.nn.init.constant_, tensor: {_target_: torch.ones, _args_: [2]}, val: 1"
+    found = check.load_config(["base.yaml", nested % filled])
+    with pytest.raises(ConfigError, match=r"'torch\.nn\.init\.constant_' returned Tensor, not torch\.nn\.Module"):
+        build.build_config(found)
     marker = Path("ran")
-    with pytest.raises(ConfigError, match="is not a class"):
+    with pytest.raises(ConfigError, match=r"'pathlib\.Path\.touch' is not built: of the standard library only"):
         build.build_config(check.load_config(["base.yaml", "task.head={_target_: pathlib.Path.touch, self: ran}"]))
     assert not marker.exists()
 

@@ -9,7 +9,14 @@ from torch.optim import Optimizer
 from ..errors import ConfigError, TaskError
 from ..optimization import kernels
 from . import store
-from .left_out import LEFT_OUT, leave_out_added, split_hyperparameters, tell_left_out
+from .left_out import (
+    BUILT,
+    LEFT_OUT,
+    built_hyperparameters,
+    leave_out_added,
+    split_hyperparameters,
+    tell_left_out,
+)
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters
@@ -107,6 +114,7 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     """
     values, left = split_hyperparameters(owner)
     found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
+    found[BUILT] = [name for name in built_hyperparameters(owner) if name in values]
     if left:
         found[LEFT_OUT] = {"names": left, "object": owner.identity_in_process()}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}

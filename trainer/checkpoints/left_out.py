@@ -21,6 +21,8 @@ log = logging.getLogger("legato")
 
 LEFT_OUT = "hyper_parameters_left_out"
 """Key of what a checkpoint says of hyperparameters that it does not hold: their names, and the id of their object."""
+BUILT = "hyper_parameters_built"
+"""Key of the names of hyperparameters of which a checkpoint holds the config that they were built from."""
 ADDED = "left_out"
 """Key of the same for values that hooks on_save_checkpoint added."""
 
@@ -42,8 +44,15 @@ def split_hyperparameters(owner: "Hyperparameters") -> tuple[dict[str, Any], lis
 
 
 def logged_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
-    """Return all hyperparameters, in plain dicts and lists, for loggers."""
-    return {name: plain_containers(value) for name, value in owner.hparams.items()}
+    """Return all hyperparameters, in plain dicts and lists, for loggers; of what a config built, the config."""
+    built = built_hyperparameters(owner)
+    return {name: built[name] if name in built else plain_containers(value) for name, value in owner.hparams.items()}
+
+
+def built_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
+    """Return the configs of those hyperparameters that a config built, by name."""
+    recorded = owner.__dict__.get("_hparams_configs", {})
+    return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
 
 
 def plain_containers(value: Any) -> Any:

@@ -17,7 +17,8 @@ from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
 from .fingerprint import Changes, SettingChange
-from .left_out import LEFT_OUT, add_left_out, find_hyperparameters, names_added
+from .left_out import BUILT, LEFT_OUT, add_left_out, find_hyperparameters, names_added
+from .targets import rebuild_targets
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -461,6 +462,9 @@ def _build_from_checkpoint(
     known = inspect.signature(kind).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values())
     values = dict(saved.get(f"{prefix}hyper_parameters") or {}) | _read_hparams_file(hparams_file)
+    for name in saved.get(prefix + BUILT) or ():
+        if name not in replaced and name in values:
+            values[name] = rebuild_targets(values[name], kind, name)
     values = find_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
     together: str | None = saved.get(f"{prefix}hparams_name")
     if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:

@@ -6,11 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
-from .check import EXPECTED, Checker, Config
-from .read import TARGET, Key, dotted
-from .signatures import Signature, load_class
+from ...tasks.hyperparameters import Hyperparameters
+from ..checkpoints.targets import PARTIAL, TARGET, call_target
+from ..errors import ConfigError, add_note
+from .check import EXPECTED, Checker, Config, is_entry
+from .read import Key, dotted
+from .signatures import ANYTHING, Signature, load_target
 from .values import Fitted
+
+_PLAIN = (bool, int, float, str, list, dict, tuple, set, type(None))
+"""Types of values that a checkpoint holds as they are."""
 
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
@@ -86,6 +91,8 @@ class _InstanceBuilder:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.checker = Checker(config.values, config.sources, may_import=True)
+        self.made: dict[int, tuple[Any, dict[str, Any]]] = {}
+        """Objects made for arguments, and their configs, by the objects' ids."""
 
     def arguments(self, value: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
         """Convert plain arguments to the types of the parameters."""
@@ -98,18 +105,52 @@ class _InstanceBuilder:
         return (value, problems) if problems else (self.make(value, key, expected), [])
 
     def make(self, value: Mapping[str, Any], key: Key, expected: str) -> Any:
-        """Make an instance of a subclass of the class at the dotted path `expected`."""
+        """Make what a mapping with `_target_` describes.
+
+        For an argument that is an instance of the class at the dotted path `expected` (of any, if that is no class),
+        by a class or a function, or a partial of those. Else it is an instance of a subclass.
+        """
         place = f"{self.config.origin((*key, TARGET))}: {dotted((*key, TARGET))}"
         try:
-            cls, base = load_class(value[TARGET]), load_class(expected)
+            target, base = load_target(value[TARGET]), object if expected == ANYTHING else load_target(expected)
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
+        partial, nested = bool(value.get(PARTIAL)), not is_entry(key)
+        if not isinstance(target, type) and not (nested and callable(target)):
+            raise ConfigError(f"{place}: {value[TARGET]!r} is not a class{' or function' if nested else ''}.")
+        base = base if isinstance(base, type) else object  # an annotation may be a function, or a module
         # Not issubclass: an abstract base class may register classes that do not inherit from it.
-        if base is object or base not in cls.__mro__:
+        if isinstance(target, type) and base not in target.__mro__:
             raise ConfigError(f"{place}: {value[TARGET]!r} is not a subclass of {expected}, which is required here.")
         signature = self.checker.sources.signature(value[TARGET], may_import=True) or Signature(open=True)
         arguments = self.arguments(value, key, signature)
         try:
-            return cls(**arguments)
+            made = call_target(target, arguments, partial)
         except ConfigError as error:
             raise ConfigError(f"{self.config.origin(key)}: {dotted(key)}: {error}") from error
+        except Exception as error:
+            add_note(error, f"{self.config.origin(key)}: {dotted(key)} was being built.")
+            raise
+        if not isinstance(target, type) and not partial and not isinstance(made, base):
+            kind = type(made).__name__
+            raise ConfigError(f"{place}: {value[TARGET]!r} returned {kind}, not {expected}, which is required here.")
+        configs = {name: self._config_of(one) for name, one in arguments.items()}
+        if nested and not isinstance(made, _PLAIN):
+            self.made[id(made)] = made, {TARGET: value[TARGET], **({PARTIAL: True} if partial else {}), **configs}
+        elif isinstance(made, Hyperparameters):
+            made.record_configs(
+                {name: (arguments[name], one) for name, one in configs.items() if one is not arguments[name]}
+            )
+        return made
+
+    def _config_of(self, value: Any) -> Any:
+        """Return an argument with the configs of objects in place of those that were made; itself if there are none."""
+        if id(value) in self.made:
+            return self.made[id(value)][1]
+        if isinstance(value, dict):
+            inner = {name: self._config_of(item) for name, item in value.items()}
+            return inner if any(inner[name] is not value[name] for name in value) else value
+        if isinstance(value, list | tuple):
+            items = type(value)(map(self._config_of, value))
+            return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
+        return value

@@ -3,19 +3,23 @@
 Nothing is imported for it but a class whose parameters its source does not determine.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
 from ..checkpoints.run_names import name_problem, path_problem
+from ..checkpoints.targets import PARTIAL, POSITIONAL, TARGET
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
-from .read import MOVED, SECTION_OF, SECTIONS, TARGET, Key, Layer, dotted, dump_yaml, escape, own_directory, read_config
+from .read import MOVED, SECTION_OF, SECTIONS, Key, Layer, dotted, dump_yaml, escape, own_directory, read_config
 from .signatures import NO_DEFAULT, Parameter, Signature, Sources
-from .values import Fitted, OnTarget, Problem, describe, describe_type, fit_value, is_target, same, stray_targets
+from .values import Fitted, OnTarget, Problem, describe, describe_type, fit_value, is_target, same
 
 _PACKAGE_NAME = __name__.partition(".")[0]
 _ARGUMENTS = f"{_PACKAGE_NAME}.trainer.arguments.TrainerArguments"
@@ -26,20 +30,27 @@ EXPECTED = {
     "loggers": f"{_PACKAGE_NAME}.trainer.loggers.logger.Logger",
 }
 """The class that every `_target_` of a section must descend from."""
-LIGHTNING_KEYS = {
+FOREIGN_KEYS = {
     "model": "It is `task` here: {_target_: my.Net, lr: 1}, without class_path and init_args.",
     "seed_everything": "It is `seed` here.",
     "ckpt_path": "It is `resume` for fit, `checkpoint` for validate, test and predict.",
+    "hydra": "A run's directory is run.root and run.name, a multirun is `legato sweep`.",
 }
-"""Replacements for keys of a LightningCLI's config."""
+"""Replacements for keys of a LightningCLI's or Hydra's config."""
+STANDARD_TARGETS = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
+"""What a config may build of the standard library: with all of it, a config could run any program."""
+_HYDRAS = {
+    "_recursive_": "Leave it out: a nested `_target_` is always built.",
+    "_convert_": "Leave it out: lists and mappings are always plain ones.",
+}
 _FOLDERS = {"strategy": "strategies", "launcher": "launchers"}
-_WORDS: dict[str, Any] = {
+WORDS: dict[str, Any] = {
     "resume": Literal["auto"] | Path | None,
     "checkpoint": Literal["best", "last", "none"] | Path | None,
 }
-_RUN_TYPES = {"name": str, "root": str, "save_code": bool, "csv": bool}
-_RUN = Signature({name: Parameter(name, kind, NO_DEFAULT, required=False) for name, kind in _RUN_TYPES.items()})
-_SEED_LIMIT = 2**32
+RUN_TYPES = {"name": str, "root": str, "save_code": bool, "csv": bool}
+RUN = Signature({name: Parameter(name, kind, NO_DEFAULT, required=False) for name, kind in RUN_TYPES.items()})
+SEED_COUNT = 2**32
 _SHOWN = 5  # mistakes in one message
 
 
@@ -73,7 +84,7 @@ def load_config(arguments: Sequence[str]) -> Config:
 
     Raises ConfigError for mistakes; the message names up to five.
     """
-    layer = read_config(arguments)
+    layer = read_config(arguments, Checker({}).default_of)
     return replace(check_config(layer), directory=own_directory(arguments, layer))
 
 
@@ -120,6 +131,8 @@ class Checker:
                 yield Problem((name,), f"is no key of a config.{self._section_meant(name)}")
         if self.values.get("task") is None:
             yield Problem(("task",), f"is missing: name a subclass of Task, as {{{TARGET}: my_module.MyTask}}.")
+        if not isinstance(self.values.get("vars", {}), dict):
+            yield Problem(("vars",), f"must be a mapping of names to values, not {describe(self.values['vars'])}.")
         for name in ("task", "data"):
             if self.values.get(name) is not None:
                 yield from self._entry(self.values[name], (name,))
@@ -141,18 +154,44 @@ class Checker:
         assert found is not None, "TrainerArguments is a plain dataclass"
         return found
 
+    def path_of_named(self, kind: str, home: str) -> str:
+        """Return the path of the strategy or launcher at "module:Class" of its folder."""
+        return f"{_PACKAGE_NAME}.trainer.{_FOLDERS[kind]}{home.replace(':', '.')}"
+
     def signature_of_named(self, kind: str, home: str) -> Signature:
-        """Return the arguments of the strategy or launcher at "module:Class" of its folder."""
-        path = f"{_PACKAGE_NAME}.trainer.{_FOLDERS[kind]}{home.replace(':', '.')}"
-        return self.sources.signature(path, self.may_import) or Signature(open=True)
+        """Return its arguments."""
+        return self.sources.signature(self.path_of_named(kind, home), self.may_import) or Signature(open=True)
+
+    def default_of(self, values: Any, key: Key) -> list[Any]:
+        """Return the default of a key for these values, in a list; [] where it is not known without an import."""
+        known: Mapping[str, Parameter] = {}
+        with suppress(LookupError, ConfigError, TypeError, RecursionError, AttributeError):
+            if key in MOVED.values():
+                name = next(name for name, place in MOVED.items() if place == key)
+                return [self.trainer_signature().parameters[name].default]
+            entry = key[:-1]
+            if entry == ("trainer",):
+                known = self.trainer_signature().parameters
+            elif is_entry(entry):
+                given = reduce(getitem, entry, values)
+                signature = self.sources.signature(given[TARGET])
+                known = signature.parameters if signature is not None else {}
+            default = known[str(key[-1])].default
+            return [] if default is NO_DEFAULT else [default]
+        return []
 
     def on_target(self, value: Mapping[str, Any], key: Key, expected: str) -> Fitted:
         """Check a mapping with `_target_`; the value is returned as it is."""
-        path = value[TARGET]
+        path, partial, nested = value[TARGET], value.get(PARTIAL, False), not is_entry(key)
         if not isinstance(path, str):
             return value, [Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(path)}.")]
+        if not isinstance(partial, bool):
+            return value, [Problem((*key, PARTIAL), f"must be bool, not {describe(partial)}.")]
+        if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in STANDARD_TARGETS:
+            message = f"{path!r} is not built: of the standard library only {', '.join(STANDARD_TARGETS)} are."
+            return value, [Problem((*key, TARGET), message)]
         try:
-            related = self.sources.is_subclass(path, expected)
+            related = self.sources.is_subclass(path, expected, functions=nested)
             signature = self.sources.signature(path, self.may_import) if related is not False else None
         except (LookupError, ConfigError, RecursionError) as error:
             return value, [Problem((*key, TARGET), f"cannot be imported: {error}{self._path_meant(path)}")]
@@ -168,25 +207,38 @@ class Checker:
         self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature, on_target: OnTarget
     ) -> Fitted:
         """Check the arguments in a mapping, and convert them to the types of the parameters."""
-        known, fitted, found = signature.parameters, {}, []
+        known, fitted, found = signature.parameters, {}, list[Problem]()
+        words = (TARGET,) if is_entry(key) else (TARGET, PARTIAL)
+        positional = list[str]()  # names of the parameters that `_args_` gives
         for name, item in value.items():
-            if name == TARGET:
+            if TARGET in value and name in words:
                 continue
-            if name in known:
+            if TARGET in value and name == POSITIONAL and not is_entry(key):
+                positional = list(known)[: len(item)] if isinstance(item, list) else []
+                fitted[name], problems = fit_value(list[Any], item, (*key, name), on_target)
+                found += problems
+            elif name in known:
                 fitted[name], problems = fit_value(self.sources.type_of(known[name]), item, (*key, name), on_target)
                 if not same(item, known[name].default):
                     found += problems or _out_of_range((*key, name), item)
             elif signature.open and isinstance(name, str):
-                fitted[name] = item
-                found += stray_targets(item, (*key, name))
+                fitted[name], problems = fit_value(Any, item, (*key, name), on_target)
+                found += problems
             else:
                 hint = _instead(key, name) or did_you_mean(str(name), known) or f" It takes {_list_names(known)}."
                 found.append(Problem((*key, name), f"is no argument of {owner}.{hint}"))
+        later = TARGET in value and not is_entry(key)
         for name, parameter in known.items():
-            if parameter.required and name not in value:
+            if (
+                parameter.required
+                and name not in value
+                and name not in positional
+                and not (later and value.get(PARTIAL))
+            ):
                 wanted = describe_type(self.sources.type_of(parameter))
                 kind = f" ({wanted})" if wanted != "anything" else ""
-                found.append(Problem((*key, name), f"is missing: {owner} needs it{kind}."))
+                hint = f" If your code gives it, say {PARTIAL}: true." if later else ""
+                found.append(Problem((*key, name), f"is missing: {owner} needs it{kind}.{hint}"))
         return fitted, found
 
     def complete(self, layer: Layer) -> Config:
@@ -270,13 +322,13 @@ class Checker:
     def _top(self) -> Iterator[Problem]:
         """Yield every mistake in `seed`, `run`, `resume` and `checkpoint`."""
         seed, run = self.values.get("seed", 0), self.values.get("run", {})
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < _SEED_LIMIT:
-            yield Problem(("seed",), f"must be int from 0 to {_SEED_LIMIT - 1}, not {describe(seed)}.")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_COUNT:
+            yield Problem(("seed",), f"must be int from 0 to {SEED_COUNT - 1}, not {describe(seed)}.")
         if not isinstance(run, dict):
             yield Problem(("run",), f"must be a mapping with name and root, not {describe(run)}.")
         else:
-            yield from self.arguments(run, ("run",), "run", _RUN, self.on_target)[1]
-        for name, expected in _WORDS.items():
+            yield from self.arguments(run, ("run",), "run", RUN, self.on_target)[1]
+        for name, expected in WORDS.items():
             yield from fit_value(expected, self.values.get(name), (name,), self.on_target)[1]
 
     def _path_meant(self, name: str) -> str:
@@ -297,8 +349,10 @@ class Checker:
                 signature = self.sources.signature(self.values[section][TARGET])
                 if signature is not None and name in signature.parameters:
                     return f" Did you mean '{section}.{name}'?"
+        if name == "defaults":
+            return _extends_for(self.values[name])
         known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
-        return f" {LIGHTNING_KEYS[name]}" if name in LIGHTNING_KEYS else known
+        return f" {FOREIGN_KEYS[name]}" if name in FOREIGN_KEYS else known
 
 
 def _out_of_range(key: Key, value: Any) -> list[Problem]:
@@ -320,11 +374,31 @@ def _instead(key: Key, name: Any) -> str:
     """Suggest a replacement, as a sentence, for an argument of Trainer that is a top-level key or Lightning's."""
     from ..arguments import INSTEAD
 
+    if name in _HYDRAS:
+        return f" {_HYDRAS[name]}"
     if name == "<<":
         return " YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}."
     if key != ("trainer",):
         return ""
     return f" {INSTEAD[name]}" if name in INSTEAD else f" It is a top-level key: {name}=..." if name in SECTIONS else ""
+
+
+def is_entry(key: Key) -> bool:
+    """Return whether a key is one of those that must name a class: task, data, a callback or a logger."""
+    return len(key) == {"task": 1, "data": 1, "callbacks": 2, "loggers": 2}.get(str(key[0]))
+
+
+def _extends_for(defaults: Any) -> str:
+    """Suggest, as sentences, what to write for Hydra's defaults list."""
+    files = []
+    for one in defaults if isinstance(defaults, list) else ():
+        for group, option in one.items() if isinstance(one, dict) else ((None, one),):
+            if option not in (None, "_self_"):
+                files.append(f"{'' if group is None else str(group).split()[-1].strip('/') + '/'}{option}.yaml")
+    return (
+        f" Write `extends: [{', '.join(files)}]`: files relative to this one, each with whole keys such as `task:`;"
+        " this file wins. Another choice is another file on the command line, after this one."
+    )
 
 
 def _given(values: Any, key: Key) -> bool:

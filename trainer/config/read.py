@@ -19,18 +19,18 @@ from typing import Any
 import yaml
 
 from ..checkpoints.run_names import CONFIG, is_run_directory
+from ..checkpoints.targets import TARGET
 from ..errors import ConfigError, did_you_mean
 
 Key = tuple[str | int, ...]
 """The path of a value in a config: ("callbacks", "checkpoint", "monitor")."""
-TARGET = "_target_"
-"""The key under which a mapping names the class to build."""
 SECTIONS = {
     "seed": "The seed that all random numbers of the run are derived from.",
     "run": "name and root: the run directory is root/name/version_N. save_code: keep the git commit and uncommitted "
     "changes there. csv: write metrics.csv, too.",
     "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: a new run.',
     "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
+    "vars": "Values that others refer to as ${vars.NAME}; nothing else reads them.",
     "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
     "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's own loaders.",
     "trainer": "The arguments of Trainer, listed below.",
@@ -58,6 +58,12 @@ _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _PURE_RESOLVERS = {"oc.select"}
+_VARIABLE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{env:([^${},]*)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
+_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_RUN_NAMES: tuple[Key, ...] = (("run", "name"), ("trainer", "run_name"))
+
+Defaults = Callable[[Any, Key], Sequence[Any]]
+"""Returns the default of a key, for the values of a config, in a list of one; an empty one where there is none."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +231,10 @@ def escape(value: Any) -> Any:
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
-def read_config(arguments: Sequence[str]) -> Layer:
+def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, key: ()) -> Layer:
     """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
+
+    defaults: finds the values of keys that are not there and that interpolations refer to.
 
     Raises ConfigError where a file or an override cannot be read; the message says where.
     """
@@ -238,7 +246,9 @@ def read_config(arguments: Sequence[str]) -> Layer:
         if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
             raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_word_instead(one, arguments)}")
     merged = reduce(merge, [_read_config_file(Path(one), ()) for one in files])
-    return _resolve(merge(merged, _overrides(merged, overrides)) if overrides else merged)
+    merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
+    _refuse_unused_vars(merged)
+    return _resolve(_read_environment(merged), defaults)
 
 
 def merge(base: Layer, over: Layer) -> Layer:
@@ -426,7 +436,75 @@ def _known_key(key: str) -> str | None:
 
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
-def _resolve(merged: Layer) -> Layer:
+def _read_environment(merged: Layer) -> Layer:
+    """Replace `${env:NAME}` and `${env:NAME,default}` by the variable's value or the default.
+
+    Where the text is nothing else, the value is read as YAML reads a word: a number, a bool, null, a text.
+    """
+    found = [(key, text) for key, text in _texts(merged.values, ()) if "${env:" in text]
+    if not found:
+        return merged
+    values, origins = deepcopy(merged.values), dict(merged.origins)
+    for key, text in found:
+        place, names = f"{merged.origin(key)}: {dotted(key)}", list[str]()
+
+        def text_of(match: re.Match[str], place: str = place, names: list[str] = names) -> str:
+            names.append(match[2].strip())
+            given = _variable(match, place)
+            return match[1][: len(match[1]) // 2] + (escape(given) if given is not None else match[3].strip())
+
+        whole = _VARIABLE.fullmatch(text)
+        new: Any = _VARIABLE.sub(text_of, text)
+        if whole and not whole[1]:
+            from_default = _variable(whole, place) is None
+            if from_default and "${" not in new:
+                new = parse_yaml(new, f"{place}: the default").values if new else ""
+            elif not from_default:
+                new = _read_word(new)
+        reduce(getitem, key[:-1], values)[key[-1]] = new
+        if names:
+            origins[key] = f"{merged.origin(key)}, from {', '.join(names)}"
+    return Layer(values, origins)
+
+
+def _variable(match: re.Match[str], place: str) -> str | None:
+    """Return the value of the variable that an interpolation names; None for its default."""
+    from ..processes.environment import get_variable
+
+    name = match[2].strip()
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ConfigError(f"{place}: {match[0]!r} must be ${{env:NAME}} or ${{env:NAME,default}}.")
+    value = get_variable(name)
+    if value is None and match[3] is None:
+        raise ConfigError(
+            f"{place}: the environment variable {name} is not set. Set it, or give a default: ${{env:{name},value}}."
+        )
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{place}: the environment variable {name} is not text in UTF-8.") from error
+    return value
+
+
+def _read_word(text: str) -> Any:
+    """Return what a word without quotes means in YAML; an empty one is a text."""
+    loader: Any = _Loader("")
+    node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+    return loader.construct_object(node) if text else text
+
+
+def _refuse_unused_vars(merged: Layer) -> None:
+    """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
+    texts = [text for _, text in _texts(merged.values, ()) if "${" in text]
+    used = {name for text in texts for name in re.findall(r"vars(?:\.|\[['\"]?)([\w-]+)", text)}
+    given = [key for key, origin in merged.origins.items() if key[:1] == ("vars",) and origin == "override"]
+    for key in given:
+        if len(key) == 2 and key[1] not in used and not any("${vars}" in text for text in texts):
+            hint = did_you_mean(str(key[1]), used)
+            raise ConfigError(f"override: {dotted(key)} changes nothing: no ${{{dotted(key)}}} is there.{hint}")
+
+
+def _resolve(merged: Layer, defaults: Defaults) -> Layer:
     """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
     found = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
     if not found:
@@ -435,7 +513,10 @@ def _resolve(merged: Layer) -> Layer:
 
     for key, text in found:
         _check_interpolation(key, text, merged.origin(key))
-    values, container, count = deepcopy(merged.values), OmegaConf.create(merged.values), 0
+    values, known, count = deepcopy(merged.values), deepcopy(merged.values), 0
+    _add_defaults(known, [text for _, text in found], defaults)
+    pieces = {key: _split_name(known, key, text) for key, text in found if key in _RUN_NAMES}
+    container = OmegaConf.create(known)
 
     def plain(value: Any) -> Any:
         nonlocal count
@@ -449,7 +530,11 @@ def _resolve(merged: Layer) -> Layer:
     for key, text in found:
         place = f"{merged.origin(key)}: {dotted(key)}"
         try:
-            reduce(getitem, key[:-1], values)[key[-1]] = plain(reduce(getitem, key, container))
+            value = plain(reduce(getitem, key, container))
+            for name, is_value in pieces.get(key, {}).items():
+                piece = plain(reduce(getitem, (*key[:-1], name), container))
+                value = ("" if name == "0" else value) + (_file_name(piece) if is_value else piece)
+            reduce(getitem, key[:-1], values)[key[-1]] = value
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
         except Exception as error:  # resolvers and the grammar raise many kinds, RecursionError for a circle
@@ -458,6 +543,40 @@ def _resolve(merged: Layer) -> Layer:
             problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
             raise ConfigError(f"{place}: {text!r} cannot be resolved: {problem}.{hint}") from error
     return Layer(values, merged.origins)
+
+
+def _add_defaults(values: Any, texts: Sequence[str], defaults: Defaults) -> None:
+    """Add the defaults of keys that the texts refer to and that are not among the values."""
+    for name in dict.fromkeys(name for text in texts for name in _REFERENCE.findall(text)):
+        *above, last = name.split(".")
+        found = defaults(values, (*above, last))
+        holder = values
+        for part in above if found else ():
+            holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
+        if found and isinstance(holder, dict):
+            holder.setdefault(last, found[0])
+
+
+def _split_name(values: Any, key: Key, text: str) -> dict[str, bool]:
+    """Add the interpolations in a run's name, and the text between, beside it; return their keys.
+
+    The value is whether it is an interpolation, of which a file's name is made.
+    """
+    parts = re.split(r"(\$\{[^{}]*\})", text)
+    if "\\" in text or any("${" in part for part in parts[::2]):
+        return {}
+    reduce(getitem, key[:-1], values).update({str(index): part for index, part in enumerate(parts)})
+    return {str(index): index % 2 == 1 for index in range(len(parts))}
+
+
+def _file_name(value: Any) -> str:
+    """Return a value as part of a file's name."""
+    if isinstance(value, dict):
+        value = str(value.get(TARGET, "")).rpartition(".")[2] or list(value.values())
+    if isinstance(value, list):
+        return "-".join(map(_file_name, value))
+    text = value.lstrip(".-/ ") if isinstance(value, str) else _flow(value)
+    return re.sub(r"[^\w.+=,@-]+", "-", text)[:80]
 
 
 def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
@@ -469,7 +588,7 @@ def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
 
 
 def _check_interpolation(key: Key, text: str, origin: str) -> None:
-    """Reject malformed interpolations, and calls such as oc.env: a config must depend on its files alone."""
+    """Reject malformed interpolations, and calls such as oc.decode: a config depends on files and variables alone."""
     from omegaconf.grammar_parser import parse
 
     place = f"{origin}: {dotted(key)}"
@@ -483,8 +602,8 @@ def _check_interpolation(key: Key, text: str, origin: str) -> None:
             name = tree.resolverName().getText()
             if name not in _PURE_RESOLVERS:
                 raise ConfigError(
-                    f"{place}: {text!r} calls {name!r}. A config must depend on its files alone: write the value,"
-                    f" or give it as an override: {dotted(key)}=..."
+                    f"{place}: {text!r} calls {name!r}. A config depends on its files and ${{env:NAME}} alone: write"
+                    f" that, or the value, or give it as an override: {dotted(key)}=..."
                 )
         trees += getattr(tree, "children", None) or []
 

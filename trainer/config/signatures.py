@@ -1,4 +1,4 @@
-"""Parameters of classes, read from source files that are found like an import finds them, parsed, and never executed.
+"""Parameters of classes and functions, read from source files that are found as an import finds them and only parsed.
 
 Where the source does not determine them (a decorated class, a class made by a function), the class is imported.
 """
@@ -36,6 +36,8 @@ _ROOTS = {
 }
 _HARMLESS_DECORATORS = {"typing.final", "typing.runtime_checkable", "functools.total_ordering", "dataclasses.dataclass"}
 _NOT_BUILT = {"typing.TypedDict", "typing.Protocol", "typing.NamedTuple", "enum.Enum", "enum.IntEnum", "enum.StrEnum"}
+ANYTHING = "object"
+"""Path of the class that every `_target_` descends from: an argument without an annotation takes any."""
 _MAX_ALIASES = 30  # of aliases; more is a circle
 _WRAPPERS = (typing.Annotated, typing.Final, typing.ClassVar)
 
@@ -75,6 +77,11 @@ class Definition:
     path: str
     module: Module | None = None
     node: Any = None
+
+    @property
+    def docstring(self) -> str:
+        """Docstring of a class, without its indentation."""
+        return ast.get_docstring(self.node) or "" if self.kind == "class" else ""
 
 
 @dataclass(frozen=True)
@@ -136,10 +143,10 @@ class Sources:
                 self._modules[name] = _parse_module(name, spec)
         return self._modules[name]
 
-    def locate(self, path: str) -> Definition:
+    def locate(self, path: str, functions: bool = False) -> Definition:
         """Find the class at a dotted path; kind "foreign" where its source was not read.
 
-        Raises LookupError where nothing is there, or not a class; the message says why.
+        functions: find a function, too. Raises LookupError where there is nothing of the kind; the message says why.
         """
         if "." not in path or not all(part.isidentifier() for part in path.split(".")):
             raise LookupError(f"{path!r} is not a dotted path to a class, such as 'package.module.Class'.")
@@ -154,8 +161,8 @@ class Sources:
         if found.kind == "missing":
             known = {*(module.names if module is not None else ()), *self._submodules(owner)}
             raise LookupError(f"module {owner!r} has no {names[0]!r}.{did_you_mean(names[0], known)}")
-        if found.kind not in ("class", "foreign"):
-            raise LookupError(f"{path!r} is a {found.kind}, not a class.")
+        if found.kind not in ("class", "foreign", *(["function"] if functions else [])):
+            raise LookupError(f"{path!r} is a {found.kind}, not a class{' or function' if functions else ''}.")
         return found
 
     def _submodules(self, package: str) -> list[str]:
@@ -230,27 +237,31 @@ class Sources:
             line += self.lineage(above) if above.path != found.path else [Definition("foreign", "?")]
         return [one for index, one in enumerate(line) if one.path not in {later.path for later in line[index + 1 :]}]
 
-    def is_subclass(self, path: str, expected: str) -> bool | None:
+    def is_subclass(self, path: str, expected: str, functions: bool = False) -> bool | None:
         """Return whether a class is a subclass of `expected`; None if unknown. Raises LookupError for no class."""
-        line = self.lineage(self.locate(path))
-        if any(one.path == expected for one in line):
+        line = self.lineage(self.locate(path, functions))
+        if expected == ANYTHING or any(one.path == expected for one in line):
             return True
+        if line[0].kind == "function":
+            return None
         ours, top = expected.startswith(f"{_PACKAGE}."), line[0].path.partition(".")[0]
         known = all(one.kind == "class" or one.path in _ROOTS for one in line) or (ours and top in _UNREAD)
         return False if known else None
 
     def signature(self, path: str, may_import: bool = False) -> Signature | None:
-        """Return the parameters of the class at a path; None where only an import can tell, and it is not allowed.
+        """Return the parameters of what is at a path; None where only an import can tell, and it is not allowed.
 
-        Raises LookupError where there is no such class, ConfigError where its module cannot be imported.
+        Raises LookupError where there is no class or function, ConfigError where its module cannot be imported.
         """
         if self._signatures.get(path) is None:
-            found = self._signature(self.lineage(self.locate(path)))
-            self._signatures[path] = inspected(load_class(path)) if found is None and may_import else found
+            found = self._signature(self.lineage(self.locate(path, functions=True)))
+            self._signatures[path] = inspected(load_target(path)) if found is None and may_import else found
         return self._signatures[path]
 
     def _signature(self, line: Sequence[Definition]) -> Signature | None:
         for index, one in enumerate(line):
+            if one.kind == "function" and not one.node.decorator_list:
+                return self._of_function(cast(Module, one.module), one.node)
             if one.kind != "class":
                 if one.path in _ROOTS:
                     continue
@@ -264,30 +275,33 @@ class Sources:
             if not decorators <= _HARMLESS_DECORATORS or ("__new__" in methods and "__init__" not in methods):
                 return None
             if "__init__" in methods:
-                return self._of_function(module, methods["__init__"], line[index + 1 :])
+                return self._of_function(module, methods["__init__"], line[index + 1 :], own=1)
             if "dataclasses.dataclass" in decorators:
                 return self._of_dataclass(line[index:])
         return Signature()
 
-    def _of_function(self, module: Module, node: ast.FunctionDef, bases: Sequence[Definition]) -> Signature | None:
+    def _of_function(
+        self, module: Module, node: ast.FunctionDef, bases: Sequence[Definition] = (), own: int = 0
+    ) -> Signature | None:
+        """Return the parameters of a function without the first `own`; it may pass more to `__init__` of `bases`."""
         given = node.args
         plain = [*given.posonlyargs, *given.args]
         defaults = [*[None] * (len(plain) - len(given.defaults)), *given.defaults, *given.kw_defaults]
-        own = {
+        found = {
             one.arg: Parameter(one.arg, one.annotation, _plain_of(default), default is None, module)
-            for one, default in list(zip([*plain, *given.kwonlyargs], defaults, strict=True))[1:]
+            for one, default in list(zip([*plain, *given.kwonlyargs], defaults, strict=True))[own:]
         }
         if given.kwarg is None:
-            return Signature(own)
+            return Signature(found)
         call = _passed_on(node, given.kwarg.arg)
         if call is None:
-            return Signature(own, open=True)
+            return Signature(found, open=True)
         inherited = self._signature(bases)
         if inherited is None:
             return None
-        set_here = {keyword.arg for keyword in call.keywords} | {*list(inherited.parameters)[: len(call.args)], *own}
+        set_here = {keyword.arg for keyword in call.keywords} | {*list(inherited.parameters)[: len(call.args)], *found}
         passed = {name: one for name, one in inherited.parameters.items() if name not in set_here}
-        return Signature(own | passed, inherited.open)
+        return Signature(found | passed, inherited.open)
 
     def _of_dataclass(self, line: Sequence[Definition]) -> Signature | None:
         if any(one.kind != "class" and one.path not in _ROOTS for one in line):
@@ -371,9 +385,17 @@ def _known_type(path: str) -> Any:
 
 # --- modules ----------------------------------------------------------------------------------------------------------
 def load_class(path: str) -> type:
-    """Import the class at a dotted path.
+    """Import the class at a dotted path. Raises ConfigError where there is none; the message says why."""
+    found = load_target(path)
+    if not isinstance(found, type):
+        raise ConfigError(f"{path!r} is not a class.")
+    return found
 
-    Raises ConfigError where there is none, or its module cannot be imported; the message says why.
+
+def load_target(path: str) -> Any:
+    """Import what is at a dotted path.
+
+    Raises ConfigError where there is nothing, or its module cannot be imported; the message says why.
     """
     module, names = Sources().split(path)
     if not module:
@@ -386,8 +408,6 @@ def load_class(path: str) -> type:
             hint = did_you_mean(names[0], dir(loaded))
             raise ConfigError(f"module {module!r} has no {names[0]!r}.{hint}") from error
         raise ConfigError(f"importing {module!r} failed: {_blame(error)}") from error
-    if not isinstance(found, type):
-        raise ConfigError(f"{path!r} is not a class.")
     return found
 
 
@@ -485,10 +505,10 @@ def _as_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else NO_DEFAULT
 
 
-def inspected(cls: type) -> Signature:
-    """Return the parameters of an imported class."""
+def inspected(target: Any) -> Signature:
+    """Return the parameters of an imported class or function."""
     try:
-        parameters = inspect.signature(cls, eval_str=True).parameters.values()
+        parameters = inspect.signature(target, eval_str=True).parameters.values()
     except Exception:  # a class without a signature; a quoted annotation that cannot be evaluated
         return Signature(open=True)
     found = {}

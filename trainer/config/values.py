@@ -5,6 +5,7 @@ YAML values cannot be compared with (a protocol, a type variable, a callable) ac
 """
 
 import collections
+import enum
 import os
 import pathlib
 import re
@@ -12,14 +13,15 @@ import sys
 import types
 import typing
 from collections import abc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ..checkpoints.targets import TARGET
 from ..errors import did_you_mean
-from .read import TARGET, Key
-from .signatures import Named
+from .read import Key
+from .signatures import ANYTHING, Named
 
 _KINDS: dict[Any, str] = {
     Any: "any", bool: "bool", int: "int", float: "float", str: "str", type(None): "none", None: "none",
@@ -34,6 +36,8 @@ _TYPES: dict[str, Any] = {
     "list": list, "tuple": list, "set": list, "mapping": dict,
 }  # fmt: skip
 _CLASSES = ("class", "opaque")  # an opaque one, whose source was not read, may accept plain values
+_BUILT = ("any", *_CLASSES)
+"""Kinds of annotations whose argument may be built from a mapping with `_target_`."""
 _CONVERTED = ("path", "timedelta", "tuple", "set")
 _DURATION = re.compile(r"([0-9]{1,6}):([0-9]{2}):([0-9]{2}):([0-9]{2})")
 
@@ -54,16 +58,18 @@ OnTarget = Callable[[Mapping[str, Any], Key, str], Fitted]
 
 def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
     """Convert a value to the type `expected`; `on_target` converts mappings that name a class."""
-    kind, parts = _kind(expected), typing.get_args(expected)
+    kind, parts = kind_of(expected), typing.get_args(expected)
     if kind == "annotated":
         return fit_value(parts[0], value, key, on_target)
     if kind == "union":
         return _fit_union(expected, value, key, on_target)
-    if kind in _CLASSES and is_target(value):
-        return on_target(value, key, _path(expected))
-    if kind in ("any", "opaque") or is_target(value):
-        return value, list(stray_targets(value, key))
-    if not _has_shape(kind, parts, value):
+    if is_target(value):
+        if kind in _BUILT:
+            return on_target(value, key, ANYTHING if kind == "any" else _path(expected))
+        return value, [Problem(key, f"may not hold a `{TARGET}`: it must be {describe_type(expected)}.")]
+    if kind in ("any", "opaque"):
+        parts = ()
+    elif not _has_shape(kind, parts, value):
         return value, [Problem(key, _wrong([expected], value))]
     if kind == "path":
         return pathlib.Path(value), []
@@ -78,7 +84,7 @@ def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitte
         return result
 
     if isinstance(value, list):
-        of_items = parts if _is_record(kind, parts) else (parts[0] if parts else Any,) * len(value)
+        of_items = parts if is_record(kind, parts) else (parts[0] if parts else Any,) * len(value)
         items = [inner(part, item, index) for index, (part, item) in enumerate(zip(of_items, value, strict=True))]
         return {"tuple": tuple, "set": set}.get(kind, list)(items) if not found else value, found
     if isinstance(value, dict):
@@ -92,21 +98,20 @@ def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitte
 
 def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
     # Members that need no conversion come first, so that a str stays one in `str | Path`.
-    members = sorted(typing.get_args(expected), key=lambda one: _kind(one) in _CONVERTED)
+    members = sorted(typing.get_args(expected), key=lambda one: kind_of(one) in _CONVERTED)
     if Any in members:
         return fit_value(Any, value, key, on_target)
     shaped: list[Problem] = []
-    wanted = _CLASSES if is_target(value) else ("mapping", "list", "tuple", "set")
+    wanted = _BUILT if is_target(value) else ("mapping", "list", "tuple", "set")
     for one in members:
         result, problems = fit_value(one, value, key, on_target)
         if not problems:
             return result, []
-        kind = _kind(one)
+        kind = kind_of(one)
         # If the value has the shape of a member, the mistakes within are more useful than a list of all members.
-        if kind in wanted and (kind in _CLASSES or _has_shape(kind, typing.get_args(one), value)):
+        if kind in wanted and (kind in _BUILT or _has_shape(kind, typing.get_args(one), value)):
             shaped = shaped or problems
-    strays = list(stray_targets(value, key)) if is_target(value) else []
-    return value, shaped or strays or [Problem(key, _wrong(typing.get_args(expected), value))]
+    return value, shaped or [Problem(key, _wrong(typing.get_args(expected), value))]
 
 
 def is_target(value: Any) -> bool:
@@ -114,24 +119,15 @@ def is_target(value: Any) -> bool:
     return isinstance(value, dict) and TARGET in value
 
 
-def stray_targets(value: Any, key: Key) -> Iterator[Problem]:
-    """Reject `_target_` where no class is expected: it would let a config call anything."""
-    if is_target(value):
-        yield Problem(key, f"may not hold a `{TARGET}`: only an argument annotated with a class is built from one.")
-    elif isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from stray_targets(item, (*key, name))
-
-
 def describe_type(expected: Any) -> str:
     """Describe a type for a message."""
-    kind, parts = _kind(expected), typing.get_args(expected)
+    kind, parts = kind_of(expected), typing.get_args(expected)
     if kind == "union":
         return _either(parts)
     names = [describe_type(one) for one in parts] if kind in ("list", "tuple", "set", "mapping") else []
     if kind == "literal":
         return ("one of " if len(parts) > 1 else "") + ", ".join(map(_quoted, parts))
-    if _is_record(kind, parts):
+    if is_record(kind, parts):
         return f"a list of {len(names)} ({', '.join(names)})"
     if kind in ("list", "tuple", "set"):
         return f"a list of {names[0]}" if names else "a list"
@@ -169,7 +165,8 @@ def _quoted(value: Any) -> str:
     return repr(value) if isinstance(value, str) else describe(value).removeprefix("the number ")
 
 
-def _kind(expected: Any) -> str:
+def kind_of(expected: Any) -> str:
+    """Return the kind of an annotation, a word such as "int", "union" or "class"; "any" for an unknown one."""
     origin = typing.get_origin(expected) or expected
     if origin is typing.Annotated:
         return "annotated"
@@ -177,7 +174,10 @@ def _kind(expected: Any) -> str:
         return _KINDS[origin]
     if not isinstance(origin, type) or origin.__module__.partition(".")[0] in sys.stdlib_module_names:
         return "any"
-    return "class" if issubclass(origin, Named) and origin.exact else "opaque"
+    if issubclass(origin, Named):
+        return "class" if origin.exact else "opaque"
+    may_be_plain = issubclass(origin, (enum.Enum, str, int, float, dict, list, tuple))
+    return "opaque" if may_be_plain or getattr(origin, "_is_protocol", False) else "class"
 
 
 def _path(expected: Any) -> str:
@@ -186,7 +186,7 @@ def _path(expected: Any) -> str:
     return cls.path if issubclass(cls, Named) else f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _is_record(kind: str, parts: Sequence[Any]) -> bool:
+def is_record(kind: str, parts: Sequence[Any]) -> bool:
     """Return whether an annotation is a tuple with a type for each item."""
     return kind == "tuple" and bool(parts) and ... not in parts
 
@@ -204,19 +204,19 @@ def _has_shape(kind: str, parts: Sequence[Any], value: Any) -> bool:
     if kind == "set" and isinstance(value, list):
         return not any(isinstance(item, dict | list) for item in value)
     fits = kind in _TYPES and isinstance(value, _TYPES[kind])
-    return fits and (not _is_record(kind, parts) or len(value) == len(parts))
+    return fits and (not is_record(kind, parts) or len(value) == len(parts))
 
 
 def _wrong(members: Sequence[Any], value: Any) -> str:
     """Return a message with the expected types, the value, and a correction where one is likely."""
     message = f"must be {_either(members)}, not {describe(value)}."
-    kinds = {_kind(one) for one in members}
+    kinds = {kind_of(one) for one in members}
     if isinstance(value, str):
         if "bool" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
             return f"{message} Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
         if kinds & {"int", "float"} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
             return f"{message} Write {int(value)} without quotes."
-        literals = [word for one in members if _kind(one) == "literal" for word in typing.get_args(one)]
+        literals = [word for one in members if kind_of(one) == "literal" for word in typing.get_args(one)]
         return message + did_you_mean(value, [word for word in literals if isinstance(word, str)])
     if "int" in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return f"{message} Write {int(value)}."

@@ -87,7 +87,7 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
 
 def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
     from .. import strategies
-    from ..config.read import TARGET
+    from ..checkpoints.targets import TARGET
     from ..config.signatures import load_class
 
     wanted = trainer["strategy"]
