@@ -38,6 +38,11 @@ COMMANDS = {
     "config": Command(
         "Print the resolved config, with the origin of each value, and stop.", ".commands.config", "show_config"
     ),
+    "schema": Command(
+        "Print the JSON schema of a config, with which an editor completes and checks it.",
+        ".commands.schema",
+        "run_schema",
+    ),
     "check": Command(
         "Run a few steps of every stage to find what would fail later.", ".commands.check.check", "run_check"
     ),
