@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
     from .trainer.processes.environment import rank_zero_only as rank_zero_only
+    from .trainer.run_directory import read_metrics as read_metrics
     from .trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ __all__ = [
     "callbacks",
     "loggers",
     "rank_zero_only",
+    "read_metrics",
     "seed_everything",
     "strategies",
     "tasks",
@@ -42,6 +44,7 @@ _HOMES = {
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".trainer.processes.environment",
+    "read_metrics": ".trainer.run_directory",
     "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {

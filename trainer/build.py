@@ -57,6 +57,7 @@ from .processes.environment import Place, find_place, restart_count, wants_publi
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
+from .run_status import finite
 from .strategies import STRATEGIES
 from .strategies.strategy import Strategy
 from .torch_private import take_public_ways
@@ -665,6 +666,8 @@ def open_loggers(run: Run) -> None:
         store.write_config(trainer.run_dir, trainer.config_text, weights)
     if trainer.given_config is not None:
         (trainer.run_dir / run_record.GIVEN_CONFIG).write_text(trainer.given_config, encoding="utf-8")
+    if run.stage == "fit":
+        run.status.begin(trainer.run_dir, progress(trainer))
     # also where processes were started again before there was a checkpoint: what they had logged is void
     going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)
     hyperparameters = {
@@ -680,6 +683,18 @@ def open_loggers(run: Run) -> None:
         if hyperparameters and trainer.logs_hyperparameters:
             logger.log_hyperparams(hyperparameters)
         logger.log_graph(run.task)
+
+
+def progress(trainer: "Trainer") -> dict[str, Any]:
+    """Return where a run stands, for its record."""
+    state, callback = trainer.state, trainer.checkpoint_callback
+    found: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, "elapsed": state.elapsed}
+    found |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
+    if getattr(callback, "monitor", None) is not None:
+        score = getattr(callback, "best_model_score", None)
+        best = {} if score is None else finite({"best": float(score)})
+        found |= {"monitor": callback.monitor, "mode": getattr(callback, "mode", "min"), **best}
+    return {**found, "metrics": finite(trainer.logged_metrics)}
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:

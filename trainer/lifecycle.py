@@ -87,6 +87,7 @@ def close(run: Call, errors: Errors) -> None:
             errors.first.__cause__ = error
     run.data.training, run.data.evaluations, run.loop.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
+    attempt(write_status, run, errors.first)
     run.undo.close(errors)
 
 
@@ -114,3 +115,10 @@ def tell_of_error(run: Call, errors: Errors) -> None:
     if run.datamodule is not None:
         errors.attempt(run.datamodule.on_exception, error)
     errors.attempt(run.restore_training_mode)
+
+
+def write_status(run: Call, error: BaseException | None) -> None:
+    """Write into the run directory how a fit ended."""
+    trainer = run.trainer
+    if run.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
+        run.status.end(trainer.run_dir, build.progress(trainer), error)

@@ -33,6 +33,7 @@ from .processes.collectives import SINGLE
 from .processes.script_collectives import ScriptCollectives
 from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
+from .run_status import RunStatus
 from .state import State
 from .undo import Undo
 
@@ -183,6 +184,7 @@ class Call:
     preemption: Preemption
     script_collectives: ScriptCollectives
     watchdog: Watchdog
+    status: RunStatus
 
     @classmethod
     def of(cls, trainer: "Trainer", request: Request) -> "Call":
@@ -208,6 +210,7 @@ class Call:
             Preemption(trainer, request.stage, agreement),
             script,
             Watchdog(trainer, loop, metrics, script),
+            RunStatus(),
         )
         metrics.describe_place = found.describe_place
         return found

@@ -29,7 +29,7 @@ from legato.trainer.checkpoints import store
 
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
-    r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|\.run|"
+    r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|\.run|status\.json|"
     r"checkpoints/(step-\d{8}|mine)/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
 )
 

@@ -43,6 +43,7 @@ def test_the_public_names():
         "callbacks",
         "loggers",
         "rank_zero_only",
+        "read_metrics",
         "seed_everything",
         "strategies",
         "tasks",

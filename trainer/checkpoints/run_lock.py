@@ -263,6 +263,27 @@ def belongs_to_training(folder: Path) -> bool:
     return bool(_read_path(folder / LOCK).get("stage") == "fit")
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether a live run holds a folder, without taking its lock or waiting; True where that cannot be told."""
+    try:
+        file = os.open(folder / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        locked, holder = _flock(file, "shared"), _read_holder(file)
+        if locked is False:
+            return True
+        here = holder.get("boot") == _boot() if holder.get("boot") else holder.get("host") == socket.gethostname()
+        if not holder or (locked and (here or is_local(folder))):
+            return False
+        exists = _exists(holder)
+        return time.time() - os.fstat(file).st_mtime < DEAD_AFTER if exists is None else exists
+    finally:
+        os.close(file)
+
+
 def _flock(file: int, kind: str) -> bool | None:
     """Return whether the flock was taken; None if the file system has none."""
     if sys.platform == "win32":

@@ -1,6 +1,7 @@
 """Runs that need several processes: sent to workers, and their results copied back to the caller's objects."""
 
 import logging
+import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .. import build
+from .. import build, run_status
 from ..checkpoints import store
 from ..checkpoints.store import check_sizes
 from ..elastic.membership import RunFinished
@@ -78,7 +79,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     elastic = trainer.strategy.elastic.for_stage(request.stage)
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
-    node = elastic.node_rank(trainer.num_nodes)
+    node, began = elastic.node_rank(trainer.num_nodes), time.time()
     before, trainer.run = trainer.given_dir, None  # the workers make their own
     processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:
@@ -92,6 +93,10 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         task = partial(_run_request, trainer, request, source)
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
         outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
+    except BaseException as error:
+        if request.stage == "fit" and node == 0 and trainer.run_dir is not None:
+            run_status.fail(trainer.run_dir, error, began)
+        raise
     finally:
         trainer.given_dir = before
         trainer.saver.release()
