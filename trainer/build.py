@@ -693,7 +693,13 @@ def progress(trainer: "Trainer") -> dict[str, Any]:
     if getattr(callback, "monitor", None) is not None:
         score = getattr(callback, "best_model_score", None)
         best = {} if score is None else finite({"best": float(score)})
-        found |= {"monitor": callback.monitor, "mode": getattr(callback, "mode", "min"), **best}
+        path = Path(str(callback.best_model_path)).name
+        found |= {
+            "monitor": callback.monitor,
+            "mode": getattr(callback, "mode", "min"),
+            "best_checkpoint": path,
+            **best,
+        }
     return {**found, "metrics": finite(trainer.logged_metrics)}
 
 

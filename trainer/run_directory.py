@@ -22,6 +22,11 @@ from .run_status import FAILED, RUNNING, STATUS, read_status
 METRICS = "metrics.jsonl"
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
+AT_START = {
+    *(CONFIG, STATUS, METRICS, CHECKPOINTS, "tensorboard", "config_given.yaml", "environment.json", "README.txt"),
+    *("metrics.csv", "hparams.yaml"),
+}
+"""What a run that has done nothing may have left, besides names that begin with a dot."""
 UNKNOWN = "unknown"
 """State of a run that has left no status file: of an evaluation, or of a Legato that wrote none."""
 KILLED = "It ended without a word: killed, out of memory, or its machine went down."
@@ -108,8 +113,14 @@ class RunDirectory:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it holds neither a checkpoint nor a logged value."""
-        return not self.checkpoints and not self.last_point
+        """Whether it holds no step, checkpoint or logged value, nor a file that is not written at each start."""
+        if self.step or self.checkpoints or self.last_point:
+            return False
+        try:
+            names = [path.name for path in self.path.iterdir()]
+        except OSError:
+            return False
+        return all(name in AT_START or name[0] == "." or name.endswith(".diff") for name in names)
 
     @property
     def _modified(self) -> float:
