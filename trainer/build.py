@@ -666,7 +666,7 @@ def open_loggers(run: Run) -> None:
         store.write_config(trainer.run_dir, trainer.config_text, weights)
     if trainer.given_config is not None:
         (trainer.run_dir / run_record.GIVEN_CONFIG).write_text(trainer.given_config, encoding="utf-8")
-    if run.stage == "fit":
+    if run.stage == "fit" and trainer.records_starts:
         run.status.begin(trainer.run_dir, progress(trainer))
     # also where processes were started again before there was a checkpoint: what they had logged is void
     going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)

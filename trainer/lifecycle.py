@@ -120,5 +120,5 @@ def tell_of_error(run: Call, errors: Errors) -> None:
 def write_status(run: Call, error: BaseException | None) -> None:
     """Write into the run directory how a fit ended."""
     trainer = run.trainer
-    if run.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
+    if run.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None and trainer.records_starts:
         run.status.end(trainer.run_dir, build.progress(trainer), error)

@@ -94,7 +94,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
         outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
     except BaseException as error:
-        if request.stage == "fit" and node == 0 and trainer.run_dir is not None:
+        if request.stage == "fit" and node == 0 and trainer.run_dir is not None and trainer.records_starts:
             run_status.fail(trainer.run_dir, error, began)
         raise
     finally:
