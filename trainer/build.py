@@ -57,7 +57,7 @@ from .processes.environment import Place, find_place, restart_count, wants_publi
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
-from .run_status import finite
+from .run_status import finite_only
 from .strategies import STRATEGIES
 from .strategies.strategy import Strategy
 from .torch_private import take_public_ways
@@ -692,7 +692,7 @@ def progress(trainer: "Trainer") -> dict[str, Any]:
     found |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
     if getattr(callback, "monitor", None) is not None:
         score = getattr(callback, "best_model_score", None)
-        best = {} if score is None else finite({"best": float(score)})
+        best = {} if score is None else finite_only({"best": float(score)})
         path = Path(str(callback.best_model_path)).name
         found |= {
             "monitor": callback.monitor,
@@ -700,7 +700,7 @@ def progress(trainer: "Trainer") -> dict[str, Any]:
             "best_checkpoint": path,
             **best,
         }
-    return {**found, "metrics": finite(trainer.logged_metrics)}
+    return {**found, "metrics": finite_only(trainer.logged_metrics)}
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:

@@ -19,15 +19,15 @@ from .checkpoints.run_names import CHECKPOINTS, CONFIG, IDENTITY, VERSION
 from .errors import ConfigError, did_you_mean
 from .run_status import FAILED, RUNNING, STATUS, read_status
 
-METRICS = "metrics.jsonl"
+POINTS_FILE = "metrics.jsonl"
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
-    *(CONFIG, STATUS, METRICS, CHECKPOINTS, "tensorboard", "config_given.yaml", "environment.json", "README.txt"),
+    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, "tensorboard", "config_given.yaml", "environment.json", "README.txt"),
     *("metrics.csv", "hparams.yaml"),
 }
 """What a run that has done nothing may have left, besides names that begin with a dot."""
-UNKNOWN = "unknown"
+NO_STATUS = "unknown"
 """State of a run that has left no status file: of an evaluation, or of a Legato that wrote none."""
 KILLED = "It ended without a word: killed, out of memory, or its machine went down."
 _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which its last line is looked for
@@ -71,32 +71,32 @@ class RunDirectory:
     @cached_property
     def state(self) -> str:
         """One of "running", "done", "failed", "preempted" and "unknown"."""
-        state = str(self.status.get("state", UNKNOWN))
+        state = str(self.status.get("state", NO_STATUS))
         if state == RUNNING or not self.status:
             held = is_held(self.path) and belongs_to_training(self.path)
-            return RUNNING if held else FAILED if self.status else UNKNOWN
+            return RUNNING if held else FAILED if self.status else NO_STATUS
         return state
 
     @property
     def step(self) -> int:
         """The newest step that it is known to have done."""
-        ended = _number(self.status, "step") or 0
+        ended = _number_in(self.status, "step") or 0
         return max(ended, int(self.last_point.get("step", 0))) if "ended" not in self.status else ended
 
     @property
     def began(self) -> float:
         """When it was first begun, in seconds since 1970."""
-        return float(_number(self.status, "created") or self._modified)
+        return float(_number_in(self.status, "created") or self._modified)
 
     @property
     def seconds(self) -> float | None:
         """How long it has trained, over all its resumes; None if unknown."""
         ended = self.status.get("ended")
-        elapsed: float | None = _number(self.status, "elapsed")
+        elapsed: float | None = _number_in(self.status, "elapsed")
         if ended is not None or not self.status:
             return elapsed
         now = time.time() if self.state == RUNNING else float(self.last_point.get("time", self._modified))
-        return float(elapsed or 0) + max(0.0, now - float(_number(self.status, "began") or now))
+        return float(elapsed or 0) + max(0.0, now - float(_number_in(self.status, "began") or now))
 
     @property
     def error(self) -> str:
@@ -151,7 +151,7 @@ class RunDirectory:
     def last_point(self) -> dict[str, Any]:
         """The newest logged step, its time, and its values; {} if nothing was logged."""
         try:
-            with (self.path / METRICS).open("rb") as file:
+            with (self.path / POINTS_FILE).open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
                 lines = file.read().splitlines()
         except OSError:
@@ -161,13 +161,13 @@ class RunDirectory:
     @cached_property
     def metrics(self) -> "dict[str, Any]":
         """All that it has logged; see `read_points`."""
-        return read_points(self.path / METRICS)
+        return read_points(self.path / POINTS_FILE)
 
     @cached_property
     def best(self) -> BestValue | None:
         """The best value of the metric by which its checkpoints are chosen, or of a loss; None if there is none."""
         metric, mode = self.status.get("monitor"), str(self.status.get("mode", "min"))
-        value = _number(self.status, "best")
+        value = _number_in(self.status, "best")
         if metric and value is not None and "ended" in self.status:
             return BestValue(str(metric), mode, value)
         if metric not in self.metrics:
@@ -189,7 +189,9 @@ def is_run(path: Path) -> bool:
 def _is_run(name: str, names: set[str]) -> bool:
     if STATUS in names or IDENTITY in names:
         return True
-    return VERSION.fullmatch(name) is not None and (not names or METRICS in names or {CONFIG, "tensorboard"} <= names)
+    return VERSION.fullmatch(name) is not None and (
+        not names or POINTS_FILE in names or {CONFIG, "tensorboard"} <= names
+    )
 
 
 def find_runs(root: Path) -> list[RunDirectory]:
@@ -308,7 +310,7 @@ def read_points(path: Path) -> dict[str, Any]:
     if not points:
         return {}
     names = dict.fromkeys(name for point in points for name in point)
-    arrays = {name: numpy.array([_float(point.get(name)) for point in points]) for name in names}
+    arrays = {name: numpy.array([_as_float(point.get(name)) for point in points]) for name in names}
     return {"step": arrays.pop("step").astype("int64"), **arrays}
 
 
@@ -324,7 +326,7 @@ def read_metrics(run: "str | os.PathLike[str]", as_frame: bool | None = None) ->
     Raises ConfigError if there is no such run, if it has no `metrics.jsonl`, and for `as_frame=True` without pandas.
     """
     path = Path(run)
-    path = path if path.is_file() and path.name != CONFIG else find_run(os.fspath(run)).path / METRICS
+    path = path if path.is_file() and path.name != CONFIG else find_run(os.fspath(run)).path / POINTS_FILE
     arrays = read_points(path)
     if not arrays and not path.is_file():
         raise ConfigError(f"{path} is not there: the run has logged nothing, or has no JSONLinesLogger.")
@@ -354,13 +356,13 @@ def _point(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
-def _float(value: Any) -> float:
+def _as_float(value: Any) -> float:
     try:
         return float(value)  # also of "NaN" and "Infinity"
     except (TypeError, ValueError):
         return math.nan
 
 
-def _number(status: Mapping[str, Any], name: str) -> Any:
+def _number_in(status: Mapping[str, Any], name: str) -> Any:
     found = status.get(name)
     return found if isinstance(found, int | float) and not isinstance(found, bool) else None

@@ -36,13 +36,13 @@ class RunStatus:
         first = read_status(directory).get("created")
         now = time.time()
         self._values = {"state": RUNNING, "created": first or now, "began": now}
-        _write(directory, {**self._values, **progress})
+        _replace(directory, {**self._values, **progress})
 
     def end(self, directory: Path, progress: Mapping[str, Any], error: BaseException | None) -> None:
         """Write how the run ended. A resume that was refused before it began leaves the file as it is."""
         if self._values is None and read_status(directory):
             return
-        _write(directory, {**(self._values or {}), **progress, "ended": time.time(), **_outcome(error)})
+        _replace(directory, {**(self._values or {}), **progress, "ended": time.time(), **_outcome(error)})
 
 
 def fail(directory: Path, error: BaseException, since: float) -> None:
@@ -52,7 +52,7 @@ def fail(directory: Path, error: BaseException, since: float) -> None:
     """
     found = read_status(directory)
     if not found or found.get("began", since) >= since:
-        _write(directory, {**found, "ended": time.time(), **_outcome(error)})
+        _replace(directory, {**found, "ended": time.time(), **_outcome(error)})
 
 
 def read_status(directory: Path) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def read_status(directory: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def finite(values: Mapping[str, Any]) -> dict[str, float]:
+def finite_only(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers among values that strict JSON can hold."""
     return {str(name): one for name, one in values.items() if isinstance(one, int | float) and math.isfinite(one)}
 
@@ -82,7 +82,7 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
     return {"state": FAILED, "error": said, "traceback": "".join(lines)[-LONGEST_TRACEBACK:]}
 
 
-def _write(directory: Path, values: Mapping[str, Any]) -> None:
+def _replace(directory: Path, values: Mapping[str, Any]) -> None:
     """Replace the file; a directory that is gone, full or read-only is for those to report who write results."""
     partial = directory / f".{STATUS}.partial"
     with suppress(OSError):

@@ -30,7 +30,7 @@ from .reduce import (
     to_floats,
     total,
 )
-from .torchmetrics import MetricStates, is_metric, read_metrics, updates_within
+from .torchmetrics import MetricStates, is_metric, read_values, updates_within
 
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool]
 """prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only: as given to `Task.log`."""
@@ -438,7 +438,7 @@ class Metrics:
         metrics = [series.metric for series in unread]
         if self.states.swaps_states:
             self.states.merge(metrics, self.collectives)
-        values = read_metrics(metrics, self.collectives, 1 if self.states.swaps_states else self.processes, keep)
+        values = read_values(metrics, self.collectives, 1 if self.states.swaps_states else self.processes, keep)
         for series, value in zip(unread, values, strict=True):
             series.value, series.read_at = value, updates_within(series.metric)
         if self.states.swaps_states and keep:

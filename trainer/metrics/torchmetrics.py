@@ -308,7 +308,7 @@ def merged_state(metric: Any, name: str, values: list[Any], counts: list[int]) -
     return total
 
 
-def read_metrics(metrics: list[Any], collectives: "Collectives", world: int, keep: bool = False) -> list[float]:
+def read_values(metrics: list[Any], collectives: "Collectives", world: int, keep: bool = False) -> list[float]:
     """Compute each metric over all ranks, then reset it, or with `keep` restore this rank's states.
 
     States that are summed, averaged, min'ed or max'ed take one collective per operation and dtype; list states and
