@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quick lint bench matrix clean
+.PHONY: demo test quick lint bench matrix docs docs-serve clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -29,6 +29,12 @@ TESTS ?= tests
 matrix:  ## run the tests on each torch version: make matrix, make matrix TORCH=2.15 TESTS=tests/strategies/test_mesh.py
 	PYTHON=$(PYTHON) .ci/matrix $(TORCH) -- --numprocesses 2 --dist loadfile $(TESTS)
 
+docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(VENV)/.docs  ## show it at http://127.0.0.1:8000, built anew at each change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -38,3 +44,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools wheel
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev,tasks]'
 	touch $(STAMP)
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[docs]'
+	touch $(VENV)/.docs

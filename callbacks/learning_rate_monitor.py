@@ -21,7 +21,7 @@ class LearningRateMonitor(Callback):
 
     Args:
         logging_interval: "step" (every logging step) or "epoch" (at the beginning of epochs); None: the scheduler's
-        interval, or steps without a scheduler.
+            interval, or steps without a scheduler.
         log_momentum: also log `lr-SGD-momentum` (for Adam the first beta).
         log_weight_decay: also log `lr-AdamW-weight_decay`.
     """

@@ -1,10 +1,12 @@
 """Manual optimization with two optimizers: a GAN that draws handwritten digits.
 
-    python examples/gan.py
+    python examples/gan.py [EPOCHS]
 
 With `automatic_optimization = False`, `training_step` calls backward and the optimizers itself. Drawings are logged to
 TensorBoard every tenth epoch, and a few are printed at the end.
 """
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +79,8 @@ class DigitsGAN(lg.Task):
 
 
 task = DigitsGAN()
-trainer = lg.Trainer(max_epochs=60, devices=1, run_name="gan", enable_progress_bar=False)
+epochs = int(sys.argv[1]) if sys.argv[1:] else 60
+trainer = lg.Trainer(max_epochs=epochs, devices=1, run_name="gan", enable_progress_bar=False)
 trainer.fit(task, datamodule=DigitsData(batch_size=64, shift=0))
 
 print(f"losses: {', '.join(f'{name} {value:.2f}' for name, value in trainer.logged_metrics.items())}")

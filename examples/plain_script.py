@@ -1,12 +1,13 @@
 """Legato as a library: two processes, no YAML, no `if __name__ == "__main__"`.
 
-    python examples/plain_script.py
+    python examples/plain_script.py [EPOCHS]
 
 A small network learns to tell two interleaved spirals apart. After `fit` the task in this script has the trained
 weights, although two other processes trained it.
 """
 
 import math
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +54,8 @@ def spirals(count, seed):
 
 
 task = Spirals()
-trainer = lg.Trainer(max_epochs=20, strategy="ddp", devices=2, run_name="spirals", log_every_n_steps=10)
+epochs = int(sys.argv[1]) if sys.argv[1:] else 20
+trainer = lg.Trainer(max_epochs=epochs, strategy="ddp", devices=2, run_name="spirals", log_every_n_steps=10)
 trainer.fit(
     task,
     DataLoader(spirals(2000, seed=0), batch_size=32, shuffle=True),

@@ -1,7 +1,7 @@
 """A recommender whose embeddings are in a separate process: DDP with a parameter server.
 
-    python examples/recommender.py            two trainers and a server
-    python examples/recommender.py single     the same run in one process
+    python examples/recommender.py                     two trainers and a server
+    python examples/recommender.py single [EPOCHS]     the same run in one process
 
 Ratings are generated from hidden tastes of users and items. The embedding tables grow with users and items, so the task
 lists them in `remote_modules`: under strategy ddp_rpc a server holds them, under any other strategy each process does.
@@ -59,9 +59,9 @@ def ratings(count, seed):
     return TensorDataset(pairs, rating + 0.1 * torch.randn(count, generator=generator))
 
 
-single = sys.argv[1:] == ["single"]
+single, epochs = sys.argv[1:2] == ["single"], int(sys.argv[2]) if sys.argv[2:] else 6
 strategy = {"strategy": "single", "replicas": 2} if single else {"strategy": "ddp_rpc", "devices": 2}
-trainer = lg.Trainer(max_epochs=6, accelerator="cpu", run_name="recommender", log_every_n_steps=20, **strategy)
+trainer = lg.Trainer(max_epochs=epochs, accelerator="cpu", run_name="recommender", log_every_n_steps=20, **strategy)
 lg.seed_everything(0, verbose=False)
 task = Recommender()
 trainer.fit(

@@ -31,6 +31,7 @@ class Command:
 
 
 COMMANDS = {
+    "new": Command("Write a small project that trains at once: NAME.", ".commands.new.command", "run_new"),
     "fit": Command("Train the task.", ".commands.fit", "run_fit"),
     "validate": Command("Evaluate it on its validation data.", ".commands.evaluate", "run_validate"),
     "test": Command("Evaluate it on its test data.", ".commands.evaluate", "run_test"),

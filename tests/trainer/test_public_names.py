@@ -250,4 +250,5 @@ def test_the_wheel_holds_every_module_and_every_yaml(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     yamls = {str(path.relative_to(ROOT)) for path in (ROOT / "configs").glob("*.yaml")}
-    assert held == {f"legato/{name}" for name in {*NAMES, *yamls, "__main__.py", "py.typed"}}
+    templates = {str(path.relative_to(ROOT)) for path in (ROOT / "trainer").rglob("*.template")}
+    assert held == {f"legato/{name}" for name in {*NAMES, *yamls, *templates, "__main__.py", "py.typed"}}

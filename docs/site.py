@@ -1,0 +1,120 @@
+"""What mkdocs calls while it builds the site: pages made from the code, and links to files of the repository."""
+
+import posixpath
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+
+from legato.callbacks import callback
+from legato.trainer.__main__ import COMMANDS
+from legato.trainer.config.check import launcher_arguments, trainer_arguments
+from legato.trainer.config.read import MOVED, SECTION_OF, SECTIONS
+from legato.trainer.launchers import LAUNCHERS
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ("__init__.py", "py.typed", "callbacks", "compat", "configs", "tasks", "trainer")
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
+SHOWN_AS_TEXT = {".py": "python", ".yaml": "yaml", ".cfg": "ini", "": "text"}
+
+
+@event_priority(100)  # before mkdocstrings takes its options
+def on_config(config: Any) -> Any:
+    """Let mkdocstrings read the package, whose folder is the repository itself, under its name."""
+    folder = Path(tempfile.mkdtemp(prefix="legato-docs-"))
+    (folder / "legato").mkdir()
+    for name in PACKAGE:
+        (folder / "legato" / name).symlink_to(ROOT / name)
+    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [str(folder)]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are made from the code, and the files of the repository that pages link to."""
+    files.append(File.generated(config, "reference/config.md", content=config_page()))
+    files.append(File.generated(config, "reference/command-line.md", content=command_line_page()))
+    linked = set()
+    for file in files.documentation_pages():
+        if file.src_uri.startswith("reference/"):
+            continue
+        for found in LINK.finditer(Path(file.abs_src_path).read_text(encoding="utf-8")):
+            path = source_of(file.src_uri, found[2])
+            if path is not None:
+                linked.add(path)
+    for path in sorted(linked):
+        files.append(File.generated(config, f"source/{path}.md", content=source_page(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point links to files of the repository to their pages, and put the drawing of all hooks in."""
+
+    def to_source(found: re.Match[str]) -> str:
+        path = source_of(page.file.src_uri, found[2])
+        if path is None:
+            return found[0]
+        target = posixpath.relpath(f"source/{path}.md", posixpath.dirname(page.file.src_uri) or ".")
+        return f"{found[1]}{target}{found[4]}"
+
+    markdown = LINK.sub(to_source, markdown)
+    assert callback.__doc__ is not None
+    drawing = callback.__doc__.split("\n", 2)[2]
+    return markdown.replace("{{ drawing of hooks }}", drawing)
+
+
+def source_of(page: str, link: str) -> str | None:
+    """Return the path in the repository of a file outside of docs/ that a page links to; None for other links."""
+    if "://" in link or link.startswith("mailto:"):
+        return None
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), link))
+    return None if path.startswith("docs/") or not (ROOT / path).is_file() else path
+
+
+def source_page(path: str) -> str:
+    """Return a page that shows a file of the repository."""
+    language = SHOWN_AS_TEXT.get(Path(path).suffix, "text")
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return f"---\nsearch: {{exclude: true}}\n---\n# {path}\n\n````{language}\n{text}\n````\n"
+
+
+# --- pages made from the code ---------------------------------------------------------------------------------------
+def config_page() -> str:
+    """Return the page of all keys of a config, from the same texts as `legato fit --help`."""
+    lines = ["# Config keys", "", "The same as `legato fit --help`. How files are merged: the how-to pages.", ""]
+    lines += ["## Sections", "", "| key | |", "| --- | --- |"]
+    lines += [f"| `{name}` | {escaped(doc)} |" for name, doc in SECTIONS.items()]
+    own = [one for one in trainer_arguments() if one.name not in MOVED and one.name not in SECTION_OF]
+    lines += ["", "## trainer", "", *described(own)]
+    for name in LAUNCHERS:
+        lines += ["", f"## launcher: {name}", "", *described(launcher_arguments(name))]
+    return "\n".join(lines) + "\n"
+
+
+def described(arguments: Any) -> list[str]:
+    """Return a table of arguments with their types, defaults and texts."""
+    rows = [f"| `{escaped(str(one))}` | {escaped(' '.join(one.doc.split()))} |" for one in arguments]
+    return ["| key: type = default | |", "| --- | --- |", *rows]
+
+
+def command_line_page() -> str:
+    """Return the page of all commands."""
+    rows = [f"| `legato {name}` | {escaped(command.summary)} |" for name, command in COMMANDS.items()]
+    return "\n".join(
+        [
+            "# Command line",
+            "",
+            "`legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]`, also `python -m legato`.",
+            "`legato COMMAND --help` says what a command takes; [exit codes](exit-codes.md).",
+            "",
+            *("| command | |", "| --- | --- |", *rows),
+            "",
+        ]
+    )
+
+
+def escaped(text: str) -> str:
+    """Return a text that keeps to its cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,206 @@
+"""Every page does what it says: its blocks run, its links lead somewhere, its figures are those of their source."""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from pages import ROOT, TRAINS, Block, Reader, blocks, pages, prose, read
+
+from legato.trainer.__main__ import COMMANDS
+from legato.trainer.config.check import check_config
+from legato.trainer.config.read import SECTIONS, read_config
+from legato.trainer.errors import ConfigError
+
+PAGES = pages()
+NOT_RUN = {
+    "make ": "a target of the Makefile; CI runs demo, test and lint, by themselves",
+    "pip install": "the package is installed already, and a test does not change its environment",
+    "tensorboard ": "serves until it is stopped",
+    "legato board": "serves until it is stopped",
+    "git clone": "needs a network",
+    "torchrun ": "starts several machines",
+    "srun ": "needs SLURM",
+    "ray ": "needs Ray",
+    "kubectl ": "needs Kubernetes",
+    "python -m benchmarks": "takes minutes; tests/ has each benchmark's own test",
+    "mypy": "does not find an editable install that is not its own; tests/commands/test_new.py",
+    "python -m legato.compat.lightning.page": "writes a page of the repository",
+}
+"""Beginnings of commands that a test does not run, with the reason."""
+LEFT_OUT = {
+    "legato fit CONFIG.yaml launcher=slurm": "needs SLURM; tests/launchers/ runs it",
+    "legato fit CONFIG.yaml launcher=ray": "needs Ray; tests/launchers/ runs it",
+    "legato lightning train.py": "the reader's own program; tests/lightning/ runs some",
+    "legato convert": "needs a checkpoint of Lightning; tests/lightning/test_checkpoints.py goes both ways",
+    "legato fit config.yaml trainer.strategy.join": "joins another machine's run; tests/elastic/ does it",
+}
+"""The same, of single commands."""
+
+
+def page_id(page: str) -> str:
+    return page.removesuffix(".md")
+
+
+RUNS = [
+    page for page in PAGES if any(block.language in ("python", "yaml", "bash", "console") for block in blocks(page))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUNS, ids=page_id)
+def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    reader = Reader(tmp_path)
+    found = list(blocks(page))
+    scripts = [block for block in found if block.language == "python" and not block.title]
+    for block in found:
+        if block.title:
+            reader.write(block.title, block.text)
+        elif block is (scripts[-1] if scripts else None):
+            reader.script("\n".join(one.text for one in scripts))
+        elif block.language == "yaml":
+            check_part(block)
+        for command in block.commands:
+            if not_run(command) is None:
+                reader.command(command)
+
+
+def check_part(block: Block) -> None:
+    """Check a part of a config: whatever it leaves out comes from a ready one."""
+    values = yaml.safe_load(block.text)
+    assert isinstance(values, dict), f"{block} is not a mapping"
+    assert set(values) <= {*SECTIONS, "extends", "vars"}, f"{block} has keys that no config has"
+    if "extends" in values:
+        return
+    try:
+        layer = read_config(["digits.yaml"])
+        merged = {**layer.values, **values}
+        merged["trainer"] = {**layer.values["trainer"], **values.get("trainer", {})}
+        check_config(type(layer)(merged, layer.origins))
+    except ConfigError as error:
+        raise AssertionError(f"{block}: {error}") from error
+
+
+def not_run(command: str) -> str | None:
+    """Return why a test does not run the command; None where it does."""
+    listed = {**NOT_RUN, **LEFT_OUT}
+    return next((reason for beginning, reason in listed.items() if command.startswith(beginning)), None)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_block_says_what_it_is(page: str) -> None:
+    """No language, no test: output and drawings are `text`."""
+    languages = {"bash", "console", "ini", "json", "python", "text", "toml", "xml", "yaml"}
+    assert [str(block) for block in blocks(page) if block.language not in languages] == []
+
+
+def test_every_exception_is_needed() -> None:
+    commands = [command for page in PAGES for block in blocks(page) for command in block.commands]
+    assert [one for one in LEFT_OUT if not any(command.startswith(one) for command in commands)] == []
+
+
+def test_every_command_that_a_page_names_is_one() -> None:
+    named = {
+        (page, word)
+        for page in PAGES
+        for word in re.findall(r"`legato ([a-z]+)", read(page))
+        + re.findall(r"^legato ([a-z]+)", read(page), re.MULTILINE)
+    }
+    assert [(page, word) for page, word in sorted(named) if word not in (*COMMANDS, "help")] == []
+    assert set(TRAINS) <= set(COMMANDS)
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def slug(heading: str) -> str:
+    """Return the anchor of a heading, as GitHub and mkdocs make it of plain words."""
+    words = re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()
+    return re.sub(r"[^\w\- ]", "", words).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_link_is_dead(page: str) -> None:
+    dead = []
+    for link in LINK.findall(re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        name, _, anchor = link.partition("#")
+        path = (ROOT / page).parent / name if name else ROOT / page
+        if not path.exists() and not generated(path):
+            dead.append(link)
+        elif anchor and path.suffix == ".md" and path.exists():
+            heads = re.findall(r"^#+ (.*)", path.read_text(encoding="utf-8"), re.MULTILINE)
+            if anchor not in map(slug, heads):
+                dead.append(link)
+    assert dead == []
+
+
+def generated(path: Path) -> bool:
+    """Return whether a page is one that the site makes (docs/site.py)."""
+    return path.parent == ROOT / "docs" / "reference" and path.name in ("config.md", "command-line.md")
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+BENCHMARKS, COMPARISON, LIGHTNING = "docs/benchmarks.md", "docs/comparison.md", "docs/from-lightning.md"
+FIGURES = {
+    "takes 0.99 of a hand-written one (Lightning: 3.36)": {
+        BENCHMARKS: ["| -27 us (0.93) | -3 us (0.99) |", "| +328 us (1.85) | +926 us (3.36) |"],
+    },
+    "to a hand-written one: bare | 0.93 | 1.85 | 1.62 | - | 1.05 |": {
+        BENCHMARKS: ["| -27 us (0.93) |", "| +328 us (1.85) |", "| +238 us (1.62) |", "| +21 us (1.05) |"],
+    },
+    "a logged loss, a bar, TensorBoard | 0.99 | 3.36 | - | - | 1.54 |": {
+        BENCHMARKS: ["| -3 us (0.99) |", "| +926 us (3.36) |", "| +213 us (1.54) |"],
+    },
+    "samples seen of 20 | 20 | 15, 5 of them twice |": {COMPARISON: ["15 of 20 samples seen, 5 lost and 5 twice"]},
+    "24 kinds of module": {LIGHTNING: ["24 kinds of module"]},
+    "three 3 + 3 + 2": {"docs/one-run.md": ["three 3 + 3 + 2"]},
+    "Python >= 3.10": {"setup.cfg": ["python_requires = >=3.10"]},
+}
+"""Every sentence of the README with a figure, and where each figure is measured or fixed."""
+
+
+def test_the_figures_of_the_readme_are_those_of_their_sources() -> None:
+    text = " ".join(prose("README.md").split())
+    for sentence, sources in FIGURES.items():
+        assert sentence in text, sentence
+        for page, wanted in sources.items():
+            source = " ".join(read(page).split())
+            assert [one for one in wanted if one not in source] == [], f"{sentence}: not in {page}"
+        text = text.replace(sentence, "")
+    assert re.findall(r"(?<![\w.])\d[\d.]*", text) == []
+
+
+def test_the_readme_names_as_many_packages_as_there_are() -> None:
+    assert len(list((ROOT / "tests" / "lightning" / "packages").glob("*.py"))) == 11
+    assert "eleven public packages" in " ".join(read("README.md").split())
+
+
+# --- the site -------------------------------------------------------------------------------------------------------
+def test_every_page_is_in_the_navigation() -> None:
+    text = read("mkdocs.yml")
+    listed = set(re.findall(r"- ([\w/-]+\.md)", text))
+    there = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
+    assert there - listed == set()
+    assert [page for page in listed - there if not generated(ROOT / "docs" / page)] == []
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:
+        pytest.skip("mkdocs is not installed: make docs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    trainer = (tmp_path / "site" / "reference" / "trainer.html").read_text()
+    assert "accumulate_grad_batches" in trainer
+    assert "on_before_optimizer_step" in (tmp_path / "site" / "reference" / "task.html").read_text()
+    assert (tmp_path / "site" / "search" / "search_index.json").stat().st_size > 100_000

@@ -1,0 +1,160 @@
+"""Blocks of Markdown pages, run as a reader would run them: files are written, scripts run, commands called.
+
+In README.md and docs/**/*.md:
+
+* a block with `title="NAME"` after its language is written to that file;
+* a `python` block without a title is run; those of one page are one script, in their order;
+* a `yaml` block without a title is a part of a config, and is checked as one;
+* each line of a `bash` block, and each line of a `console` block that begins with `$ `, is a command;
+* other blocks (`text`: output, drawings) are not run.
+
+All blocks of a page share a folder.
+"""
+
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from forked import Forked, run_module
+
+import legato
+
+ROOT = Path(legato.__file__).resolve().parent
+FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```[ \t]*$", re.DOTALL | re.MULTILINE)
+TINY = (
+    *(
+        "trainer.accelerator=cpu",
+        "trainer.max_epochs=1",
+        "trainer.limit_train_batches=4",
+        "trainer.limit_val_batches=2",
+    ),
+    *("trainer.limit_test_batches=2", "trainer.limit_predict_batches=2"),
+)
+"""Settings that each command that trains or evaluates begins with."""
+TRAINS = ("fit", "validate", "test", "predict", "check")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    title: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """Its commands, without comments."""
+        text = self.text.replace("\\\n", " ")
+        lines = [line.strip() for line in text.splitlines()]
+        if self.language == "console":
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        elif self.language not in ("bash", "sh"):
+            return []
+        found = (re.sub(r"(^|\s)#.*", "", line).strip() for line in lines)
+        return [line for line in found if line]
+
+
+def pages() -> list[str]:
+    """Return README.md and every page of docs/, by their paths in the repository."""
+    return ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))]
+
+
+def read(page: str) -> str:
+    """Return the text of a page."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str) -> Iterator[Block]:
+    """Yield the fenced blocks of a page in their order."""
+    text = read(page)
+    for found in FENCE.finditer(text):
+        indent, language, rest, body = found.groups()
+        title = re.search(r'title="([^"]+)"', rest)
+        body = "".join(line.removeprefix(indent) for line in body.splitlines(keepends=True))
+        line = text.count("\n", 0, found.start()) + 1
+        yield Block(page, line, language, title[1] if title else "", body)
+
+
+def prose(page: str) -> str:
+    """Return a page without its blocks, spans of code, pictures and the targets of its links."""
+    text = FENCE.sub("", read(page))
+    text = re.sub(r"`[^`\n]+`|!\[[^\]]*\]", "", text)
+    return re.sub(r"\]\([^)\s]+\)", "]", text)
+
+
+class Reader:
+    """A user in a folder of her own, who does what a page says."""
+
+    def __init__(self, folder: Path, tiny: tuple[str, ...] = TINY, timeout: float = 120) -> None:
+        self.folder, self.tiny, self.timeout = folder, tiny, timeout
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file, with the folders above it."""
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+    def script(self, text: str, name: str = "page.py") -> str:
+        """Run the text of a script; return what it printed. Raises AssertionError where it fails."""
+        self.write(name, text)
+        return self._finish(Forked(_run_script, str(self.folder), name), name)
+
+    def command(self, line: str) -> str:
+        """Run a line of a shell, `legato` and `python` without loading torch anew; return what it printed."""
+        words = shlex.split(line)
+        if words[0] == "cd":
+            self.folder = self.folder / words[1]
+            assert self.folder.is_dir(), line
+            return ""
+        if set(words) & {"|", "&&", ";", ">", "&"}:
+            words = ["bash", "-euc", line]
+        if words[0] == "legato":
+            if len(words) > 1 and words[1] in TRAINS and "--help" not in words:  # what the line itself says wins
+                first = next((i for i, word in enumerate(words[2:], 2) if not word.endswith(".yaml")), len(words))
+                words[first:first] = self.tiny
+            return self._finish(Forked(_run_legato, str(self.folder), words[1:]), line)
+        if words[0] == "python" and words[1].endswith(".py"):
+            return self._finish(Forked(_run_script, str(self.folder), *words[1:]), line)
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            words,
+            cwd=self.folder,
+            env={**os.environ, "PATH": path},
+            capture_output=True,
+            text=True,
+            timeout=self.timeout,
+            check=False,
+        )
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _finish(self, process: Forked, what: str) -> str:
+        said, errors = process.communicate(timeout=self.timeout)
+        assert process.returncode == 0, f"{what} ended with {process.returncode}\n{said}\n{errors}"
+        return said
+
+
+def _run_legato(folder: str, arguments: list[str]) -> None:
+    os.chdir(folder)
+    run_module("legato", *arguments)
+
+
+def _run_script(folder: str, name: str, *arguments: str) -> None:
+    os.chdir(folder)
+    warnings.simplefilter("error")
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, str(Path(folder, name).parent))
+    runpy.run_path(name, run_name="__main__")

@@ -1,0 +1,52 @@
+"""`legato new NAME`: writes a project with a task, data, a callback, configs and a test. No torch."""
+
+import keyword
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...errors import ConfigError
+
+PROJECT = Path(__file__).resolve().parent / "project"
+"""The files of a project; `__NAME__` in their names and texts stands for the name of its package."""
+PLACEHOLDER, SUFFIX = "__NAME__", ".template"
+TAKEN = {"legato", "torch", "numpy", "tests", "configs"}
+"""Names that a package of a project cannot have: they mean something else there."""
+CONFIG_OF_PROJECT = "configs/train.yaml"
+
+
+def run_new(arguments: Sequence[str]) -> None:
+    """Run `legato new`."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise ConfigError("legato new takes one argument: the name of the project, which becomes a folder here.")
+    folder = Path(arguments[0])
+    written = write_project(folder)
+    print("\n".join(f"  {folder / path}" for path in written))
+    print(f"\nTrain it:  cd {folder} && legato fit {CONFIG_OF_PROJECT}")
+    print("Test it:   python -m pytest")
+
+
+def write_project(folder: Path) -> list[Path]:
+    """Write a project; return its files, relative to `folder`, whose name becomes that of its package.
+
+    Raises ConfigError where the name cannot be a package's, or `folder` is there and not empty.
+    """
+    name = folder.name.replace("-", "_")
+    if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name) or name.lower() in TAKEN:
+        raise ConfigError(
+            f"{folder.name!r} cannot be the name of a project: its package needs a name of letters, digits and "
+            f"underscores that begins with a letter and is none of {', '.join(sorted(TAKEN))}."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already, and nothing in it is replaced. Choose another name.")
+    written = []
+    for source in sorted(path for path in PROJECT.rglob(f"*{SUFFIX}") if path.is_file()):
+        path = Path(str(source.relative_to(PROJECT)).removesuffix(SUFFIX).replace(PLACEHOLDER, name))
+        try:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            text = source.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+            (folder / path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{folder / path} could not be written: {error.strerror or error}.") from error
+        written.append(path)
+    return written
