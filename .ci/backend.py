@@ -53,9 +53,9 @@ def build_editable(wheel_directory: str, config_settings: Any = None, metadata_d
         inside = [path for path in sorted(info.rglob("*")) if path.is_file() and path.name != "RECORD"]
         files = {f"{info.name}/{path.relative_to(info)}": path.read_bytes() for path in inside}
         name = info.name.removesuffix(".dist-info")
-    paths = ["import _legato_editable", *([str(LINKS)] if make_link() else [])]
-    files["_legato_editable.py"] = HOOK.encode()
-    files["_legato_editable.pth"] = "".join(f"{path}\n" for path in paths).encode()
+    paths = ["import _legato_import_hook", *([str(LINKS)] if make_link() else [])]
+    files["_legato_import_hook.py"] = HOOK.encode()  # no name on _editable: readers of sources expect other content
+    files["_legato_import_hook.pth"] = "".join(f"{path}\n" for path in paths).encode()
     files[f"{info.name}/WHEEL"] = WHEEL.encode()
     record = f"{info.name}/RECORD"
     wheel = f"{name}-0.editable-py3-none-any.whl"

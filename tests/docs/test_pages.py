@@ -186,7 +186,7 @@ def test_the_readme_names_as_many_packages_as_there_are() -> None:
 # --- the site -------------------------------------------------------------------------------------------------------
 def test_every_page_is_in_the_navigation() -> None:
     text = read("mkdocs.yml")
-    listed = set(re.findall(r"- ([\w/-]+\.md)", text))
+    listed = set(re.findall(r"(?:- |: )([\w/-]+\.md)", text))
     there = {page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")}
     assert there - listed == set()
     assert [page for page in listed - there if not generated(ROOT / "docs" / page)] == []

@@ -10,6 +10,8 @@ from ...errors import ConfigError
 PROJECT = Path(__file__).resolve().parent / "project"
 """The files of a project; `__NAME__` in their names and texts stands for the name of its package."""
 PLACEHOLDER, SUFFIX = "__NAME__", ".template"
+HIDDEN = {Path("gitignore"): Path(".gitignore")}
+"""Files whose names begin with a dot in a project, and would be left out of a package."""
 TAKEN = {"legato", "torch", "numpy", "tests", "configs"}
 """Names that a package of a project cannot have: they mean something else there."""
 CONFIG_OF_PROJECT = "configs/train.yaml"
@@ -42,6 +44,7 @@ def write_project(folder: Path) -> list[Path]:
     written = []
     for source in sorted(path for path in PROJECT.rglob(f"*{SUFFIX}") if path.is_file()):
         path = Path(str(source.relative_to(PROJECT)).removesuffix(SUFFIX).replace(PLACEHOLDER, name))
+        path = HIDDEN.get(path, path)
         try:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             text = source.read_text(encoding="utf-8").replace(PLACEHOLDER, name)
