@@ -5,13 +5,19 @@ import pty
 import re
 import select
 import termios
+import time
 
 import pytest
 from forked import Forked, run_source
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny import Tiny, make_loader
+from torch.utils.data import default_collate
 
 import legato as lg
+from legato.callbacks import displays, loader_wait, progress_bar
 from legato.callbacks.progress_bar import ProgressDisplay
+from legato.callbacks.progress_text import amount, duration, status_lines
 
 PROGRAM = """
 import logging, sys, threading, time, torch
@@ -40,7 +46,8 @@ data = DataLoader(TensorDataset(torch.ones(400, 4)), batch_size=2)
 trainer = lg.Trainer(
     max_epochs=2, accelerator="cpu", devices=1, default_root_dir=sys.argv[1], logger=False, log_every_n_steps=10,
     enable_model_summary=False, enable_checkpointing=False,
-    callbacks=[lg.callbacks.ProgressBar(refresh_rate=int(sys.argv[5]), leave=sys.argv[4] == "leave")],
+    save_code=False,
+    callbacks=[lg.callbacks.ProgressBar(int(sys.argv[5]), leave=sys.argv[4] == "leave", style=sys.argv[6])],
 )
 try:
     trainer.fit(Task(), data, data)
@@ -50,9 +57,9 @@ finally:
 """
 
 
-def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, columns=100):
+def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, style="auto", columns=100):
     """Run the program with a terminal as its stderr; return its exit code and what it drew."""
-    arguments = (folder, seconds, fail_at, leave, refresh_rate)
+    arguments = (folder, seconds, fail_at, leave, refresh_rate, style)
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, columns))
     process = Forked(run_source, PROGRAM, *map(str, arguments), stderr=os.ttyname(slave))
@@ -76,73 +83,91 @@ def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, co
 def screen(drawn):
     """Return the lines that a terminal shows after `drawn`."""
     lines, row, column = [""], 0, 0
-    for piece in re.findall(r"\x1b\[A|[\r\n]|[^\x1b\r\n]+", drawn):
-        if piece == "\x1b[A":
-            row -= 1
+    for piece in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", drawn):
+        if re.fullmatch(r"\x1b\[\d*A", piece):
+            row -= int(piece[2:-1] or 1)
+        elif piece == "\x1b[2K":
+            lines[row] = ""
         elif piece == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
         elif piece == "\r":
             column = 0
-        else:
+        elif piece[0] != "\x1b":
             line = lines[row].ljust(column)
             lines[row] = line[:column] + piece + line[column + len(piece) :]
             column += len(piece)
     return [line.rstrip() for line in lines if line.strip()]
 
 
+def plain(drawn):
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [100, 0])
-def test_bars_on_a_terminal(tmp_path, columns):
-    code, drawn = run_on_terminal(tmp_path, 0.002, columns=columns)
+@pytest.mark.parametrize(("style", "columns"), [("rich", 100), ("tqdm", 60), ("tqdm", 0)])
+def test_lines_on_a_terminal(tmp_path, style, columns):
+    code, drawn = run_on_terminal(tmp_path, 0.002, style=style, columns=columns)
     assert code == 0, drawn
-    frames = drawn.split("\r")
-    assert any("epoch 0" in frame and "train/loss=" in frame for frame in frames)
-    assert any(frame.startswith("validation") and "/200" in frame for frame in frames)
-    assert any("sanity check: 100%" in frame for frame in frames)
-    assert max(map(len, screen(drawn))) <= (columns or 80)
-    assert 10 < sum("%" in frame for frame in frames) < 400  # ten a second, not one for each of the 800 batches
-    last, end = screen(drawn)[-2:]
-    assert "epoch 1: 100%" in last
-    assert "200/200" in last
+    shown = plain(drawn)
+    steps = [int(step) for step in re.findall(r"epoch 1/2  step (\d+)/200", shown)]
+    assert steps == sorted(steps)
+    assert 2 < len(steps) < 100  # ten a second, not one for each of the 200 steps
+    assert re.search(r"step \d+/200  [\d.]+k? samples/s  0:00:\d\d left", shown)
+    assert re.search(r"epoch 1/2  validation batch \d+/200", shown)
+    assert "sanity check batch 1/2" in shown
+    assert "█" in shown
+    left = screen(drawn)
+    assert max(map(len, left)) <= (columns or 80)
+    assert max(map(len, re.split(r"[\r\n]+", shown))) <= (columns or 80)
+    head, first, message, second, said, end = left  # nothing else stays
+    assert message == "a message"
+    assert head.split() == ["epoch", "train/loss", "lr", "time"]
+    assert [row.split()[0] for row in (first, second)] == ["1", "2"]
+    assert re.match(r"2 epochs, 400 steps in 0:00:\d\d, [\d.]+k? samples/s$", said)
     assert end == "END"
-    assert len(screen(drawn)) <= 4  # one bar stays of the sanity check's, training's and validation's
-    assert "a message" in screen(drawn)
+    assert ("\x1b[36m" in drawn) == (style == "rich")
 
 
 @pytest.mark.slow
-def test_a_bar_for_each_epoch_can_stay(tmp_path):
+def test_no_colours_where_they_are_not_wanted(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    code, drawn = run_on_terminal(tmp_path, 0.002, style="rich")
+    assert code == 0, drawn
+    assert "step" in drawn
+    assert not re.findall(r"\x1b\[[\d;]*3\dm", drawn)
+
+
+@pytest.mark.slow
+def test_the_line_of_each_epoch_can_stay(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0, leave="leave")
     assert code == 0, drawn
-    left = [line[:13] for line in screen(drawn) if "200/200" in line]
-    assert left == ["epoch 0: 100%", "epoch 1: 100%"]
+    assert len([line for line in screen(drawn) if "step 200/200" in line]) == 2
 
 
 @pytest.mark.slow
-def test_an_exception_leaves_the_terminal_in_order(tmp_path):
-    code, drawn = run_on_terminal(tmp_path, 0.002, fail_at=150)
+@pytest.mark.parametrize("style", ["rich", "tqdm"])
+def test_an_exception_leaves_the_terminal_in_order(tmp_path, style):
+    code, drawn = run_on_terminal(tmp_path, 0.002, fail_at=150, style=style)
     assert code == 1
     before, after = drawn.split("END")
-    assert before.endswith("\n")
+    assert screen(before)[-1:] != ["epoch"]
+    assert not [line for line in screen(before) if "step" in line]
     assert "RuntimeError: as planned" in after
     assert "\r" not in after.replace("\r\n", "\n")
 
 
 @pytest.mark.slow
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    done = Forked(run_source, PROGRAM, str(tmp_path), "0", "-1", "one", "1")
+    done = Forked(run_source, PROGRAM, str(tmp_path), "0", "-1", "one", "1", "auto")
     _, errors = done.communicate(timeout=60)
     assert done.returncode == 0, errors
     assert "\r" not in errors
-    lines = errors.splitlines()
-    assert [line.split(" steps/s")[0].rsplit(" ", 1)[0] for line in lines[:-1]] == [
-        "epoch 0 step 1/200",
-        "epoch 0 step 200/200",
-        "a",
-        "epoch 1 step 200/200",
-    ]
-    assert "eta 0:0" in lines[0]
-    assert "train/loss=" in lines[-2]
+    assert "\x1b" not in errors
+    first, blank, head, row, message, other, said, end = errors.splitlines()
+    assert re.match(r"epoch 1/2  step 1/200  .* left  train/loss [\d.e-]+$", first)
+    assert (blank, head.split()[:2], message) == ("", ["epoch", "train/loss"], "a message")
+    assert [line.split()[0] for line in (row, other, said, end)] == ["1", "2", "2", "END"]
 
 
 @pytest.mark.slow
@@ -155,15 +180,145 @@ def test_no_bar_when_refresh_rate_is_0(tmp_path):
 def test_nothing_is_drawn_between_so_many_steps(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0.004, refresh_rate=100)
     assert code == 0
-    shown = {int(found) for found in re.findall(r"epoch 0:.*?(\d+)/200", drawn)}
-    assert len(shown) <= 5
-    assert 200 in shown
+    shown = {int(found) for found in re.findall(r"epoch 1/2  step (\d+)/200", plain(drawn))}
+    assert 1 <= len(shown) <= 3
+
+
+class Rising(Tiny):
+    """Logs 1, 2, 3, ... in training, and of each validation the next value of a list."""
+
+    def __init__(self, values=()):
+        super().__init__()
+        self.values = iter(values)
+
+    def training_step(self, batch, batch_idx):
+        self.log("rising", float(batch_idx + 1), prog_bar=True)
+        return self.loss(batch)
+
+
+class RisingValidated(Rising):
+    def on_validation_epoch_start(self):
+        self.value = 9.0 if self.trainer.sanity_checking else next(self.values)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val/loss", self.value)
+
+
+def rows(text):
+    """Return the rows of the table, by column; the mark of the best is under "best"."""
+    found, head = [], []
+    for line in text.splitlines():
+        cells = line.split()
+        if cells[:1] == ["epoch"] and "time" in cells:
+            head = cells
+        elif head and cells and cells[0].isdigit() and len(cells) in (len(head), len(head) + 1):
+            found.append(dict(zip([*head, "best"], cells, strict=False)))
+    return found
+
+
+def test_the_table_has_means_of_the_epoch_and_marks_the_best(trainer, capsys):
+    saved = lg.callbacks.Checkpoint(monitor="val/loss")
+    options = {"max_epochs": 3, "enable_progress_bar": True, "enable_checkpointing": True, "callbacks": [saved]}
+    trainer(**options).fit(RisingValidated([0.5, 0.25, 0.75]), make_loader(20), make_loader(4))
+    said = capsys.readouterr().err
+    found = rows(said)
+    assert [row["rising"] for row in found] == ["3", "3", "3"]  # the mean of 1 to 5, not the newest
+    assert [row["val/loss"] for row in found] == ["0.5", "0.25", "0.75"]
+    assert [row.get("best") for row in found] == ["*", "*", None]
+    assert {row["lr"] for row in found} == {"0.1"}
+    assert said.splitlines()[-1].endswith("best val/loss 0.25 at step 10")
+    assert said.splitlines()[-1].startswith("3 epochs, 15 steps in 0:00:0")
+
+
+def test_the_newest_value_goes_to_the_loggers(play):
+    made = play(Rising(), enable_progress_bar=True)
+    assert [value for _, value in made.memory.of("rising")] == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 def test_the_steps_of_an_epoch_are_those_that_the_run_goes(trainer, capsys):
-    trainer(max_epochs=3, max_steps=6, enable_progress_bar=True).fit(Tiny(), make_loader(16))
-    lines = [line.split(" steps/s")[0].rsplit(" ", 1)[0] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["epoch 0 step 1/4", "epoch 0 step 4/4", "epoch 1 step 2/2"]
+    class Shown(lg.callbacks.ProgressBar):
+        def on_train_epoch_start(self, trainer, task):
+            self.setup(trainer, task, "fit")  # the first step of each epoch is shown
+            self.on_train_start(trainer, task)
+            super().on_train_epoch_start(trainer, task)
+
+    trainer(max_epochs=3, max_steps=6, callbacks=[Shown()]).fit(Tiny(), make_loader(16))
+    lines = re.findall(r"epoch \d/\d  step \d+/\d+", capsys.readouterr().err)
+    assert lines == ["epoch 1/3  step 1/4", "epoch 2/3  step 1/2"]
+
+
+@pytest.mark.parametrize("where", ["loader", "step", "hook"])
+def test_a_loader_that_training_waits_for_is_named_once(trainer, caplog, monkeypatch, where):
+    monkeypatch.setattr(loader_wait, "LEAST_SECONDS", 0.02)
+    monkeypatch.setattr(displays.PlainLines, "seconds_between", 0.0)
+
+    class Slow(Tiny):
+        def training_step(self, batch, batch_idx):
+            time.sleep(0.001 if where == "loader" else 0.03)
+            return super().training_step(batch, batch_idx)
+
+        def on_validation_start(self):
+            time.sleep(0.05 if where == "hook" else 0.0)
+
+        def validation_step(self, batch, batch_idx):
+            pass
+
+    def collate(samples):
+        time.sleep(0.01 if where == "loader" else 0.0)
+        return default_collate(samples)
+
+    quick = {"val_check_interval": 5, "limit_val_batches": 1}
+    made = trainer(callbacks=[progress_bar.ProgressBar()], max_epochs=2, **(quick if where == "hook" else {}))
+    with caplog.at_level("WARNING", "legato"):
+        made.fit(Slow(), make_loader(60, collate_fn=collate), make_loader(4))
+    told = [message for message in caplog.messages if "waits for the training loader" in message]
+    assert len(told) == (where == "loader")
+    if told:
+        share, workers = re.search(r"in (\d+) % of its time: raise its num_workers \((\d)", told[0]).groups()
+        assert int(share) > 40
+        assert workers == "0"
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+@given(
+    st.lists(st.text("abc /", min_size=1, max_size=30), min_size=1, max_size=5),
+    st.dictionaries(st.text("xyz/", min_size=1, max_size=20), st.floats(-1e9, 1e9), max_size=8),
+    st.none() | st.floats(0, 1),
+    st.integers(20, 150),
+)
+def test_lines_fit(parts, metrics, share, width):
+    lines = status_lines(parts, metrics, share, width)
+    assert len(lines) <= 2
+    assert max(map(len, lines)) <= width
+
+
+def test_the_bar_gives_way_before_metrics_do():
+    parts, metrics = ["epoch 3/10", "step 120/470", "1.2k samples/s", "0:12:31 left"], {"train/loss": 0.4321}
+    wide = status_lines(parts, metrics, 0.5, 120)
+    assert len(wide) == 1
+    assert wide[0].count("█") == 15
+    narrow = status_lines(parts, metrics, 0.5, 79)
+    assert len(narrow) == 1
+    assert narrow[0].count("█") < 15
+    assert status_lines(parts, metrics, 0.5, 76) == ["  ".join([*parts, "train/loss 0.4321"])]
+    two = status_lines(parts, {**metrics, "val/acc": 0.9}, 0.5, 79)
+    assert two[0].startswith("  ".join(parts) + "  |██")
+    assert two[1] == "train/loss 0.4321  val/acc 0.9"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (amount(7), "7"),
+        (amount(940), "940"),
+        (amount(12345), "12.3k"),
+        (amount(999999), "1M"),
+        (duration(61.4), "0:01:01"),
+        (duration(90061), "1d 1:01:01"),
+    ],
+)
+def test_numbers_are_short(text, expected):
+    assert text == expected
 
 
 def test_a_display_of_ones_own_stands_in_for_the_bar(trainer):

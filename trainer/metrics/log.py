@@ -271,7 +271,7 @@ class Metrics:
         pending, self.pending = self.pending, []
         newest, dropped, self.dropped = self.step, self.dropped, -1
         # skip values that only an earlier step's logging point would have shown
-        pending = [one for one in pending if (one[0].on_epoch or one[4] == newest) and one[4] != dropped]
+        pending = [one for one in pending if (one[0].keeps_sums or one[4] == newest) and one[4] != dropped]
         values = to_floats([one[1] for one in pending])
         if self.shares and self.stage == "train":
             self.unshared += [
@@ -298,7 +298,7 @@ class Metrics:
         if step == EPOCH_END:
             accumulate(series.closing, replica, series.kind, value, weight)
             return
-        if series.kind != "metric" and series.on_epoch:
+        if series.kind != "metric" and series.keeps_sums:
             accumulate(series.sums, replica, series.kind, value, weight)
         if series.on_step and step == self.step:
             if series.step_at != step:
@@ -346,6 +346,17 @@ class Metrics:
         for (_, step), value in zip(losses, to_floats([loss for loss, _ in losses]), strict=True):
             if value - value != 0.0 and self.bad_loss is None:
                 self.bad_loss = step, value
+
+    def running_values(self) -> dict[str, float]:
+        """Return training's values of the epoch so far that are for the progress bar, over this process's batches.
+
+        Reads them from the device; no collective. Empty where values are shared.
+        """
+        if self.stage != "train" or self.series is None or self.shares:
+            return {}
+        self.flush()
+        shown = [one for one in self.series.values() if one.prog_bar and one.sums]
+        return {one.name: total(one.kind, one.sums) for one in shown}
 
     def reduce_step(self) -> Reduced:
         """Return the newest step's values of the current stage, over all replicas. Collective."""

@@ -52,6 +52,11 @@ class Series:
     alone: bool = False
     """Whether only replica 0 logs it (`rank_zero_only`): written to loggers but not to `callback_metrics`."""
     description: Description = ()
+    keeps_sums: bool = False
+    """Whether `sums` are kept: of what is reduced over epochs, and for the running values of a progress bar."""
+
+    def __post_init__(self) -> None:
+        self.keeps_sums = self.on_epoch or self.prog_bar
 
 
 @dataclass

@@ -1,0 +1,252 @@
+"""Displays: where progress is drawn. In a terminal by rich or tqdm, in a notebook by tqdm, elsewhere in plain lines."""
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+DEFAULT_WIDTH = 80
+
+
+class Display:
+    """Draws nothing: base class, and the display of ranks other than 0.
+
+    `lines` may be drawn again and again in one place; what `write` writes stays above them.
+    """
+
+    seconds_between = float("inf")
+    """Least seconds between two drawings."""
+    blocks: str | None = None
+    """Characters of a bar, from empty to full; None: no bars."""
+
+    @property
+    def width(self) -> int:
+        """Columns of a line: as many as a log file or a notebook has."""
+        return 200
+
+    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Show these lines in place of those before; `done` of `total` for displays with bars of their own."""
+
+    def write(self, text: str) -> None:
+        """Write a line that stays."""
+
+    def clear(self) -> None:
+        """Remove the lines that were drawn."""
+
+
+class PlainLines(Display):
+    """Writes each drawing as a line, once a minute: for log files."""
+
+    seconds_between = 60.0
+
+    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Write the lines as one."""
+        self.write("  ".join(lines))
+
+    def write(self, text: str) -> None:
+        """Write a line."""
+        print(text, file=_output("STDERR"), flush=True)
+
+
+class Terminal(Display):
+    """What both displays of a terminal share: its width, and that messages are written above the lines."""
+
+    seconds_between = 0.1
+
+    def __init__(self) -> None:
+        encoding = getattr(sys.stderr, "encoding", None) or "ascii"
+        self.blocks = " ▏▎▍▌▋▊▉█" if encoding.lower().replace("-", "").startswith("utf") else " #"
+        _write_messages_within(self.hidden)
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal but one: in the last one some terminals wrap."""
+        try:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        except (OSError, ValueError):
+            columns = 0
+        return (columns or DEFAULT_WIDTH) - 1
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context in which the lines are not shown, so that other text can be written."""
+        yield
+
+    def clear(self) -> None:
+        """Remove the lines, and let messages be written as before."""
+        _write_messages_within(nullcontext)
+
+
+class TqdmLines(Terminal):
+    """Lines drawn by tqdm: each is a bar without a bar, at its own position."""
+
+    def __init__(self) -> None:
+        from tqdm import tqdm
+
+        class Line(tqdm):  # type: ignore[type-arg]
+            monitor_interval = 0
+            """0: do not start tqdm's monitor thread, which would outlive the run."""
+
+        # tqdm's default lock is shared between processes, which costs a semaphore and, under some start methods, a
+        # process
+        Line.set_lock(threading.RLock())
+        self._kind = Line
+        self._lines: list[Any] = []
+        super().__init__()
+
+    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Draw the lines, and remove those that are left of a longer drawing."""
+        while len(self._lines) > len(lines):
+            self._lines.pop().close()
+        for index, text in enumerate(lines):
+            if index == len(self._lines):
+                options: dict[str, Any] = {"ncols": self.width, "mininterval": 0.0, "miniters": 0, "leave": False}
+                made = self._kind(file=_output("STDERR"), bar_format="{desc}", position=index, desc=text, **options)
+                self._lines.append(made)
+            else:
+                self._lines[index].ncols = self.width
+                self._lines[index].set_description_str(text)
+
+    def write(self, text: str) -> None:
+        """Write a line above."""
+        with self.hidden():
+            print(text, file=_output("STDERR"), flush=True)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context in which the lines are not shown."""
+        with self._kind.external_write_mode(file=_output("STDERR")):
+            yield
+
+    def clear(self) -> None:
+        """Remove the lines."""
+        while self._lines:
+            self._lines.pop().close()
+        super().clear()
+
+
+class RichLines(Terminal):
+    """Lines drawn by rich, in colours unless NO_COLOR is set; its thread is not used."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        self._text = Text
+        self._console = Console(file=_output("STDERR"), force_terminal=True, highlight=False, soft_wrap=True)
+        options: dict[str, Any] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+        self._live = Live(console=self._console, transient=True, **options)
+        self._shown = False
+        super().__init__()
+
+    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Draw the lines."""
+        text = self._text("\n".join(lines), no_wrap=True, overflow="ellipsis")
+        text.highlight_regex(r"\|[^|]*\|", "cyan")
+        if len(lines) > 1:
+            text.stylize("dim", 0, 0)
+        self._live.update(text)
+        if not self._shown:
+            self._shown = True
+            self._live.start()
+        self._live.refresh()
+
+    def write(self, text: str) -> None:
+        """Write a line above."""
+        with self.hidden():
+            styled = self._text(text)
+            styled.highlight_regex(r" \*$", "bold green")
+            self._console.print(styled)
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context in which the lines are not shown."""
+        shown, self._shown = self._shown, False
+        if shown:
+            self._live.stop()
+        try:
+            yield
+        finally:
+            if shown:
+                self._shown = True
+                self._live.start()
+                self._live.refresh()
+
+    def clear(self) -> None:
+        """Remove the lines."""
+        if self._shown:
+            self._live.stop()
+        self._shown = False
+        super().clear()
+
+
+class NotebookBar(Display):
+    """A bar of tqdm's in the output of a notebook's cell."""
+
+    seconds_between = 0.2
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Move the bar, with the lines as its text."""
+        from tqdm.auto import tqdm
+
+        if self._bar is None:
+            self._bar = tqdm(total=total, bar_format="{l_bar}{bar}{r_bar}", mininterval=0.0, leave=False)
+        elif self._bar.total != total:
+            self._bar.reset(total)
+        self._bar.n = done
+        self._bar.set_description_str("  ".join(lines), refresh=False)
+        self._bar.refresh()
+
+    def write(self, text: str) -> None:
+        """Write a line to the cell's output."""
+        print(text, file=_output("STDOUT"), flush=True)
+
+    def clear(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            self._bar.close()
+        self._bar = None
+
+
+def find_display(style: str) -> Display:
+    """Return the display for where this process writes; `style`: "auto", "rich", "tqdm" or "lines"."""
+    if style == "lines":
+        return PlainLines()
+    if in_notebook():
+        return NotebookBar()
+    if not sys.stderr.isatty():
+        return PlainLines()
+    if style != "tqdm":
+        try:
+            return RichLines()
+        except ImportError:
+            if style == "rich":
+                raise
+    return TqdmLines()
+
+
+def in_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook."""
+    shell = sys.modules.get("IPython")
+    kernel = None if shell is None else shell.get_ipython()
+    return kernel is not None and type(kernel).__name__ == "ZMQInteractiveShell"
+
+
+def _output(name: str) -> Any:
+    """Return "STDOUT" or "STDERR", which ignores writes after its reader has gone."""
+    from ..trainer import messages
+
+    return getattr(messages, name)
+
+
+def _write_messages_within(by: Any) -> None:
+    """Set the context in which Legato's log messages are written, so that they do not break what is drawn."""
+    from ..trainer import messages
+
+    messages.making_room = by
