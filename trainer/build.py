@@ -53,7 +53,7 @@ from .optimization.nonfinite import make_guard
 from .optimization.optimization import Optimization
 from .optimization.optimizers import read_optimizers
 from .optimization.precision import Precision
-from .processes.environment import Place, find_place, restart_count, wants_public_torch
+from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
@@ -106,6 +106,8 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     undo.enter_context(call.watchdog)
     place = membership.connect(call.watchdog.place)
     check_place(trainer, strategy, trainer.device_list, place)
+    if trainer.deterministic or call.bitwise:
+        undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy)
     threads = trainer.threads or (1 if call.bitwise else None)

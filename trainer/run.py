@@ -22,6 +22,7 @@ from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
+from .data.transfer import to_host
 from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError, TaskError
 from .hooks import Calls, Hooks, count_arguments, fitted
@@ -585,6 +586,10 @@ class Run(JoinedCall):
         """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""
         data = self.data.evaluations.get(step.removesuffix("_step"))
         return count_arguments(self.task, step, several_loaders=data is not None and len(data.loaders) > 1)
+
+    def kept(self, output: Any) -> Any:
+        """Return a prediction in host memory, so that those of a whole dataset do not fill the device."""
+        return output if self.strategy.device.type == "cpu" else to_host(output)
 
     def in_order(self, outputs: Iterable[tuple[int, int, int, Any]]) -> list[Any]:
         """Return every rank's outputs in the order of the data; with several loaders a list for each."""

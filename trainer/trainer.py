@@ -317,7 +317,7 @@ class Trainer(TrainerDefaults):
                 for hook in end:
                     hook(output, batch, *arguments)
                 if keep_outputs:
-                    outputs.append((item.dataloader_idx, item.batch_idx, item.replica, output))
+                    outputs.append((item.dataloader_idx, item.batch_idx, item.replica, run.kept(output)))
             run.call_epoch_end(word)
         reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
         if run.loop.doing == "sanity_check":

@@ -13,12 +13,19 @@ from legato.trainer.strategies.bitwise.batch_norm import synchronize
 
 
 # --- batch norm -------------------------------------------------------------------------------------------------------
+class Halved(nn.BatchNorm2d):
+    """A batch norm with a forward of its own."""
+
+    def forward(self, input):
+        return super().forward(input) / 2
+
+
 class Images(Net):
     """Batch norm over images and over features."""
 
-    def __init__(self, leave_out=-1, **options):
+    def __init__(self, leave_out=-1, norm=nn.BatchNorm2d, **options):
         super().__init__(norm=True)
-        self.start = nn.Sequential(nn.Conv2d(1, 2, 2), nn.BatchNorm2d(2, **options), nn.Flatten(), nn.Linear(2, 4))
+        self.start = nn.Sequential(nn.Conv2d(1, 2, 2), norm(2, **options), nn.Flatten(), nn.Linear(2, 4))
         self.leave_out = leave_out
 
     def training_step(self, batch, batch_idx):
@@ -37,6 +44,7 @@ def train(task, samples=24, batch_size=4, **options):
     assert {kind for kind in kinds if issubclass(kind, nn.modules.batchnorm._BatchNorm)} <= {
         nn.BatchNorm1d,
         nn.BatchNorm2d,
+        Halved,
     }
     return flat(task)
 
@@ -47,6 +55,7 @@ def cases():
     found = {"plain": train(Images()), "uneven": train(Images(), samples=28), "apart": train(Images())}
     found["cumulative"] = train(Images(momentum=None))
     found["not followed"] = train(Images(track_running_stats=False, affine=False))
+    found["own forward"] = train(Images(norm=Halved))
     found["zero1"] = train(Images(), strategy="zero1")
     found["half"] = train(Images(), precision="bf16-mixed")
     found["apart"] = train(Images(), sync_batchnorm=False)
@@ -79,6 +88,7 @@ def in_one(samples=24, **options):
         ("zero1", {}),
         ("cumulative", {"momentum": None}),
         ("not followed", {"track_running_stats": False, "affine": False}),
+        ("own forward", {"norm": Halved}),
     ],
 )
 def test_two_processes_normalise_as_one_with_both_batches(found, name, options):
@@ -122,7 +132,7 @@ def test_on_cuda_it_is_torchs_own(tmp_path):
         batch = [tensor[:8].cuda() for tensor in DATA.tensors]
         for one in (task, plain):
             one.loss(batch).backward()
-        assert type(task.body[1]) is nn.SyncBatchNorm
+        assert isinstance(task.body[1], nn.SyncBatchNorm)
         undo()
         assert type(task.body[1]) is nn.BatchNorm1d
         torch.testing.assert_close(flat(task), flat(plain), rtol=0, atol=1e-6)

@@ -243,3 +243,16 @@ def test_meeting_places_that_are_none(init_method: str, message: str) -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match="no process group backend 'nccc'"):
         environment.join_process_group(PAIR, "nccc", TIMEOUT)
+
+
+def test_a_workspace_of_cublas_that_leaves_the_order_open_is_refused(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    wanted = "need CUBLAS_WORKSPACE_CONFIG to be one of :4096:8 and :16:8, but it is ':0:0'"
+    with pytest.raises(ConfigError, match=wanted), environment.deterministic_cublas("cuda"):
+        pass
+    with environment.deterministic_cublas("cpu"):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":0:0"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    with environment.deterministic_cublas("cuda"):
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

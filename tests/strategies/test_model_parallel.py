@@ -204,6 +204,14 @@ def test_validate_test_and_predict_through_the_parts():
     assert torch.equal(torch.cat(two.predict(task, loader)), torch.cat(one.predict(task, loader)))
 
 
+def test_predictions_leave_the_device_as_they_come():
+    task, loader = Chain(), DataLoader(Subset(DATA, range(10)), 4)
+    with SimulatedDevices() as there:
+        found = lg.Trainer(**QUIET, devices=2, strategy=OnSimulated()).predict(task, loader)
+        assert [device_of(one) for one in found] == [CPU] * 3
+    assert [shape for source, target, shape in there.moves if target == CPU][:3] == [one.shape for one in found]
+
+
 # --- micro-batches ----------------------------------------------------------------------------------------------------
 class Counted(Chain):
     """Remembers the sizes of what it is called with; leaves out what begins with a negative number, if told to."""

@@ -1,6 +1,7 @@
 """fit gives what a hand-written loop gives, and goes on for exactly as long as it was told to."""
 
 import copy
+import os
 import pickle
 import time
 from datetime import timedelta
@@ -333,11 +334,14 @@ def test_deterministic_and_anomaly_mode_hold_for_the_run_only(trainer):
             seen["deterministic"] = torch.are_deterministic_algorithms_enabled()
             seen["warn"] = torch.is_deterministic_algorithms_warn_only_enabled()
             seen["anomaly"] = torch.is_anomaly_enabled()
+            seen["cublas"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
             return self.loss(batch)
 
+    before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     for given, warn in ((True, False), ("warn", True)):
         trainer(deterministic=given, detect_anomaly=True).fit(Looks(), make_loader())
-        assert seen == {"deterministic": True, "warn": warn, "anomaly": True}
+        assert seen == {"deterministic": True, "warn": warn, "anomaly": True, "cublas": before or ":4096:8"}
+        assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == before
         assert not torch.are_deterministic_algorithms_enabled()
         assert not torch.is_anomaly_enabled()
 

@@ -22,6 +22,9 @@ from .sampling import mix as mix
 
 SEED_LIMIT = 1 << 32  # NumPy's legacy seed has 32 bits
 
+MPS = torch.backends.mps.is_built()
+"""Whether this build of torch has Apple's devices; asked once, since every batch seeds the generators."""
+
 logger = logging.getLogger(__name__)
 # random.seed takes 0.5 us to tell types apart; the generator in C behind it takes an integer as it is.
 _python: Any = random.seed.__self__  # type: ignore[attr-defined]
@@ -59,7 +62,7 @@ def _check_seed(seed: int) -> int:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch (CPU, and all CUDA devices once CUDA is in use) from a key.
+    """Seed the global generators of Python, NumPy and torch (CPU, all CUDA devices once in use, MPS) from a key.
 
     key: 0 to 2^64 - 1. Python and CUDA take all 64 bits. NumPy and torch's CPU generator take 32 and are the same
     Mersenne Twister, so each gets its own hash; two keys collide with a chance of 2^-32.
@@ -71,6 +74,8 @@ def seed_generators(key: int) -> None:
     if torch.cuda.is_initialized():
         for generator in torch.cuda.default_generators:
             generator.manual_seed(key)
+    elif MPS and torch.backends.mps.is_available():
+        torch.mps.manual_seed(key)
 
 
 class KeyedDataset(Dataset[Any]):

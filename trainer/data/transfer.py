@@ -22,6 +22,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
     )
 
 
+def to_host(value: Any) -> Any:
+    """Return `value` with every tensor in host memory: what was on a device no longer fills it, and can be sent."""
+    return map_tensors(value, lambda tensor: tensor.cpu(), lambda other: other.to(torch.device("cpu")))
+
+
 def with_allocated_memory(batch: Any) -> Any:
     """Return `batch` with every tensor aligned as torch allocates it; some CPU kernels add up unaligned data in another
     order."""

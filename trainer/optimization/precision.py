@@ -170,12 +170,17 @@ def _canonical(name: str | int) -> str:
     return known
 
 
+def has_bfloat16() -> bool:
+    """Return whether the CUDA device computes in bfloat16 by itself; torch's emulation for older ones is slow."""
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+
+
 def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:
     if name == "64-true" and device_type == "mps":
         raise ConfigError("trainer.precision 64-true: mps devices have no float64. Use 32-true, or accelerator=cpu.")
     if name in _AUTOCAST and not torch.amp.is_autocast_available(device_type):
         raise ConfigError(f"trainer.precision {name}: torch has no autocast for {device_type}. Use 32-true.")
-    if name.startswith("bf16") and device_type == "cuda" and not torch.cuda.is_bf16_supported():
+    if name.startswith("bf16") and device_type == "cuda" and not has_bfloat16():
         raise ConfigError(
             f"trainer.precision {name}: this CUDA device has no bfloat16. Use {name.replace('bf16', '16')} or 32-true."
         )

@@ -34,6 +34,12 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
     return [torch.device(kind, index) for index in range(_wanted(devices, there, kind, limited=True))]
 
 
+def make_current(device: torch.device) -> None:
+    """Make a CUDA device the one that "cuda" without a number means, in a task's own code too."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _wanted(devices: int | str | list[int], there: int, kind: str, limited: bool) -> int:
     """Return the number of devices asked for."""
     if isinstance(devices, list):

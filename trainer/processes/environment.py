@@ -10,7 +10,8 @@ import os
 import re
 import socket
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,9 +26,11 @@ from .workers import GRACE
 from .workers import warm_up as warm_up
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+_CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
 
 
@@ -133,6 +136,27 @@ def get_variable(name: str) -> str | None:
 def set_variable(name: str, value: str) -> None:
     """Set an environment variable, for this process and those that it starts."""
     os.environ[name] = value
+
+
+@contextmanager
+def deterministic_cublas(device_type: str) -> Iterator[None]:
+    """Have cuBLAS add up in a fixed order: set CUBLAS_WORKSPACE_CONFIG, before CUDA starts, and remove it on exit.
+
+    Raises ConfigError on CUDA where it is set to what leaves the order open.
+    https://docs.nvidia.com/cuda/cublas/#results-reproducibility
+    """
+    given = os.environ.get(_CUBLAS)
+    if given is not None and given not in _FIXED_WORKSPACES and device_type == "cuda":
+        raise ConfigError(
+            f"trainer.reproducible=bitwise and trainer.deterministic need {_CUBLAS} to be one of "
+            f"{' and '.join(_FIXED_WORKSPACES)}, but it is {given!r}. Unset it: Legato sets it by itself."
+        )
+    os.environ.setdefault(_CUBLAS, _FIXED_WORKSPACES[0])
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ.pop(_CUBLAS, None)
 
 
 def lead_python_path(folder: str) -> None:
@@ -248,7 +272,13 @@ def first_host(nodes: str) -> str:
 # --- how they find each other ---------------------------------------------------------------------------------------
 
 
-def join_process_group(place: Place, backend: str, timeout: timedelta, init_method: str | None = None) -> str:
+def join_process_group(
+    place: Place,
+    backend: str,
+    timeout: timedelta,
+    init_method: str | None = None,
+    device: "torch.device | None" = None,
+) -> str:
     """Create the default process group of `place`, unless it exists.
 
     Returns the address of the rendezvous, "" if the group existed.
@@ -256,6 +286,9 @@ def join_process_group(place: Place, backend: str, timeout: timedelta, init_meth
     `init_method` is "env://" (MASTER_ADDR and MASTER_PORT, or the variables of SLURM and MPI), "tcp://host:port" or
     "file:///path". By default workers of Legato use their launcher's store, all others "env://". Raises ConfigError if
     the address is taken or cannot be reached, or if ranks are missing after `timeout`.
+
+    device: the only device of this process, if there is one; NCCL then connects at once, and a rank without its
+    device fails here and not in the first step.
     """
     from torch import distributed
 
@@ -276,7 +309,10 @@ def join_process_group(place: Place, backend: str, timeout: timedelta, init_meth
         own_group.note_made_here()
         return "MPI's own place"
     where, store = find_store(place, timeout, init_method)
-    distributed.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
+    bound = device if device is not None and "nccl" in backend else None
+    distributed.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound
+    )
     own_group.note_made_here()
     fork_safety.install()
     atexit.register(leave_process_group)

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import build, run_status
 from ..checkpoints import store
 from ..checkpoints.store import check_sizes
+from ..data.transfer import to_host
 from ..elastic.membership import RunFinished
 from ..run import Call, Request, Run
 from ..state import State
@@ -164,5 +165,5 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         trainer.callback_metrics,
         trainer.logged_metrics,
         trainer.lengths,
-        [(callback.state_key, state) for callback in trainer.callbacks if (state := callback.state_dict())],
+        [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
     )

@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from ..optimization.precision import Precision
 from ..processes import own_group
 from ..processes.collectives import GroupCollectives
+from ..processes.devices import make_current
 from ..processes.environment import Place, join_process_group
 from ..processes.sync import DEFAULT, Timeout, Timeouts
 from .strategy import Strategy
@@ -43,12 +44,12 @@ class GroupStrategy(Strategy):
                 f"start as many processes as there are devices."
             )
         self.device = devices[place.local_rank % len(devices)]
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        make_current(self.device)
         self.precision = Precision(precision, self.device.type)
         rank, group = place.rank, None
         if place.world_size > 1:
-            self.meeting = join_process_group(place, self._backend(), self.timeouts["startup"], self.init_method)
+            limit, only = self.timeouts["startup"], self._only_device()
+            self.meeting = join_process_group(place, self._backend(), limit, self.init_method, only)
             if own_group.find_group() is not None:
                 own_group.require_backend(self.device, self.process_group_backend)
             if not self.elastic.changes:  # whose groups come and go
@@ -57,6 +58,10 @@ class GroupStrategy(Strategy):
         else:
             rank = 0  # also of the process that is about to join an elastic run, whose place is not the first
         self.collectives = self.data_ranks = GroupCollectives(rank, place.world_size, group)
+
+    def _only_device(self) -> torch.device | None:
+        """Return the one device of this process; None if it has several, or if its groups come and go."""
+        return None if self.elastic.changes else self.device
 
     def _backend(self) -> str:
         """Return the backend of the process group: small values on the host go by gloo in any case."""

@@ -16,6 +16,7 @@ from ..optimization.kernels import Recomputing
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
 from ..processes.collectives import SINGLE, Collectives
+from ..processes.devices import make_current
 from ..processes.environment import Place
 from ..processes.sync import DEFAULT, Timeouts
 from .bitwise.buffers import ReplicaBuffers
@@ -105,6 +106,7 @@ class Strategy:
                 f"or set trainer.cluster=off so that each process runs by itself."
             )
         self.place, self.devices, self.device = place, list(devices), devices[0]
+        make_current(self.device)
         self.precision = Precision(precision, self.device.type)
 
     def build_model(self, task: "Task") -> None:

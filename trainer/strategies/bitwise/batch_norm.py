@@ -37,8 +37,12 @@ def _sum(group: dist.ProcessGroup, tensor: Tensor) -> Tensor:
     return total
 
 
-class Synced:
-    """Mixin for batch norm classes: statistics over all ranks in training mode."""
+# The class of all batch norms, by a public way. Not SyncBatchNorm itself, which DDP refuses on the CPU.
+NORM_BASE: Any = nn.SyncBatchNorm.__base__
+
+
+class Synced(NORM_BASE):  # type: ignore[misc]
+    """Batch norm with statistics over all ranks in training mode."""
 
     process_group: dist.ProcessGroup
 
@@ -46,8 +50,8 @@ class Synced:
         """Normalise (N, C, ...) by mean and variance over N and what follows C, of all ranks."""
         module: Any = self
         if not module.training:
-            return super().forward(input)  # type: ignore[misc, no-any-return]
-        check_input(module, super().forward, input)  # type: ignore[misc]
+            return super().forward(input)  # type: ignore[no-any-return]
+        check_input(module, super().forward, input)
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         over = [axis for axis in range(values.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]
@@ -73,22 +77,27 @@ class Synced:
 
 
 @cache
-def synced(kind: Any) -> Any:
-    """Return the class `kind` with statistics over all ranks; it has the same name."""
-    return type(kind.__name__, (Synced, kind), {"__doc__": kind.__doc__, "__module__": kind.__module__})
+def synced(kind: Any, base: Any = Synced) -> Any:
+    """Return the class `kind` with statistics over all ranks, which `base` computes; it has the same name.
+
+    The base comes after `kind` in the order of inheritance, so that a forward of its own still runs, and what that
+    calls by `super()` is synchronised.
+    """
+    return type(kind.__name__, (kind, base), {"__doc__": kind.__doc__, "__module__": kind.__module__})
 
 
 def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup) -> Callable[[], None]:
     """Compute the statistics of every batch norm in the task over the ranks of `group`; return what undoes it."""
     found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, batch_norms())]
-    found = [(module, kind) for module, kind in found if kind is not nn.SyncBatchNorm]
+    found = [(module, kind) for module, kind in found if not issubclass(kind, nn.SyncBatchNorm)]
+    base = nn.SyncBatchNorm if device.type == "cuda" else Synced
     for module, kind in found:
-        module.__class__ = nn.SyncBatchNorm if device.type == "cuda" else synced(kind)
+        module.__class__ = synced(kind, base)
         module.process_group = group
 
     def undo() -> None:
         for module, kind in found:
-            if type(module) in (nn.SyncBatchNorm, synced(kind)):
+            if type(module) is synced(kind, base):
                 module.__class__ = kind
                 del module.process_group
 

@@ -166,6 +166,10 @@ class DDPModelParallelStrategy(DDPStrategy):
         """The devices of the parts, from the first block to the loss."""
         return list(self.parts)
 
+    def _only_device(self) -> torch.device | None:
+        """Return None: the parts are on several devices."""
+        return None
+
     def _device_ids(self) -> list[torch.device] | None:
         """Return None: DDP must leave inputs where they are for a module on several devices."""
         return None
