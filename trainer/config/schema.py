@@ -67,17 +67,17 @@ class _Writer:
             **{name: self.of_type(expected) for name, expected in WORDS.items()},
             "vars": {"type": "object"},
             "trainer": self.trainer(),
-            "launcher": _either([self.named("launcher", LAUNCHERS), {"type": "null"}]),
+            "launcher": _any_of([self.named("launcher", LAUNCHERS), {"type": "null"}]),
         }
         for section in EXPECTED:
             entry = self.entry(section, [path for owner, path in named if owner == section])
             null = {"type": "null"}
-            items = {"type": "object", "additionalProperties": _either([entry, null])}
-            own[section] = _either([entry if section in ("task", "data") else items, null])
+            items = {"type": "object", "additionalProperties": _any_of([entry, null])}
+            own[section] = _any_of([entry if section in ("task", "data") else items, null])
         properties = {
             "extends": {
                 "description": "Files to start from, relative to this one. Later ones, and this file, win.",
-                **_either([{"type": "string"}, {"type": "array", "items": {"type": "string"}}]),
+                **_any_of([{"type": "string"}, {"type": "array", "items": {"type": "string"}}]),
             },
             **{name: {"description": doc, **own[name]} for name, doc in SECTIONS.items()},
         }
@@ -95,7 +95,7 @@ class _Writer:
         found = self.mapping(Signature({name: one for name, one in known.items() if name not in SECTION_OF}))
         properties = found["properties"]
         target = self.target([], open_arguments=True)
-        properties["strategy"] |= _either([self.named("strategy", {"auto": "", **STRATEGIES}), target, _INTERPOLATION])
+        properties["strategy"] |= _any_of([self.named("strategy", {"auto": "", **STRATEGIES}), target, _INTERPOLATION])
         properties["accelerator"]["anyOf"][0] = {"enum": list(ACCELERATORS)}
         for name, least in {**MINIMUM, **dict.fromkeys(LIMITS, 0)}.items():
             numbers: list[Schema] = [{"type": "number" if name in LIMITS else "integer", "minimum": least}]
@@ -176,7 +176,7 @@ class _Writer:
         if kind in _SIMPLE:
             return dict(_SIMPLE[kind])
         if kind == "union":
-            return _either([self.of_type(one) for one in parts])
+            return _any_of([self.of_type(one) for one in parts])
         if kind == "literal":
             return {"enum": list(parts)}
         if kind == "class":
@@ -215,7 +215,7 @@ def targets_in(values: Any) -> Iterator[tuple[str, str]]:
                 yield section, entry[TARGET]
 
 
-def _either(schemas: list[Schema]) -> Schema:
+def _any_of(schemas: list[Schema]) -> Schema:
     """Return the schema of what one of these accepts; {} if one accepts everything."""
     flat = [one for each in schemas for one in (each["anyOf"] if each.keys() == {"anyOf"} else [each])]
     return {} if {} in flat else {"anyOf": flat}
@@ -225,4 +225,4 @@ def _or_interpolation(schema: Schema) -> Schema:
     """Return a schema that accepts an interpolation too."""
     notes: Schema = {name: schema[name] for name in ("description", "default") if name in schema}
     rest = {name: one for name, one in schema.items() if name not in notes}
-    return {**notes, **_either([rest, _INTERPOLATION])} if rest else notes
+    return {**notes, **_any_of([rest, _INTERPOLATION])} if rest else notes
