@@ -55,6 +55,11 @@ COMMANDS = {
         ".commands.replay.samples",
         "run_samples",
     ),
+    "replay": Command(
+        "Compute steps of a run again: RUN step=N [until=M] [--debug] [save=DIR]; RUN steps=A..B callbacks.NAME...",
+        ".commands.replay.command",
+        "run_replay",
+    ),
     "export": Command(
         "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", ".commands.export", "run_export"
     ),

@@ -36,6 +36,7 @@ from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
 from .run_status import RunStatus
 from .state import State
+from .torch_private import mark_stepped
 from .undo import Undo
 
 if TYPE_CHECKING:
@@ -372,6 +373,15 @@ class Run(JoinedCall):
             if self.trainer.ends_epoch_with_last_batch and state.epoch_rounds >= self.trainer.num_training_batches:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
 
+    def leave_out(self, step: StepInput) -> None:
+        """Count a step whose batches are left out; schedulers advance, as in a step that nan=skip skips."""
+        self.loop.step, self.metrics.step, self.metrics.batches_of_step = step, self.state.global_step, 0
+        for optimizer in self.optimization.optimizers:
+            mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
+        self.count(step)
+        if self.hooks["on_train_batch_end"]:
+            self.end_step(None, None, None)
+
     def end_step(self, item: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
         """Call on_train_batch_end for the step's last batch.
 
@@ -534,9 +544,18 @@ class Run(JoinedCall):
 
     def steps_left(self) -> Iterator[StepInput]:
         """Return the remaining steps of the epoch."""
-        return (
-            iter(()) if self.loop.epoch_skipped else self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
-        )
+        if self.loop.epoch_skipped:
+            return iter(())
+        steps = self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
+        return self._with_steps_left_out(steps) if self.state.left_out else steps
+
+    def _with_steps_left_out(self, steps: Iterator[StepInput]) -> Iterator[StepInput]:
+        """Yield the steps, those to leave out without their batches; the order of all others stays as it is."""
+        for step in steps:
+            if self.state.global_step + 1 in self.state.left_out:
+                yield StepInput([], 0, step.rounds, step.whole, left_out=True)
+            else:
+                yield step
 
     def record_parameter_groups(self) -> None:
         """Take note of parameter groups that were added to the optimizers, for a resume to expect them."""

@@ -135,6 +135,9 @@ class Trainer(TrainerDefaults):
     def train_step(self, step: StepInput) -> None:
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
         run, state, left = self.current_run, self.state, len(step.batches)
+        if step.left_out:
+            run.leave_out(step)
+            return
         strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization
         run.loop.step, metrics.step, metrics.batches_of_step = step, state.global_step, 0
         output, batch, item, replica = None, None, None, -1

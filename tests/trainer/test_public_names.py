@@ -60,6 +60,7 @@ def test_the_public_names():
         "GradientAccumulationScheduler",
         "LambdaCallback",
         "LearningRateMonitor",
+        "Microscope",
         "ModelSummary",
         "OnExceptionCheckpoint",
         "PredictionWriter",

@@ -55,6 +55,8 @@ class StepInput:
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
     """Masked batches that fill up to the largest number of any process; see `Dealing.lockstep`."""
+    left_out: bool = False
+    """Whether the batches are left out, on every process: the step counts, and nothing is computed in it."""
 
 
 @dataclass(frozen=True)

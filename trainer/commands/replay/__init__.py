@@ -1,1 +1,1 @@
-"""`legato samples`: what a run did at any of its steps, worked out afterwards."""
+"""`legato samples` and `legato replay`: what a run did at any of its steps, worked out or computed again afterwards."""

@@ -1,0 +1,147 @@
+"""`legato replay`: steps of a run, computed again from its directory."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from forked import Forked, run_module
+from replayed_folder import RUN, TWO, json_lines, legato, make_folder, trained, tree
+from resumed_run import scalars
+
+from legato.trainer.checkpoints import store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_folder(tmp_path, monkeypatch)
+
+
+def losses(text: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"(?m)^Step (\d+): loss ([\d.e+-]+)", text)}
+
+
+@pytest.mark.parametrize(
+    ("options", "to_the_bit"), [((), True), (TWO, False), ((*TWO, "trainer.reproducible=bitwise"), True)]
+)
+def test_a_replay_has_the_losses_of_the_run_and_leaves_it_as_it_is(options: tuple[str, ...], to_the_bit: bool) -> None:
+    """On one process, whatever the run had; from a checkpoint, and from the start."""
+    run = trained(*options)
+    before, times = tree(run), {path: path.stat().st_mtime_ns for path in (run, run / "checkpoints")}
+    points = {point["step"]: point.get("train/loss_step") for point in json_lines(run / "metrics.jsonl")}
+    done = legato("replay", str(run), "step=11", "--until", "14")
+    assert "Replayed steps 9 to 14 of runs/default/version_0, from the checkpoint of step 8" in done.stdout
+    found = losses(done.stdout)
+    assert sorted(found) == [11, 12, 13, 14]
+    for step, loss in found.items():
+        assert loss == pytest.approx(points[step], rel=1e-6)
+    assert "equal to the bit" in done.stdout or (not to_the_bit and "equal but for rounding" in done.stdout)
+    assert "largest gradients: net." in done.stdout
+    samples = legato("samples", str(run), "step=12").stdout.splitlines()[1:]
+    assert "\n".join(samples) in done.stdout
+    done = legato("replay", str(run), "step=3")
+    assert "from the start of the run" in done.stdout
+    assert losses(done.stdout)[3] == pytest.approx(points[3], rel=1e-6)
+    assert tree(run) == before
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert sorted(path.name for path in run.parent.iterdir()) == [
+        "version_0",
+        "version_0.replay-0",
+        "version_0.replay-1",
+    ]
+
+
+def test_a_checkpoint_of_any_step_is_that_which_the_run_would_have_written() -> None:
+    run = trained()
+    legato("replay", str(run), "step=16", "--save", "saved")
+    legato("replay", str(run), "step=10", "save=saved")
+    ours, theirs = (store.read_checkpoint(path / "step-00000016") for path in (Path("saved"), run / "checkpoints"))
+    assert all(bool((ours["state_dict"][name] == value).all()) for name, value in theirs["state_dict"].items())
+    same = {name for name in ours["state"] if name not in ("elapsed",)}
+    assert {name: ours["state"][name] for name in same} == {name: theirs["state"][name] for name in same}
+    legato("fit", "points.yaml", "resume=saved/step-00000010", "run.name=second")
+    first, second = (json_lines(Path(f"runs/{name}/version_0/metrics.jsonl"))[-1] for name in ("default", "second"))
+    assert first["train/loss_epoch"] == second["train/loss_epoch"]
+
+
+def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
+    identity = ["-c", "user.name=user", "-c", "user.email=user@host"]
+    Path("helper.py").write_text("A = 1\n")
+    for words in (["init", "-q"], ["add", "points.py", "points.yaml"], [*identity, "commit", "-qm", "begin"]):
+        subprocess.run(["git", *words], check=True)
+    text = Path("points.py").read_text()
+    Path("points.py").write_text(text.replace("0.01 *", "0.02 *"))  # not committed when the run begins
+    run = trained()
+    assert "Code has changed" not in legato("replay", str(run), "step=7").stderr
+    Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
+    done = legato("replay", str(run), "step=7", fails=True)
+    assert re.search(r"Code has changed since the run \(commit \w{12}\): points.py\.", done.stderr)
+    assert "The replay is not what the run did" in done.stderr
+    assert "the first that differs is 'train/loss_step' of step 5" in done.stderr
+
+
+def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> None:
+    trained("trainer.max_epochs=2")
+    run = trained("resume=auto", "trainer.gradient_clip_val=0.1")
+    done = legato("replay", str(run), "step=9", "until=12", fails=True)
+    assert "resumed with another config after step 10" in done.stderr
+    assert "until=10, and step=11" in done.stderr
+    for words in (("step=9", "until=10"), ("step=11", "until=12")):
+        assert "equal to the bit" in legato("replay", str(run), *words).stdout
+
+
+def test_further_callbacks_see_a_run_afterwards_in_pieces_side_by_side() -> None:
+    """Their values stand beside the run's, under the name of the replay, for each step asked for."""
+    run = trained(*TWO, "trainer.reproducible=bitwise")
+    before = tree(run)
+    extra = ("callbacks.extra._target_=legato.callbacks.Microscope", "callbacks.extra.every_n_steps=2")
+    done = legato("replay", str(run), "steps=6..20", "jobs=2", *extra)
+    assert "2 pieces" in done.stdout
+    assert "equal to the bit" in done.stdout
+    alone = legato("replay", str(run), "steps=6..20", "jobs=1", *extra)
+    assert "equal to the bit" in alone.stdout
+    first, second = (run.with_name(f"version_0.replay-{number}") for number in (0, 1))
+    points = [{point["step"]: point for point in json_lines(path / "metrics.jsonl")} for path in (first, second)]
+    name = "gradients/net.0"
+    assert [step for step in points[0] if name in points[0][step]] == list(range(6, 21, 2))
+    for one, other in zip(*(points[index].values() for index in (0, 1)), strict=True):
+        assert {key: value for key, value in one.items() if key != "time"} == {
+            key: value for key, value in other.items() if key != "time"
+        }
+    steps = {path.name: [event for tag, event in scalars(path) if tag == name] for path in (first, second)}
+    assert steps[first.name] == steps[second.name] == list(range(6, 21, 2))
+    assert tree(run) == before
+
+
+def test_the_debugger_opens_in_training_step() -> None:
+    run = trained()
+    process = Forked(run_debugged, str(run), "step=6", "--debug", "replica=1")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode in (0, None), err
+    assert "-> loss = self.loss(batch)" in out
+    assert "('seen', 5, 0)" in out
+    assert "equal to the bit" in out
+
+
+def run_debugged(*arguments: str) -> None:
+    """Answer the debugger's questions from a pipe."""
+    import io
+    import sys
+
+    sys.stdin = io.StringIO("p ('seen', self.global_step, batch_idx)\nc\n")
+    run_module("legato.trainer", "replay", *arguments)
+
+
+def test_mistakes_are_named() -> None:
+    run = str(trained("trainer.max_epochs=1"))
+    for words, said in (
+        (("step=0",), "Steps count from 1"),
+        (("stpe=3",), "Did you mean 'step'?"),
+        (("steps=3",), "steps=1000..2000"),
+        ((), "one of step=N and steps=A..B"),
+        (("step=9",), "The replay ended after step 5"),
+    ):
+        assert said in legato("replay", run, *words, fails=True).stderr
+    assert "expected a run directory" in legato("replay", str(RUN / "nothing"), "step=1", fails=True).stderr

@@ -1,0 +1,259 @@
+"""`legato replay`: computes steps of a run again, from the newest checkpoint before them, and proves that it did."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ....callbacks.callback import Callback
+from ....callbacks.checkpoint_callback import CheckpointCallback
+from ....callbacks.device_stats_monitor import DeviceStatsMonitor
+from ....callbacks.progress_bar import ProgressDisplay
+from ....callbacks.straggler_monitor import StragglerMonitor
+from ....callbacks.throughput_monitor import ThroughputMonitor
+from ....callbacks.timer import Timer
+from ...config.build import build_config
+from ...errors import ConfigError, DataError, LegatoError
+from ...loggers.json_lines import FILE_NAME
+from ...messages import STDOUT
+from ..plan.plan import shown_count
+from ..plan.processes import find_processes
+from .history import RunHistory
+from .samples import left_out
+from .watchers import STEPS_FILE, LeaveOutSteps
+
+if TYPE_CHECKING:
+    from ...config.check import Config
+    from .history import CheckpointRecord
+
+NOT_REPLAYED = (CheckpointCallback, ProgressDisplay, ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer)
+"""Callbacks that write files, show progress or measure time: they have no part in what a step comes to."""
+SAME_BUT_ROUNDING = 1e-3
+"""Relative difference up to which two values are called the same but for rounding."""
+
+
+def new_directory(run: Path) -> Path:
+    """Make and return a directory for a replay beside that of the run: version_3.replay-0.
+
+    Raises ConfigError if that cannot be written to.
+    """
+    number = 0
+    while True:
+        path = run.absolute().with_name(f"{run.absolute().name}.replay-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be made: {error.strerror}. Say into=DIRECTORY.") from error
+        else:
+            return path
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay that was done."""
+
+    history: RunHistory
+    source: "CheckpointRecord | None"
+    """The checkpoint that it began from; None: the start of the run."""
+    first: int
+    """The first step that was computed, which may be before those asked for."""
+    last: int
+    directory: Path
+    to_the_bit: bool
+    """Whether it must have the same bits as the run."""
+    why: str
+    """Why, or why not."""
+
+    def steps(self) -> list[dict[str, Any]]:
+        """Return what each step that was asked for came to."""
+        path = self.directory / STEPS_FILE
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def comparison(self) -> "Comparison":
+        """Compare the points of the replay with those of the run."""
+        path = self.directory / FILE_NAME
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return compare_points(self, {record["step"]: record for record in found})
+
+
+@dataclass
+class Comparison:
+    """The values that a replay has logged, beside those of the run."""
+
+    replayed: Replayed
+    steps: int = 0
+    values: int = 0
+    equal: int = 0
+    largest: float = 0.0
+    """The largest relative difference."""
+    first: tuple[int, str, Any, Any] | None = None
+    """Step and name of the first difference, with the run's value and the replay's."""
+
+    def describe(self) -> str:
+        """Return the comparison as a sentence."""
+        what = f"{shown_count(self.values, 'value')} of {shown_count(self.steps, 'step')}"
+        why = self.replayed.why
+        if not self.values:
+            return "Nothing to hold it against: the run has logged nothing in these steps."
+        if self.first is None:
+            return f"Proof       {what} in metrics.jsonl are equal to the bit"
+        step, name, was, now = self.first
+        told = f"the first that differs is {name!r} of step {step}: {was!r} in the run, {now!r} now"
+        if self.largest <= SAME_BUT_ROUNDING and not self.replayed.to_the_bit:
+            rounding = f"largest relative difference {self.largest:.1e}"
+            return f"Proof       {what} in metrics.jsonl are equal but for rounding ({rounding}; {why})"
+        return f"{self.values - self.equal} of {what} differ by up to {self.largest:.1e}; {told}"
+
+    @property
+    def holds(self) -> bool:
+        """Whether the replay is what the run did."""
+        return self.first is None or (not self.replayed.to_the_bit and self.largest <= SAME_BUT_ROUNDING)
+
+
+def conclude(comparison: Comparison) -> None:
+    """Print the proof, or raise LegatoError where the replay is not what the run did."""
+    if comparison.holds:
+        print(comparison.describe(), file=STDOUT, flush=True)
+        return
+    raise LegatoError(
+        f"The replay is not what the run did: {comparison.describe()}. The bits were to be the same "
+        f"({comparison.replayed.why}); code, data, versions or hardware have changed since."
+        if comparison.replayed.to_the_bit
+        else f"The replay is not what the run did: {comparison.describe()}, which is more than rounding."
+    )
+
+
+def compare_points(replayed: Replayed, points: Mapping[int, Mapping[str, Any]]) -> Comparison:
+    """Compare points with those of the run, under the names that both have."""
+    found = Comparison(replayed)
+    for step in sorted(points):
+        was = replayed.history.points.get(step, {}) if replayed.first <= step <= replayed.last else {}
+        names = [name for name in points[step] if name in was and name not in ("step", "time")]
+        found.steps += bool(names)
+        for name in names:
+            one, other = was[name], points[step][name]
+            found.values += 1
+            if one == other:
+                found.equal += 1
+                continue
+            found.first = found.first or (step, name, one, other)
+            found.largest = max(found.largest, relative_difference(float(one), float(other)))
+    return found
+
+
+def relative_difference(one: float, other: float) -> float:
+    """Return |a - b| / max(|a|, |b|); infinity where only one of them is finite."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return math.inf
+    return abs(one - other) / max(abs(one), abs(other), 1e-8)
+
+
+def replay_steps(
+    history: RunHistory,
+    first: int,
+    last: int,
+    directory: Path,
+    watchers: Sequence[Callback],
+    overrides: Sequence[str] = (),
+    every_step: bool = False,
+) -> Replayed:
+    """Compute the steps up to `last` again, from the newest checkpoint before `first`, and write to `directory` alone.
+
+    every_step: log every step, and not only those that the run has logged. Raises ConfigError where the run was
+    resumed with another config between the two.
+    """
+    source = history.before(first)
+    begins, ends = history.after(source.step + 1 if source else 1), history.after(last)
+    if begins is not None and begins.step < last and (ends is None or begins.config != ends.config):
+        changed = next(one for one in history.checkpoints if one.step >= begins.step and differs_after(history, one))
+        if changed.step < last:
+            raise ConfigError(
+                f"The run was resumed with another config after step {changed.step}. Replay up to there, and from "
+                f"there on: until={changed.step}, and step={changed.step + 1}."
+            )
+    config = replay_config(history, first, overrides, every_step)
+    run = build_config(config)
+    trainer = run.trainer
+    trainer.given_dir = directory
+    trainer.min_steps = trainer.min_epochs = None
+    trainer.max_time = None
+    gone = [step for step in left_out(history) if not first <= step <= last]
+    trainer.callbacks = [*without_recorders(trainer.callbacks), LeaveOutSteps(gone), *watchers]
+    configure = run.task.configure_callbacks
+    run.task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
+    resume: Any = source.path if source else config.values["resume"]
+    begun = source.step if source else 0
+    trainer.fit(run.task, datamodule=run.data, resume=resume if resume != "auto" else None)
+    if trainer.global_step < last:
+        raise DataError(f"The replay ended after step {trainer.global_step}, before step {last}: the run has none.")
+    return Replayed(history, source, begun + 1, last, directory, *sameness(history, first, config))
+
+
+def differs_after(history: RunHistory, record: "CheckpointRecord") -> bool:
+    """Return whether the step after a checkpoint was done with another config than the one before."""
+    following = history.after(record.step + 1)
+    text = history.config_file.read_text(encoding="utf-8") if following is None else following.config
+    return text != record.config
+
+
+def without_recorders(callbacks: Any) -> list[Callback]:
+    """Return the callbacks that may have a part in what a step comes to."""
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    return [one for one in given if not isinstance(one, NOT_REPLAYED)]
+
+
+def replay_config(history: RunHistory, step: int, overrides: Sequence[str], every_step: bool) -> "Config":
+    """Return the config of a step, for one process that writes nothing but points of its own."""
+    config = history.config_of(step, overrides)
+    values, record = deepcopy(config.values), history.before(step)
+    trainer, known = values["trainer"], history.after(step) or record
+    settings: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "max_restarts": 0,
+        "requeue": False,
+        "replicas": replicas_of(history, step) if record is None else None,
+    }
+    whole = trainer["sync_batchnorm"]  # takes a process for each replica, as manual optimization does
+    if not whole:
+        settings |= {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
+    threads = known.numerics.get("threads") if known is not None else None
+    if trainer["threads"] is None and isinstance(threads, int):
+        settings["threads"] = threads
+    if every_step:
+        settings["log_every_n_steps"] = 1
+    trainer |= {name: one for name, one in settings.items() if config.origin(("trainer", name)) != "override"}
+    for one in (values.get("callbacks") or {}).values():
+        if str(one.get("_target_")).endswith("SpikeWatch") and one.get("then") == "rewind":
+            one["then"] = "warn"  # a replay goes back to nothing
+    values.pop("loggers", None)
+    values.pop("launcher", None)
+    return replace(config, values=values)
+
+
+def replicas_of(history: RunHistory, step: int) -> int:
+    """Return the replicas of a run, by its checkpoints or, where there is none, by its config."""
+    record, config = history.after(step) or history.before(step), history.config_of(step)
+    if record is not None:
+        return record.state.replicas
+    asked: int | None = config.values["trainer"]["replicas"]
+    return find_processes(config.values["trainer"]).data_size if asked is None else asked
+
+
+def sameness(history: RunHistory, step: int, config: "Config") -> tuple[bool, str]:
+    """Return whether a replay must have the bits of the run, and why."""
+    was, now = history.config_of(step).values["trainer"], config.values["trainer"]
+    if was["reproducible"] == "bitwise" == now["reproducible"]:
+        return True, "reproducible: bitwise"
+    before, after = find_processes(was), find_processes(now)
+    if was["reproducible"] == "off":
+        return False, "reproducible: off, whose random numbers depend on the processes"
+    if before.count == after.count == 1:
+        return True, "the run had one process, too"
+    return False, f"the run had {before.count} processes, the replay {after.count}, and reproducible: order"
