@@ -1,12 +1,12 @@
 """Timer: ends the run after a given time, and measures the time of its stages."""
 
 import logging
-import re
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..trainer.durations import Duration, parse_duration
 from ..trainer.errors import ConfigError
 from .callback import Callback
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ..trainer.trainer import Trainer
 
 log = logging.getLogger("legato")
-
-Duration = str | timedelta | Mapping[str, float]
 
 STAGES = ("train", "validate", "test")
 
@@ -125,29 +123,6 @@ class Timer(Callback):
             log.info(
                 "Timer: %s have passed, stopping at step %d.", timedelta(seconds=self.duration), trainer.global_step
             )
-
-
-def parse_duration(value: Duration) -> timedelta:
-    """Parse "DD:HH:MM:SS", a timedelta, or a mapping of its arguments. Raises ConfigError."""
-    try:
-        if isinstance(value, timedelta):
-            found = value
-        elif isinstance(value, Mapping):
-            found = timedelta(**value)
-        else:
-            parts = re.fullmatch(r"\s*(\d+):(\d+):(\d+):(\d+)\s*", value, re.ASCII)
-            if parts is None:
-                raise ValueError("it is not DD:HH:MM:SS")
-            days, hours, minutes, seconds = map(int, parts.groups())
-            found = timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(
-            f"A duration must be 'DD:HH:MM:SS' ('00:12:00:00' is twelve hours), a timedelta, or a mapping such as "
-            f"{{'hours': 12}}; got {value!r} ({error})."
-        ) from None
-    if found < timedelta(0):
-        raise ConfigError(f"A duration cannot be negative, got {value!r}.")
-    return found
 
 
 def _known(stage: str) -> str:

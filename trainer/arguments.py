@@ -116,8 +116,9 @@ class TrainerArguments:
     """
 
     # --- evaluation -------------------------------------------------------------------------------------------------
-    val_check_interval: int | float = 1.0
-    """Validate after this fraction of an epoch (float), or after this many training batches of a replica (int)."""
+    val_check_interval: int | float | str | timedelta | Mapping[str, int] = 1.0
+    """Validate after this fraction of an epoch (float), this many training batches of a replica (int), or this time:
+    "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}."""
     check_val_every_n_epoch: int | None = 1
     """Validate every n epochs. None: count val_check_interval's batches over epochs."""
     num_sanity_val_steps: int = 2
@@ -218,8 +219,10 @@ def wanted(name: str, value: Any) -> str | None:
     if name in ("hang_timeout", "hang_report_seconds", "signal_grace_seconds") and not (number and value > 0):
         return "a positive number of seconds"
     if name == "val_check_interval":
+        if isinstance(value, (str, timedelta, Mapping)):
+            return None  # read by parse_duration
         fits = number and value > 0 and (isinstance(value, int) or value <= 1)
-        return None if fits else "a count (int) or a fraction up to 1.0 (float)"
+        return None if fits else "a count (int), a fraction up to 1.0 (float) or a time"
     if name == "accelerator" and value not in ACCELERATORS:
         return f"one of {', '.join(ACCELERATORS)}"
     if name == "leave_out_steps" and value is not None:

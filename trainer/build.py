@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
 from .checkpoints import contents, convert, fingerprint, restore, run_record, store
-from .checkpoints.left_out import add_left_out, logged_hyperparameters
+from .checkpoints.left_out import add_left_out
 from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
 from .checkpoints.run_names import name_problem
@@ -33,6 +34,7 @@ from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
 from .data.transfer import to_device, with_allocated_memory
+from .durations import parse_duration
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
     CALLBACK_HOOKS,
@@ -126,7 +128,8 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank), call.members_change)
     call.agreement.join(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed)
     call.agreement.newest = membership.newest
-    call.metrics.shows_newest_batch = trainer.shows_newest_batch
+    for name in ("shows_newest_batch", "logs_evaluation_batches", "splits_names", "bar_names_steps"):
+        setattr(call.metrics, name, getattr(trainer, name))
     if strategy.leaves_default_group:
         call.script_collectives.start(strategy.collectives)
         call.agreement.count = lambda: call.script_collectives.count
@@ -461,8 +464,12 @@ def make_loaders(call: Call) -> None:
 
 
 def plan_validation(call: Call) -> None:
-    """Compute after how many batches of a replica validation is due; None: at the end of epochs."""
+    """Compute after how many batches of a replica, or seconds, validation is due; None: at the end of epochs."""
     trainer, interval = call.trainer, call.trainer.val_check_interval
+    if isinstance(interval, (str, timedelta, Mapping)):
+        if "validation" in call.data.evaluations:
+            call.data.validation_seconds = parse_duration(interval).total_seconds()
+        return
     if "validation" not in call.data.evaluations or (interval == 1.0 and isinstance(interval, float)):
         if trainer.check_val_every_n_epoch is None and "validation" in call.data.evaluations:
             raise ConfigError("check_val_every_n_epoch=None needs val_check_interval as a count of batches (int).")
@@ -673,17 +680,14 @@ def open_loggers(run: Run) -> None:
         run.status.begin(trainer.run_dir, progress(trainer))
     # also where processes were started again before there was a checkpoint: what they had logged is void
     going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)
-    hyperparameters = {
-        name: value
-        for source in (run.datamodule, run.task)
-        if source is not None and source.__dict__.get("_log_hyperparams", True)
-        for name, value in logged_hyperparameters(source).items()
-    }
+    hyperparameters = None
+    if trainer.logs_hyperparameters:
+        hyperparameters = trainer.hyperparameters_to_log([one for one in (run.datamodule, run.task) if one is not None])
     for logger in trainer.loggers:
         logger.open(trainer.run_dir, step if going_on else None)
         if trainer.config_text is not None:
             logger.log_text("config", trainer.config_text, step)
-        if hyperparameters and trainer.logs_hyperparameters:
+        if hyperparameters is not None:
             logger.log_hyperparams(hyperparameters)
         logger.log_graph(run.task)
 
@@ -737,6 +741,11 @@ def check_arguments(trainer: "Trainer") -> None:
         if expected is not None:
             hint = did_you_mean(str(value), (*CHOICES.get(name, ()), *(ACCELERATORS if name == "accelerator" else ())))
             raise ConfigError(f"trainer.{name}={value!r}: expected {expected}.{hint}")
+    if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
+        try:
+            parse_duration(trainer.val_check_interval)
+        except ConfigError as error:
+            raise ConfigError(f"trainer.val_check_interval, where it is no number, is a time. {error}") from None
     fault = name_problem(trainer.run_name)
     if fault is not None:
         raise ConfigError(f"trainer.run_name {fault}")

@@ -3,11 +3,15 @@
 A Trainer for programs that were written for another library overrides these; they change nothing by themselves.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..tasks.hyperparameters import Hyperparameters
 from . import strategies
 from .checkpoints import store
+from .checkpoints.left_out import logged_hyperparameters
+from .metrics.reduce import Reduced
 from .state import State
 from .view import TrainerView
 
@@ -23,6 +27,12 @@ class TrainerDefaults(TrainerView):
     """Whether a method named almost like a hook is an error rather than a warning."""
     logs_cut_epochs: ClassVar[bool] = False
     """Whether the values of an epoch that ends within are written, though a resume will write those of all of it."""
+    logs_evaluation_batches: ClassVar[bool] = False
+    """Whether what an evaluation logs with `on_step` is written for each of its batches."""
+    bar_names_steps: ClassVar[bool] = False
+    """Whether the progress bar has names of steps, such as loss_step, for what is averaged over epochs, too."""
+    splits_names: ClassVar[bool] = False
+    """Whether a name logged both in steps and between them has a value of each, rather than being refused."""
     closure_runs_step: ClassVar[bool] = False
     """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
 
@@ -67,6 +77,19 @@ class TrainerDefaults(TrainerView):
         if self.loggers or self.checkpoint_callback is not None:
             return store.create(Path(self.default_root_dir), self.run_name)
         return None
+
+    def hyperparameters_to_log(self, owners: Sequence[Hyperparameters]) -> dict[str, Any] | None:
+        """Return what loggers are given when a run begins, of the data module and the task; None: nothing."""
+        found: dict[str, Any] = {}
+        for owner in owners:
+            if owner.__dict__.get("_log_hyperparams", True):
+                found |= logged_hyperparameters(owner)
+        return found or None
+
+    def publish_batch(self, reduced: Reduced, index: int) -> None:
+        """Publish what rank 0 has logged for a batch of an evaluation, the `index`-th of its loader in this run."""
+        self.logged_metrics.update(reduced.loggers)
+        self.current_run.write(index, reduced.loggers)
 
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
         """Return the place of a point of the log on the x-axis, and its values."""

@@ -174,7 +174,8 @@ HOOK_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")
 def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     """Return how many of (batch, batch_idx, dataloader_idx) the step takes.
 
-    A step with `*args` is given dataloader_idx only with `several_loaders`, as in Lightning.
+    A step with `*args`, or with an argument of another name and its own default in the third place, is given
+    dataloader_idx only with `several_loaders`, as in Lightning.
 
     Raises TaskError if it takes no batch, or requires other arguments.
     """
@@ -196,7 +197,8 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
             f"{type(task).__name__}.{step}({named}) cannot be called with ({accepted}) or the first of these; "
             f"{'unknown: ' + ', '.join(wrong) if wrong else 'it takes no batch'}."
         )
-    return min(len(positional), MOST_ARGUMENTS[step])
+    own = [p for p in positional[2:3] if p.default is not p.empty and p.name != "dataloader_idx"]
+    return 2 if own and not several_loaders else min(len(positional), MOST_ARGUMENTS[step])
 
 
 def fitted(hook: Callable[..., Any], given: int) -> Callable[..., Any]:

@@ -138,10 +138,16 @@ class LoopState:
     """The newest step of this process."""
     item: ReplicaBatch | None = None
     """The newest batch of an evaluation in this process."""
+    validated_after: float = 0.0
+    """Seconds of the run at the end of the newest validation, or at its start."""
+    evaluated: dict[tuple[str, int], int] = field(default_factory=dict)
+    """How many batches of each evaluation loader are done, where their values are written."""
     point: tuple[int, dict[str, float]] | None = None
     """The newest point of the log: its step and values."""
     samples_of_epoch: dict[str, Any] | None = None
     """The `samples` of the current epoch, if it was dealt out by other settings."""
+    schedulers_stepped: bool | None = None
+    """Whether the epoch's schedulers have stepped already, in an epoch that a checkpoint of its end goes on from."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     """The mode of each module before an evaluation."""
 
@@ -160,7 +166,9 @@ class RunData:
     samples: dict[str, Any] = field(default_factory=dict)
     """The part of the fingerprint that decides which samples make up a step."""
     validation_rounds: int | None = None
-    """After how many batches of a replica validation is due; None: at the end of epochs."""
+    """After how many batches of a replica validation is due; None: at the end of epochs, or after some time."""
+    validation_seconds: float | None = None
+    """After how many seconds validation is due; None: not by time."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -401,16 +409,22 @@ class Run(JoinedCall):
         """Step the schedulers that go by epochs, but for those that did so with the epoch's last batch."""
         state, trainer = self.state, self.trainer
         done = trainer.ends_epoch_with_last_batch and state.epoch_rounds >= trainer.num_training_batches
+        if self.loop.schedulers_stepped is not None:
+            done, self.loop.schedulers_stepped = self.loop.schedulers_stepped, None
         self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=True if done else None)
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def write_point(self, values: dict[str, float]) -> None:
         """Write a point of the log, on rank 0."""
-        self.loop.point = self.trainer.log_point(values)
+        self.loop.point = step, values = self.trainer.log_point(values)
+        self.write(step, values)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Give values to the loggers, on rank 0."""
         if self.trainer.is_global_zero:
             with self.trainer.saver.writing():
                 for logger in self.trainer.loggers:
-                    logger.log_metrics(self.loop.point[1], self.loop.point[0])
+                    logger.log_metrics(values, step)
 
     def log_point(self) -> Reduced:
         """Return the newest step's values over all replicas, and agree as `Trainer.agree` does.
@@ -453,6 +467,7 @@ class Run(JoinedCall):
         self.preemption.start()
         if not self.task.training:
             self.task.train()  # one that is in training mode may have frozen parts in evaluation mode
+        self.loop.validated_after = self.seconds()
         self.metrics.open("train", fresh=False)
         if self.state.epoch_ended:
             self.count_epoch()
@@ -520,23 +535,34 @@ class Run(JoinedCall):
 
     def validation_is_due(self) -> bool:
         """Return whether to validate after this step, within the epoch."""
-        every, state = self.data.validation_rounds, self.state
-        if every is None or not state.epoch_steps or state.validated_at == state.global_step:
+        every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
+        if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
             return False
         epochs, rounds = self.trainer.check_val_every_n_epoch, state.epoch_rounds
         if epochs is None:
             rounds = state.rounds
         elif (state.epoch + 1) % epochs:
             return False
+        if every is None:
+            return self.seconds() - self.loop.validated_after >= (seconds or 0.0)
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
         return rounds % every < rounds_of_step
 
     def validation_ends_epoch(self) -> bool:
         """Return whether to validate now that the epoch's last step is done."""
         state, epochs = self.state, self.trainer.check_val_every_n_epoch
-        if "validation" not in self.data.evaluations or self.data.validation_rounds is not None:
+        data = self.data
+        if "validation" not in data.evaluations or (data.validation_rounds, data.validation_seconds) != (None, None):
             return False
         return state.validated_at != state.global_step and epochs is not None and (state.epoch + 1) % epochs == 0
+
+    def seconds(self) -> float:
+        """Return the seconds of the run so far, which are the same on every rank."""
+        return self.agreement.now() if self.metrics.processes == 1 else self.trainer.elapsed
+
+    def note_validation(self) -> None:
+        """Remember when the newest validation ended."""
+        self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
         """Skip the rest of a resumed epoch: it was dealt out by other settings, `samples`."""
@@ -599,7 +625,18 @@ class Run(JoinedCall):
     def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
         start, end = self.hooks[f"on_{word}_batch_start"], self.hooks[f"on_{word}_batch_end"]
-        return tuple(fitted(hook, 3) for hook in start), tuple(fitted(hook, 4) for hook in end)
+        last = (self.log_evaluation_batch,) if self.trainer.logs_evaluation_batches else ()
+        return tuple(fitted(hook, 3) for hook in start), (*(fitted(hook, 4) for hook in end), *last)
+
+    def log_evaluation_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Publish what this batch has logged with `on_step`."""
+        reduced, place = self.metrics.read_batch(), (self.loop.doing, dataloader_idx)
+        self.trainer.progress_bar_metrics.update(reduced.progress_bar)
+        if self.loop.doing == "sanity_check":
+            return
+        index = self.loop.evaluated[place] = self.loop.evaluated.get(place, -1) + 1
+        if reduced.loggers:
+            self.trainer.publish_batch(reduced, index)
 
     def arity_of(self, step: str) -> int:
         """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""

@@ -326,7 +326,7 @@ class Trainer(TrainerDefaults):
         if run.loop.doing == "sanity_check":
             reduced.loggers = {}
         elif word == "validation":
-            state.validated_at = state.global_step
+            run.note_validation()
         self.publish(reduced)
         hooks.call(f"on_{word}_end")
         hooks.call(f"on_{word}_model_train")

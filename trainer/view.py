@@ -43,6 +43,7 @@ class TrainerView(TrainerArguments):
     callbacks: "list[Callback]"
     logger: "Logger | None"
     loggers: "list[Logger]"
+    logged_metrics: dict[str, float]
 
     # --- progress ---------------------------------------------------------------------------------------------------
     @property

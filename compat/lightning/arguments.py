@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -82,11 +81,6 @@ def _check(given: Mapping[str, Any]) -> None:
         raise ConfigError(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
     if given["model_registry"] is not None:
         raise UnsupportedError("Trainer(model_registry=...): upload a checkpoint in Callback.after_save_checkpoint.")
-    if isinstance(given["val_check_interval"], (str, timedelta, Mapping)):
-        raise UnsupportedError(
-            "Trainer(val_check_interval=<a time>): ranks agree on times at logging points only. Give a fraction of an "
-            "epoch or a count of batches."
-        )
     if given["fast_dev_run"] is not False and (isinstance(given["fast_dev_run"], float) or given["fast_dev_run"] < 0):
         raise ConfigError(f"fast_dev_run={given['fast_dev_run']!r}: expected True, False or a count.")
 

@@ -232,8 +232,10 @@ class TrainerAttributes(trainer.Trainer):
 
     @property
     def val_check_batch(self) -> int | float | None:
-        """After how many batches validation runs; None before a run."""
+        """After how many batches validation runs; None before a run, and where it runs by time."""
         if self.run is None or not self.enable_validation:
+            return None
+        if self.run.data.validation_seconds is not None:
             return None
         rounds = self.run.data.validation_rounds
         return self.num_training_batches if rounds is None else rounds

@@ -1,22 +1,26 @@
 """LightningCLI: a command line for a module, a data module and a trainer, by jsonargparse where it is installed."""
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+import yaml
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.callback import Callback as CallbackOfLegato
 from .callbacks.callback import Callback
+from .checkpoint_files import load
 from .exceptions import MisconfigurationException
-from .module import LightningDataModule, LightningModule
-from .placeholders import UnsupportedError
+from .instantiation import instantiate_module as instantiate_module
+from .instantiation import made_of, require_jsonargparse
+from .module import INSTANTIATOR, LightningDataModule, LightningModule, hyperparameters_of
 from .rank_zero import rank_zero_warn
 from .trainer import Trainer
 from .utilities import is_overridden, seed_everything
@@ -26,8 +30,6 @@ try:
     from jsonargparse import ArgumentParser, Namespace
 except ModuleNotFoundError:
     jsonargparse, ArgumentParser, Namespace = None, object, dict
-
-ModuleType = TypeVar("ModuleType")
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -44,16 +46,6 @@ LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 ArgsType = list[str] | dict[str, Any] | Namespace | None
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRScheduler | ReduceLROnPlateau]
-
-
-def require_jsonargparse() -> None:
-    """Raise UnsupportedError where jsonargparse is not installed."""
-    if jsonargparse is None:
-        raise UnsupportedError(
-            'LightningCLI needs jsonargparse: pip install "jsonargparse[signatures]". Without it `legato fit '
-            "CONFIG.yaml task.lr=0.1 trainer.max_epochs=2` does the same with a config of Legato's (`_target_` for "
-            "class_path)."
-        )
 
 
 class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
@@ -196,6 +188,7 @@ class LightningCLI:
         self.auto_configure_optimizers = auto_configure_optimizers
         self.subclass_mode_model = subclass_mode_model or model_class is None
         self.subclass_mode_data = subclass_mode_data or datamodule_class is None
+        self.load_from_checkpoint_support = load_from_checkpoint_support
         self._parsers: dict[str | None, LightningArgumentParser] = {}
         self._arguments: dict[str, list[str]] = {}
         commands = self.subcommands()
@@ -204,6 +197,7 @@ class LightningCLI:
         self.setup_parser(run, main, own)
         self.parse_arguments(self.parser, args)
         self.subcommand = self.config["subcommand"] if run else None
+        self._take_hyperparameters()
         self._set_seed()
         self.before_instantiate_classes()
         self.instantiate_classes()
@@ -288,13 +282,55 @@ class LightningCLI:
         values = isinstance(args, (dict, Namespace))
         self.config = parser.parse_object(args) if values else parser.parse_args(args)
 
+    def _take_hyperparameters(self) -> None:
+        """Take the hyperparameters of the checkpoint that the command line names as defaults of the module's."""
+        path = None if self.subcommand is None else self.config[self.subcommand].get("ckpt_path")
+        if not path or not Path(path).exists():
+            return
+        saved = load(path, "cpu", weights_only=True).get("hyper_parameters") or {}
+        values = {name: value for name, value in saved.items() if name != "_instantiator"}
+        if "_class_path" in values:
+            values = {"class_path": values.pop("_class_path"), "dict_kwargs": values}
+        if values:
+            self.config = self.parser.parse_object({self.subcommand: {"model": values}}, self.config)
+
+    def config_of(self, key: str) -> dict[str, Any]:
+        """Return the values of the command line for the module or the data module, as they are in a YAML file."""
+        options = {"skip_link_targets": False, "format": "yaml"}
+        try:
+            text = self.parser.dump(self.config, skip_unset=False, **options)
+        except (TypeError, ValueError):  # before jsonargparse 4.50 it had another name
+            text = self.parser.dump(self.config, skip_none=False, **options)
+        values = self._get(yaml.safe_load(text), key) or {}
+        if "class_path" not in values:
+            return dict(values)
+        own = {**(values.get("init_args") or {}), **(values.get("dict_kwargs") or {})}
+        return {"_class_path": values["class_path"], **own}
+
+    def _instantiators(self) -> list[tuple[Callable[..., Any], type, bool]]:
+        """Return what makes module and data module, so that their hyperparameters are those of the command line."""
+        if not self.load_from_checkpoint_support:
+            return []
+        wanted = (
+            ("model", self.model_class or LightningModule, self.subclass_mode_model),
+            ("data", self.datamodule_class or LightningDataModule, self.subclass_mode_data),
+        )
+        return [
+            (
+                partial(_make, self, key),
+                kind if isinstance(kind, type) else signature(kind).return_annotation,
+                subclasses,
+            )
+            for key, kind, subclasses in wanted
+        ]
+
     # --- what is made -----------------------------------------------------------------------------------------------
     def before_instantiate_classes(self) -> None:
         """Overridden by subclasses that do something before anything is made."""
 
     def instantiate_classes(self) -> None:
         """Make module, data module and trainer."""
-        self.config_init = _made(self.parser, self.config)
+        self.config_init = made_of(self.parser, self.config, self._instantiators())
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
         self._give_model_optimizers()
         self.trainer = self.instantiate_trainer()
@@ -387,9 +423,20 @@ def class_of(function: Callable[..., Any]) -> type:
     return found
 
 
-def _made(parser: Any, config: Any) -> Any:
-    """Return a config with objects in the place of their descriptions, by the name that jsonargparse has for it."""
-    return (getattr(parser, "instantiate", None) or parser.instantiate_classes)(config)
+def _make(
+    cli: LightningCLI, key: str, kind: type, *args: Any, applied_instantiation_links: Mapping[str, Any], **kwargs: Any
+) -> Any:
+    """Make a module or data module whose `save_hyperparameters` saves what the command line said."""
+    values = cli.config_of(key)
+    for target, value in applied_instantiation_links.items():
+        first, *path = target.replace("init_args.", "").split(".")
+        if first == key:
+            place = values
+            for name in path[:-1]:
+                place = place[name]
+            place[path[-1]] = value
+    with hyperparameters_of(kind, {**values, "_instantiator": INSTANTIATOR}):
+        return kind(*args, **kwargs)
 
 
 def _spec_of(kind: type, values: Any) -> dict[str, Any]:
@@ -403,17 +450,3 @@ def instantiate_class(args: Any, init: Any) -> Any:
     options = init.get("init_args") or {}
     options = options.as_dict() if hasattr(options, "as_dict") else options
     return getattr(import_module(module), name)(*(args if isinstance(args, tuple) else (args,)), **options)
-
-
-def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
-    """Return an object of a class, or of the subclass that `config["_class_path"]` names, made from a config."""
-    require_jsonargparse()
-    parser, values = ArgumentParser(exit_on_error=False), dict(config)
-    path = values.pop("_class_path", None)
-    if path is None:
-        parser.add_class_arguments(class_type, "module", fail_untyped=False)
-    else:
-        parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
-        values = {"class_path": path, "dict_kwargs": values}
-    made: ModuleType = _made(parser, parser.parse_object({"module": values})).module
-    return made

@@ -3,8 +3,10 @@
 import copy
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +19,7 @@ from ...tasks.hyperparameters import AttributeDict
 from ...tasks.task import Task
 from ...trainer.checkpoints.restore import rebuild_task
 from .checkpoint_files import load_file
+from .instantiation import instantiate_module
 from .placeholders import UnsupportedError
 
 log = logging.getLogger("legato")
@@ -40,6 +43,21 @@ class _OfClass(classmethod):  # type: ignore[type-arg]
         return refuse
 
 
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+"""What hyperparameters name that come from a LightningCLI: the function that makes an object of them."""
+_given: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("hyperparameters of a LightningCLI", default=None)
+
+
+@contextmanager
+def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
+    """Let an object of this class that is made in the context save these hyperparameters."""
+    token = _given.set((kind, values))
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
 class _InitialHyperparameters:
     """Hyperparameters as they were saved first."""
 
@@ -54,14 +72,35 @@ class _InitialHyperparameters:
     ) -> None:
         """Save the arguments of the calling `__init__`; see Task.save_hyperparameters."""
         own: Any = super()
+        kind, values = _given.get() or (None, None)
+        if given_hparams is None and kind is not None and isinstance(self, kind):
+            given_hparams = values
         if given_hparams is not None:
-            args = (given_hparams,)
+            named = [name for name in args if isinstance(name, str) and name in given_hparams]
+            args = ({name: given_hparams[name] for name in named} if named else given_hparams,)
         caller = inspect.currentframe()
         own.save_hyperparameters(
             *args, ignore=ignore, frame=frame or (caller.f_back if caller else None), logger=logger
         )
         this: Any = self
         self.__dict__["_hparams_initial"] = copy.copy(this.hparams)
+
+    @classmethod
+    def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:
+        """Build an object of what a LightningCLI has saved; None for other hyperparameters.
+
+        Raises ValueError for a class that was not imported: a checkpoint imports nothing.
+        """
+        if values.get("_instantiator") != INSTANTIATOR:
+            return None
+        module, _, name = str(values.get("_class_path", "")).rpartition(".")
+        named = getattr(sys.modules.get(module), name, None) if "_class_path" in values else cls
+        if not (isinstance(named, type) and issubclass(named, cls)):
+            raise ValueError(
+                f"The class {values['_class_path']!r} that the checkpoint names is no imported subclass of "
+                f"{cls.__name__}: import the module that defines it before loading."
+            )
+        return instantiate_module(cls, {name: value for name, value in values.items() if name != "_instantiator"})
 
     def remove_ignored_hparams(self, ignore_list: list[str]) -> None:
         """Forget hyperparameters by name."""

@@ -1,7 +1,7 @@
 """Trainer, with Lightning's arguments, defaults and methods."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +11,7 @@ import torch
 
 from ...callbacks.callback import Callback
 from ...tasks.task import Task
+from ...trainer.checkpoints.left_out import plain_containers
 from ...trainer.checkpoints.store import newest_complete
 from ...trainer.hooks import STEP_NAMES, overrides
 from ...trainer.loggers.logger import Logger
@@ -49,6 +50,13 @@ def uncompiled(model: Any) -> Any:
     return module
 
 
+def is_other(first: Any, second: Any) -> bool:
+    """Return whether two hyperparameters differ; two tensors do unless they are one."""
+    if type(first) is not type(second) or isinstance(first, torch.Tensor):
+        return first is not second
+    return bool(first != second)
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
@@ -56,6 +64,9 @@ class Trainer(TrainerAttributes):
     shows_newest_batch = True
     refuses_near_names = False
     logs_cut_epochs = True
+    logs_evaluation_batches = True
+    splits_names = True
+    bar_names_steps = True
     closure_runs_step = True
     keeps_seed = False
     keeps_added_code = True
@@ -167,6 +178,32 @@ class Trainer(TrainerAttributes):
             return super().new_run_dir()
         Path(own).mkdir(parents=True, exist_ok=True)
         return Path(own)
+
+    def hyperparameters_to_log(self, owners: Sequence[Any]) -> dict[str, Any] | None:
+        """Return the hyperparameters as they were saved, also where that are none; None if nothing called for them.
+
+        Raises RuntimeError where module and data module have saved different values under one name.
+        """
+        saved = [one for one in owners if getattr(one, "_log_hyperparams", False)]
+        if not saved:
+            return None
+        found: dict[str, Any] = {}
+        for owner in saved:
+            own = plain_containers({name: value for name, value in owner.hparams_initial.items() if name[:1] != "_"})
+            differing = sorted(name for name in own.keys() & found.keys() if is_other(own[name], found[name]))
+            if differing:
+                raise RuntimeError(
+                    f"Error while merging hparams: the keys {differing} are present in both the LightningModule's and "
+                    f"LightningDataModule's hparams but have different values. Save them in one of the two "
+                    f"(save_hyperparameters(ignore=...)), or do not log those of one (logger=False)."
+                )
+            found |= own
+        return found
+
+    def publish_batch(self, reduced: Reduced, index: int) -> None:
+        """Publish values of a batch of an evaluation; those of loggers as tensors."""
+        super().publish_batch(reduced, index)
+        self.take_logged(reduced)
 
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
         """Return the place of a point: the newest step, after fit their count, or what was logged as "step"."""

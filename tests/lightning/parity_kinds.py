@@ -1,32 +1,32 @@
-"""Kinds of modules, each trained under the package that is named; what can be seen of it goes to a JSON file.
+"""Kinds of modules, each trained under the package that is named; what each rank sees of it goes to OUT.RANK.
 
-python parity_kinds.py lightning.pytorch out.json [processes [kinds]]
+python parity_kinds.py lightning.pytorch OUT [kinds]
+torchrun --nproc-per-node 2 parity_kinds.py lightning.pytorch OUT [kinds]
 """
 
 import json
 import logging
 import os
 import sys
-import tempfile
 import warnings
 from importlib import import_module
 
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 warnings.simplefilter("ignore")
 logging.disable(logging.CRITICAL)
-pl = import_module(sys.argv[1] if __name__ == "__main__" else os.environ["PARITY_PACKAGE"])
-os.environ["PARITY_PACKAGE"] = pl.__name__
+pl = import_module(sys.argv[1])
+RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
 class Numbers(Dataset):
-    """Sixteen points of a line, with noise that depends on the index alone."""
+    """Sixteen points of a line for each process."""
 
-    def __init__(self, count=16, shift=0.0):
-        generator = torch.Generator().manual_seed(5)
+    def __init__(self, shift=0.0):
+        count, generator = 16 * PROCESSES, torch.Generator().manual_seed(5)
         self.inputs = torch.randn(count, 3, generator=generator) + shift
         self.targets = self.inputs.sum(1, keepdim=True)
 
@@ -38,13 +38,19 @@ class Numbers(Dataset):
 
 
 class Stream(IterableDataset):
+    """The share of a process, which it takes itself."""
+
     def __iter__(self):
         numbers = Numbers()
-        yield from (numbers[index] for index in range(len(numbers)))
+        yield from (numbers[index] for index in range(RANK, len(numbers), PROCESSES))
 
 
-def loader(batch_size=4, **options):
-    return DataLoader(Numbers(**options), batch_size=batch_size)
+def loader(batch_size=4, trains=True, **options):
+    """Return a loader in order; for training on several processes with a sampler, since Lightning's would shuffle."""
+    numbers = Numbers(**options)
+    spread = trains and PROCESSES > 1
+    sampler = DistributedSampler(numbers, PROCESSES, RANK, shuffle=False) if spread else None
+    return DataLoader(numbers, batch_size=batch_size, sampler=sampler)
 
 
 class Memory(pl.loggers.Logger):
@@ -160,7 +166,7 @@ class Several(Base):
         second.zero_grad()
         self.manual_backward(other)
         second.step()
-        self.log_dict({"first": loss, "second": other})
+        self.log_dict({"first": loss, "second": other}, sync_dist=True)
         self.seen["losses"] += [round(loss.item(), 5), round(other.item(), 5), self.global_step]
 
     def configure_optimizers(self):
@@ -172,17 +178,17 @@ class SeveralLoaders(Base):
     def training_step(self, batch, batch_idx):
         loss = self.loss(batch["a"]) + self.loss(batch["b"])
         self.seen["losses"].append(round(loss.item(), 5))
-        self.log("loss", loss)
+        self.log("loss", loss, sync_dist=True)
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self.log("val", self.loss(batch))
+        self.log("val", self.loss(batch), sync_dist=True)
 
     def train_dataloader(self):
         return {"a": loader(), "b": loader(shift=1.0)}
 
     def val_dataloader(self):
-        return [loader(), loader(shift=2.0)]
+        return [loader(trains=False), loader(trains=False, shift=2.0)]
 
 
 class Metered(Base):
@@ -211,7 +217,7 @@ class Data(pl.LightningDataModule):
         self.numbers = Numbers()
 
     def train_dataloader(self):
-        return DataLoader(self.numbers, batch_size=4)
+        return loader()
 
     def val_dataloader(self):
         return DataLoader(self.numbers, batch_size=8)
@@ -296,6 +302,14 @@ def stopping():
     return pl.callbacks.EarlyStopping("val", mode="max", patience=1)
 
 
+class Resumed(Base):
+    """Momentum and a rate that falls, to go on from."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)]
+
+
 KINDS = {
     "plain": lambda: (Base(), {}),
     "scheduler per step": lambda: (scheduler("step"), {}),
@@ -307,7 +321,7 @@ KINDS = {
     "several optimizers": lambda: (Several(), {"max_steps": 12}),
     "several loaders": lambda: (SeveralLoaders(), {}),
     "torchmetrics": lambda: (Metered(), {}),
-    "streams": lambda: (Streams(), {}),
+    "streams": lambda: (Streams(), {"use_distributed_sampler": False}),
     "data module": lambda: (Base(), {"datamodule": Data()}),
     "transfer hooks": lambda: (Transfers(), {}),
     "configure_model": lambda: (Configured(), {}),
@@ -321,45 +335,72 @@ KINDS = {
     "lbfgs": lambda: (Newton(), {}),
     "skipped batches": lambda: (Skips(), {}),
     "limits": lambda: (Base(), {"limit_train_batches": 3, "limit_val_batches": 2, "val_check_interval": 2}),
+    "resume": lambda: (Resumed(), {"max_epochs": 3}),
 }
+ALONE = {
+    "skipped batches": "Lightning's processes wait for each other for ever.",
+    "lbfgs": "Legato refuses it by name: it evaluates the loss several times a step.",
+}
+"""Kinds that run on one process only, with the reason."""
+LEAVE_PARTS_OUT = ("several optimizers", "frozen parts")
+"""Kinds in which a backward does not reach all weights, which Lightning must be told on several processes."""
 
 
-def run(name, processes):
+def run(name):
     module, options = KINDS[name]()
     memory, data = Memory(), options.pop("datamodule", None)
     quiet = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    more = {"devices": processes, "strategy": "ddp_spawn"} if processes > 1 else {}
-    trainer = pl.Trainer(
-        **{"max_epochs": 2, "logger": memory, "log_every_n_steps": 1, "accelerator": "cpu", **quiet, **more, **options}
-    )
+    if PROCESSES > 1:
+        strategy = "ddp_find_unused_parameters_true" if name in LEAVE_PARTS_OUT else "ddp"
+        quiet |= {
+            "devices": PROCESSES,
+            "strategy": strategy,
+            "num_sanity_val_steps": 0,  # which Lightning counts by rank
+        }
+
+    def trainer_with(**more):
+        defaults = {"max_epochs": 2, "logger": memory, "log_every_n_steps": 1, "accelerator": "cpu"}
+        return pl.Trainer(**{**defaults, **quiet, **options, **more})
+
     own = type(module).train_dataloader is not pl.LightningModule.train_dataloader
-    # on two processes a step takes all samples, since Lightning shuffles what it deals out
-    size = 8 if processes > 1 and name != "accumulation" else 4
-    loaders = {} if own or data is not None else {"train_dataloaders": loader(size)}
+    loaders = {} if own or data is not None else {"train_dataloaders": loader(trains=name != "overfit_batches")}
     if data is None and type(module).val_dataloader is pl.LightningModule.val_dataloader:
-        loaders["val_dataloaders"] = loader(shift=0.5)
-    trainer.fit(module, **loaders, datamodule=data)
-    alone = {"epoch": trainer.current_epoch, "step": trainer.global_step, **module.seen, "points": memory.points}
+        loaders["val_dataloaders"] = loader(trains=False, shift=0.5)
+    start = None
+    if name == "resume":
+        first = trainer_with(max_epochs=1)
+        first.fit(module, **loaders)
+        start = os.path.join(FOLDER, "resume.ckpt")
+        first.save_checkpoint(start)
+        module = Resumed()
+    trainer = trainer_with()
+    trainer.fit(module, **loaders, datamodule=data, ckpt_path=start)
     found = {
-        **(alone if processes == 1 else {}),  # ddp_spawn returns weights and metrics
+        "epoch": trainer.current_epoch,
+        "step": trainer.global_step,
+        **module.seen,
+        "points": memory.points,
         "metrics": {name: round(float(value), 5) for name, value in sorted(trainer.callback_metrics.items())},
         "weights": [round(float(value), 5) for value in nn.utils.parameters_to_vector(module.parameters())],
     }
     if name == "plain":
-        found["predicted"] = [one.tolist() for one in trainer.predict(module, loader())] if processes == 1 else []
-        found["validated"] = trainer.validate(module, loader(), verbose=False)
+        found["predicted"] = [one.tolist() for one in trainer.predict(module, loader())] if PROCESSES == 1 else []
+        found["validated"] = trainer.validate(module, loader(trains=False), verbose=False)
     return found
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.chdir(tempfile.mkdtemp())
-    count = int(sys.argv[3]) if len(sys.argv) > 3 else 1
-    results = {}
-    for kind in sys.argv[4:] or KINDS:
+    results, kinds = {}, sys.argv[3:] or [kind for kind in KINDS if PROCESSES == 1 or kind not in ALONE]
+    FOLDER = sys.argv[2] + ".files"
+    os.makedirs(FOLDER, exist_ok=True)
+    os.chdir(FOLDER)
+    for kind in kinds:
         try:
-            results[kind] = run(kind, count)
+            results[kind] = run(kind)
         except Exception as error:
+            if PROCESSES > 1:
+                raise  # the other rank may wait for this one
             results[kind] = {"error": f"{type(error).__name__}: {error}"[:300]}
-    with open(sys.argv[2], "w") as file:
+    with open(f"{sys.argv[2]}.{RANK}", "w") as file:
         json.dump(results, file)

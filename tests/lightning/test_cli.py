@@ -223,3 +223,52 @@ def test_without_jsonargparse():
     assert issubclass(UnsupportedError, NotImplementedError)
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
     assert "legato fit" in done.stdout
+
+
+# --- hyperparameters --------------------------------------------------------------------------------------------------
+class Part(nn.Module):
+    def __init__(self, width: int = 2):
+        super().__init__()
+        self.width = width
+
+
+class Nested(Model):
+    def __init__(self, part: Part, lr: float = 0.1):
+        super().__init__(lr)
+        self.save_hyperparameters()
+        self.part = part
+
+
+INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+
+
+def test_hyperparameters_are_those_of_the_command_line():
+    words = [*QUIET, "--model.part.class_path=Part", "--model.part.init_args.width=5", "--data.classes=4"]
+    cli = LightningCLI(Nested, Data, args=["fit", *words, "--trainer.max_epochs=1", "--seed_everything=1"])
+    described = {"class_path": f"{__name__}.Part", "init_args": {"width": 5}}
+    assert cli.model.hparams == {"part": described, "lr": 0.1, "_instantiator": INSTANTIATOR}
+    path = cli.trainer.checkpoint_callback.best_model_path
+    assert torch.load(path, weights_only=True)["hyper_parameters"]["part"] == described
+    loaded = Nested.load_from_checkpoint(path)
+    assert (loaded.part.width, loaded.hparams.lr) == (5, 0.1)
+    dry = ["fit", *words, "--trainer.fast_dev_run=1"]
+    off = LightningCLI(Nested, Data, args=dry, load_from_checkpoint_support=False)
+    assert isinstance(off.model.hparams.part, Part)
+
+
+def test_a_checkpoint_gives_its_hyperparameters_to_the_next_command_line():
+    first = LightningCLI(Model, Data, args=["fit", *QUIET, "--model.width=9", "--trainer.max_epochs=1"])
+    path = first.trainer.checkpoint_callback.best_model_path
+    second = LightningCLI(Model, Data, args=["validate", *QUIET, f"--ckpt_path={path}", "--trainer.logger=false"])
+    assert second.model.hparams.width == 9
+
+
+def test_a_subclass_is_built_again_if_it_is_imported(tmp_path):
+    words = [*QUIET, f"--model={__name__}.Model", "--model.init_args.width=3", "--trainer.max_epochs=1"]
+    cli = LightningCLI(LightningModule, Data, args=["fit", *words], subclass_mode_model=True)
+    assert cli.model.hparams["_class_path"] == f"{__name__}.Model"
+    path = cli.trainer.checkpoint_callback.best_model_path
+    loaded = LightningModule.load_from_checkpoint(path)
+    assert (type(loaded), loaded.hparams.width) == (Model, 3)
+    with pytest.raises(ValueError, match="no imported subclass of Nested"):
+        Nested.load_from_checkpoint(path)

@@ -152,7 +152,7 @@ class Own(pl.strategies.Strategy):
         ({"precision": "12"}, ValueError, "precision"),
         ({"gradient_clip_val": "1"}, TypeError, "gradient_clip_val"),
         ({"gradient_clip_algorithm": "nom"}, ConfigError, "norm"),
-        ({"val_check_interval": timedelta(hours=1)}, UnsupportedError, "a count of batches"),
+        ({"val_check_interval": "soon"}, ConfigError, "a time"),
         ({"model_registry": "name"}, UnsupportedError, "after_save_checkpoint"),
         ({"plugins": [object()]}, UnsupportedError, "object"),
         ({"fast_dev_run": -1}, ConfigError, "fast_dev_run"),

@@ -89,6 +89,18 @@ def test_validation_in_fit_is_what_validate_finds(trainer):
     assert made.validate(task, make_loader(18))[0]["mean"] == within
 
 
+def test_a_default_that_is_no_loaders_index_stays(trainer):
+    scales = []
+
+    class Scaled(Tiny):
+        def validation_step(self, batch, batch_idx, scale=2.5):
+            scales.append(scale)
+
+    trainer().validate(Scaled(), make_loader(4))
+    trainer().validate(Scaled(), [make_loader(4), make_loader(4)])
+    assert scales == [2.5, 0, 1]
+
+
 @pytest.mark.parametrize("steps", ["validation_step", "test_step", "predict_step"])
 @pytest.mark.parametrize("arity", [1, 2, 3])
 def test_a_step_takes_as_much_as_it_wants(trainer, steps, arity):

@@ -22,6 +22,8 @@ import legato as lg
         ({"val_check_interval": 7, "check_val_every_n_epoch": None}, [7, 14]),
         ({"val_check_interval": 3, "accumulate_grad_batches": 2}, [2, 5, 8, 11]),
         ({"val_check_interval": 3, "accumulate_grad_batches": 4}, [1, 3, 5, 7]),
+        ({"val_check_interval": {"seconds": 0}, "check_val_every_n_epoch": 4}, [16, 17, 18, 19, 20]),
+        ({"val_check_interval": "01:00:00:00"}, []),
         ({"limit_val_batches": 0}, []),
     ],
 )

@@ -10,12 +10,13 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ...tasks.hyperparameters import AttributeDict
+from ...tasks.hyperparameters import AttributeDict, Hyperparameters
 from ..errors import CheckpointError, ConfigError, did_you_mean
 from ..optimization import kernels
 from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
+from .contents import STEPS_FIRST
 from .fingerprint import Changes, SettingChange
 from .left_out import BUILT, LEFT_OUT, add_left_out, find_hyperparameters, names_added
 from .targets import rebuild_targets
@@ -388,6 +389,9 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     else:
         run.fingerprint.clear()
         run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
+    state = trainer.state
+    if state.epoch_rounds >= trainer.num_training_batches and not state.epoch_ended:
+        run.loop.schedulers_stepped = bool(saved.get(STEPS_FIRST))
     strategy.precision.load_state_dict(saved["precision"])
     if "metrics" in saved:
         run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))
@@ -402,7 +406,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
             callback.load_state_dict(saved["callbacks"][callback.state_key])
 
 
-Built = TypeVar("Built")
+Built = TypeVar("Built", bound=Hyperparameters)
 TaskType = TypeVar("TaskType", bound="Task")
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")
 Location = torch.device | str | int | Callable[..., Any] | Mapping[str, str] | None
@@ -466,6 +470,9 @@ def _build_from_checkpoint(
         if name not in replaced and name in values:
             values[name] = rebuild_targets(values[name], kind, name)
     values = find_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
+    made: Built | None = kind.from_hyperparameters({**values, **replaced})
+    if made is not None:
+        return made
     together: str | None = saved.get(f"{prefix}hparams_name")
     if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
         values |= {name: value for name, value in replaced.items() if name not in known}

@@ -18,6 +18,7 @@ from .reduce import (
     AVERAGED,
     LOADER_MARK,
     NAME_ONLY,
+    OTHER,
     Description,
     Exchange,
     Reduced,
@@ -88,6 +89,12 @@ class Metrics:
         """The newest step if it was dropped: values still logged for it are ignored."""
         self.shows_newest_batch = False
         """Whether a step's value is that of its newest batch rather than the mean over its batches."""
+        self.logs_evaluation_batches = False
+        """Whether the values that evaluations log with `on_step` are kept by batch, for `read_batch`."""
+        self.bar_names_steps = False
+        """Whether the progress bar has names of steps, such as loss_step, for what is averaged over epochs, too."""
+        self.splits_names = False
+        """Whether a name logged both in steps and between them is two series."""
         self.muted = False
         """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
@@ -166,8 +173,9 @@ class Metrics:
             series = None  # no name
         if series is None:
             series = self._open_series(name, value, options)
-        elif series.in_step is not self.in_step:
-            self._refuse_mixture(series)
+        elif series.in_step is not self.in_step and self._is_mixed(series, value):
+            full = name + OTHER + (self.suffix if options[5] else "")
+            series = self.series.get(full) or self._open_series(name + OTHER, value, options)
         if series.metric is not None:
             if series.metric is value and not series.on_step:
                 return
@@ -227,7 +235,8 @@ class Metrics:
         in_training_step = self.in_step and self.stage == "train"
         on_step = in_training_step if on_step is None else on_step
         on_epoch = not in_training_step if on_epoch is None else on_epoch
-        if not in_training_step and not on_epoch:  # only training has points of steps
+        has_points = in_training_step or (self.in_step and self.logs_evaluation_batches)
+        if not has_points and not on_epoch:
             on_step, on_epoch = False, True
         full = name + self.suffix if add_suffix else name
         on_step, on_epoch = on_step and self.in_step, on_epoch or not on_step
@@ -238,16 +247,20 @@ class Metrics:
         self.series[full] = series
         return series
 
-    def _refuse_mixture(self, series: Series) -> None:
-        """Raise TaskError for a name logged both in steps and between them: its mean would be over both."""
+    def _is_mixed(self, series: Series, value: Any) -> bool:
+        """Return whether a name that a series has in steps is logged between them, or the other way round.
+
+        Raises TaskError where that is no series of its own: its mean would be over both.
+        """
         if series.in_step is None:  # of a checkpoint, or of another rank
             series.in_step = self.in_step
-        elif series.metric is None:
+        elif series.metric is None and not self.splits_names:
             raise TaskError(
                 f"{series.name!r} is logged by the steps of {self.stage} and outside of them (such as in "
                 f"on_{self.stage}_epoch_end); its value would be the mean over both. Log one of the two under another "
                 f"name."
             )
+        return self.splits_names and series.in_step is not self.in_step and series.metric is not value
 
     def _refuse_shared(self, name: str, metric: Any) -> None:
         """Raise TaskError for a metric object logged in two open stages: it would mix their samples."""
@@ -356,7 +369,16 @@ class Metrics:
             return {}
         self.flush()
         shown = [one for one in self.series.values() if one.prog_bar and one.sums]
-        return {one.name: total(one.kind, one.sums) for one in shown}
+        return {one.name.replace(OTHER, ""): total(one.kind, one.sums) for one in shown}
+
+    def read_batch(self) -> Reduced:
+        """Return what this process has logged with `on_step` since the last call, in an evaluation."""
+        newest = {one[0].name: one for one in self.pending if one[0].on_step}
+        if not newest:
+            return Reduced()
+        values = to_floats([value for _, value, *_ in newest.values()])
+        self.flush()
+        return sort_out(zip((one[0] for one in newest.values()), values, strict=True), "_step", self.bar_names_steps)
 
     def reduce_step(self) -> Reduced:
         """Return the newest step's values of the current stage, over all replicas. Collective."""
@@ -364,7 +386,7 @@ class Metrics:
 
     def newest_values(self) -> Reduced:
         """Return the newest step's values before the step counter advances; no collective where values are shared."""
-        return sort_out(self._totals_of_step(), "_step") if self.shares else self.reduce_step()
+        return sort_out(self._totals_of_step(), "_step", self.bar_names_steps) if self.shares else self.reduce_step()
 
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
         """Return the newest step's values over all replicas, and the maximum over ranks of each number in `extra`.
@@ -389,7 +411,7 @@ class Metrics:
             found = [(one, total(one.kind, sums)) for one, sums in gathered]
             found += [(one, total(one.kind, one.step)) for one in mine if one.alone]
         self._refuse_bad_loss(-maxima[0])  # the maximum of the negative is the first step
-        return sort_out(found, "_step"), maxima[1:]
+        return sort_out(found, "_step", self.bar_names_steps), maxima[1:]
 
     def _with_values_of_step(self) -> list[Series]:
         known = (self.series or {}).values()
@@ -421,7 +443,7 @@ class Metrics:
             self.stages[self.stage], self.series = {}, None
             self.batches[self.stage] = 0
             self.batches_left_out *= self.stage != "train"
-        return sort_out(found, "_epoch")
+        return sort_out(found, "_epoch", self.bar_names_steps)
 
     def _gather_epoch(self) -> list[tuple[Series, dict[int, list[float]]]]:
         """Return every series of the epoch with its sums over all replicas. Collective."""

@@ -13,6 +13,8 @@ from ..processes.collectives import Collectives
 KINDS = ("mean", "sum", "min", "max")
 LOADER_MARK = "/dataloader_idx_"
 """Separator between a name and the index of its evaluation loader."""
+OTHER = "\0"
+"""Ends the name, in `Series.name`, of the second series of a name that is logged both in steps and between them."""
 AVERAGED = ("mean", "metric")
 """Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`."""
 
@@ -138,20 +140,23 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
     return min(values) if kind == "min" else max(values)
 
 
-def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
-    """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`."""
+def sort_out(found: Iterable[tuple[Series, float]], suffix: str, bar_names_steps: bool = False) -> Reduced:
+    """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`.
+
+    bar_names_steps: the first of these in the progress bar, too, rather than the name alone.
+    """
     reduced = Reduced()
     for series, value in found:
-        name = series.name
+        name = shown = series.name.replace(OTHER, "")
         if series.on_step and series.on_epoch:
             base, mark, loader = name.partition(LOADER_MARK)
             name = base + suffix + mark + loader
         if not series.alone:
-            reduced.all[name] = reduced.all[series.name] = value
+            reduced.all[name] = reduced.all[shown] = value
         if series.to_loggers:
             reduced.loggers[name] = value
         if series.prog_bar:
-            reduced.progress_bar[series.name if suffix == "_step" else name] = value
+            reduced.progress_bar[shown if suffix == "_step" and not bar_names_steps else name] = value
     return reduced
 
 

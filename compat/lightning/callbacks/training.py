@@ -1,7 +1,10 @@
 """Callbacks that change training, with Lightning's names and arguments."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from ....callbacks import (
     device_stats_monitor,
@@ -17,6 +20,7 @@ from ....callbacks import (
 )
 from ....callbacks.finetuning import multiplicative as multiplicative
 from ....trainer.errors import ConfigError
+from ....trainer.torch_private import batch_norms
 from ..placeholders import UnsupportedError
 from ..utilities import LightningEnum
 from .callback import Callback
@@ -105,7 +109,63 @@ class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
     ) -> None:
         if not isinstance(swa_lrs, (float, list)):
             raise ConfigError(f"StochasticWeightAveraging: swa_lrs={swa_lrs!r}: expected a float or a list of floats.")
-        super().__init__(swa_lrs, swa_epoch_start, annealing_epochs, annealing_strategy, avg_fn)
+        super().__init__(swa_lrs, swa_epoch_start, annealing_epochs, annealing_strategy, avg_fn or self.avg_fn)
+        self.momenta: dict[Any, float | None] = {}
+
+    @staticmethod
+    def avg_fn(averaged_model_parameter: Any, model_parameter: Any, num_averaged: Any) -> Any:
+        """Return new averages: the mean of one more value."""
+        return averaged_model_parameter + (model_parameter - averaged_model_parameter) / (num_averaged + 1)
+
+    @property
+    def n_averaged(self) -> torch.Tensor:
+        """How often weights were averaged."""
+        return torch.tensor(self.updates)
+
+    @property
+    def swa_end(self) -> float:
+        """The last epoch to average, counted from 0."""
+        return math.inf if self._max_epochs in (None, -1) else self._max_epochs - 1
+
+    _max_epochs: int | None = None
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Find the first and the last epoch."""
+        super().setup(trainer, task, stage)
+        self._max_epochs = trainer.max_epochs
+
+    @staticmethod
+    def pl_module_contains_batch_norm(pl_module: torch.nn.Module) -> bool:
+        """Return whether a module has batch norms."""
+        return any(isinstance(module, batch_norms()) for module in pl_module.modules())
+
+    @staticmethod
+    def update_parameters(average_model: Any, model: Any, n_averaged: Any, avg_fn: Callable[..., Any]) -> None:
+        """Average the parameters of `model` into those of `average_model`, and count that in `n_averaged`."""
+        for averages, weights in zip(average_model.parameters(), model.parameters(), strict=True):
+            new = weights.detach().to(averages.device)
+            averages.detach().copy_(avg_fn(averages.detach(), new, n_averaged) if n_averaged else new)
+        n_averaged += 1
+
+    @staticmethod
+    def transfer_weights(src_pl_module: torch.nn.Module, dst_pl_module: torch.nn.Module) -> None:
+        """Copy the parameters of one module to another."""
+        for source, target in zip(src_pl_module.parameters(), dst_pl_module.parameters(), strict=True):
+            target.detach().copy_(source)
+
+    def reset_batch_norm_and_save_state(self, pl_module: torch.nn.Module) -> None:
+        """Clear the statistics of batch norms, and let them become means over batches until `reset_momenta`."""
+        for module in pl_module.modules():
+            if isinstance(module, batch_norms()):
+                self.momenta[module] = module.momentum  # type: ignore[assignment]
+                module.reset_running_stats()  # type: ignore[operator]
+                module.momentum = None  # type: ignore[assignment]
+
+    def reset_momenta(self) -> None:
+        """Give batch norms the momenta that they had."""
+        for module, momentum in self.momenta.items():
+            module.momentum = momentum
+        self.momenta = {}
 
 
 class WeightAveraging(weight_averaging.WeightAveraging, Callback):

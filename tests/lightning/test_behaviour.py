@@ -1,0 +1,298 @@
+"""What a program sees of a run, beside the real package: points of evaluations, names logged twice, hyperparameters."""
+
+from datetime import timedelta
+
+import lightning.pytorch as real
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import legato as lg
+import legato.compat.lightning.pytorch as room
+from legato.trainer.errors import ConfigError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def loader(count=8, batch_size=2):
+    return DataLoader(torch.arange(2.0 * count).reshape(count, 2) / count, batch_size=batch_size)
+
+
+def memory(package):
+    """Return a logger that keeps what it is given."""
+
+    class Memory(package.loggers.Logger):
+        def __init__(self):
+            super().__init__()
+            self.points, self.hparams = [], []
+
+        name, version, save_dir = "memory", 0, None
+
+        def log_hyperparams(self, params, *args, **kwargs):
+            self.hparams.append(dict(params))
+
+        def log_metrics(self, metrics, step=None):
+            self.points.append((step, {name: round(float(value), 4) for name, value in sorted(metrics.items())}))
+
+    return Memory()
+
+
+def small(package, **methods):
+    """Return a module of this package with a few methods of its own."""
+
+    class Small(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).pow(2).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return type("Small", (Small,), methods)()
+
+
+def fitted(package, module, validation=None, **options):
+    """Train, and return the trainer and what its logger was given."""
+    logger = memory(package)
+    defaults = {"logger": logger, "enable_checkpointing": False, "max_epochs": 2, "log_every_n_steps": 1}
+    trainer = package.Trainer(**QUIET, **{**defaults, **options})
+    trainer.fit(module, loader(), validation)
+    return trainer, logger
+
+
+def numbers(metrics):
+    return {name: round(float(value), 4) for name, value in metrics.items()}
+
+
+# --- values of steps --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("loaders", [1, 2])
+@pytest.mark.parametrize("options", [{"on_step": True, "on_epoch": True}, {"on_step": True}, {}], ids=str)
+def test_an_evaluation_writes_a_point_for_each_batch_that_logs_on_step(options, loaders):
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("val", self.layer(batch).mean(), prog_bar=True, **options)
+
+    methods = {"validation_step": validation_step, "test_step": validation_step}
+    seen = []
+    for package in (real, room):
+        given = [loader(6), loader(4)][:loaders]
+        module = small(package, **methods)
+        trainer, logger = fitted(package, module, given if loaders > 1 else given[0])
+        after_fit = (
+            numbers(trainer.callback_metrics),
+            set(trainer.logged_metrics),
+            numbers(trainer.progress_bar_metrics),
+        )
+        trainer.test(module, given, verbose=False)
+        trainer.validate(module, given, verbose=False)
+        seen.append((logger.points, after_fit, numbers(trainer.callback_metrics)))
+    assert seen[0] == seen[1]
+    assert len(seen[0][0]) > 2
+
+
+def test_a_name_may_be_logged_in_steps_and_when_an_epoch_ends():
+    def training_step(self, batch, batch_idx):
+        self.log("both", float(batch_idx))
+        self.log("mean", float(batch_idx), on_epoch=True)
+        return self.layer(batch).pow(2).mean()
+
+    def on_train_epoch_start(self):
+        self.log("mean", 9.0)
+
+    def on_train_epoch_end(self):
+        self.log("both", 7.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(batch_idx))
+
+    def on_validation_epoch_end(self):
+        self.log("val", 5.0)
+
+    methods = {key: value for key, value in locals().items() if callable(value)}
+    seen = []
+    for package in (real, room):
+        module = small(package, **methods)
+        trainer, logger = fitted(package, module, loader(4))
+        seen.append(
+            (logger.points, numbers(trainer.callback_metrics), trainer.validate(module, loader(4), verbose=False))
+        )
+    assert seen[0] == seen[1]
+    assert seen[0][1]["val"] == 5.0
+
+
+def test_an_argument_of_a_step_keeps_its_default():
+    seen = []
+
+    def validation_step(self, batch, batch_idx, scale=3.0):
+        seen.append(scale)
+
+    for package in (real, room):
+        fitted(package, small(package, validation_step=validation_step), loader(2), max_epochs=1)
+    assert set(seen) == {3.0}
+
+
+# --- validation by time -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("interval", ["00:00:00:30", {"seconds": 30}, timedelta(seconds=30)])
+def test_validation_comes_by_time(interval, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+
+    def training_step(self, batch, batch_idx):
+        clock[0] += 12.0
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.validated = [*getattr(self, "validated", []), self.global_step]
+
+    found = []
+    for package in (real, room):
+        clock[0], module = 0.0, small(package, training_step=training_step, validation_step=validation_step)
+        options = {"val_check_interval": interval, "num_sanity_val_steps": 0, "max_epochs": 3}
+        trainer, _ = fitted(package, module, loader(2), **options)
+        found.append((module.validated, trainer.val_check_batch))
+    assert found[0] == found[1] == ([3, 6, 9, 12], None)
+
+
+def test_a_time_that_is_none_is_refused():
+    for package in (real, room):
+        with pytest.raises((ConfigError, package.utilities.exceptions.MisconfigurationException, ValueError)):
+            package.Trainer(val_check_interval="soon", **QUIET)
+
+
+# --- hyperparameters --------------------------------------------------------------------------------------------------
+def with_hyperparameters(package):
+    class Module(type(small(package))):
+        def __init__(self, width=2, logger=True, change=False):
+            super().__init__()
+            self.save_hyperparameters("width", logger=logger)
+            if change:
+                self.hparams.width = 7
+
+    class Data(package.LightningDataModule):
+        def __init__(self, width=2, depth=1, logger=True):
+            super().__init__()
+            self.save_hyperparameters("width", "depth", logger=logger)
+
+        def train_dataloader(self):
+            return loader()
+
+    return Module, Data
+
+
+@pytest.mark.parametrize(
+    ("module", "data"),
+    [
+        ({}, {}),
+        ({"width": 3}, {"logger": False}),
+        ({"logger": False}, {"depth": 4}),
+        ({"change": True}, {"logger": False}),
+        ({"logger": False}, {"logger": False}),
+    ],
+)
+def test_loggers_are_given_the_hyperparameters_as_they_were_saved(module, data):
+    seen = []
+    for package in (real, room):
+        kinds, logger = with_hyperparameters(package), memory(package)
+        trainer = package.Trainer(**QUIET, logger=logger, max_epochs=1, enable_checkpointing=False)
+        trainer.fit(kinds[0](**module), datamodule=kinds[1](**data))
+        seen.append(logger.hparams)
+    assert seen[0] == seen[1]
+
+
+def test_module_and_data_module_may_not_differ_in_a_hyperparameter():
+    for package in (real, room):
+        module, data = with_hyperparameters(package)
+        trainer = package.Trainer(**QUIET, logger=memory(package), max_epochs=1, enable_checkpointing=False)
+        with pytest.raises(RuntimeError, match="'width'"):
+            trainer.fit(module(width=5), datamodule=data())
+
+
+def test_hyperparameters_that_were_not_saved_are_not_logged():
+    for package in (real, room):
+        module = small(package)
+        module.hparams.update(a=1)
+        assert fitted(package, module)[1].hparams == []
+
+
+# --- stochastic weight averaging --------------------------------------------------------------------------------------
+def test_stochastic_weight_averaging_has_its_helpers():
+    module = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1, momentum=0.3))
+    average = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+    for package in (real, room):
+        torch.manual_seed(0)
+        module[0].reset_parameters(), average[0].reset_parameters()
+        module[1].running_mean.fill_(5.0)
+        callback = package.callbacks.StochasticWeightAveraging(swa_lrs=0.1)
+        assert [callback.pl_module_contains_batch_norm(one) for one in (module, module[0])] == [True, False]
+        count, first, second = torch.tensor(1), average[0].weight.item(), module[0].weight.item()
+        callback.update_parameters(average, module, count, callback.avg_fn)
+        assert [count.item(), average[0].weight.item()] == pytest.approx([2, (first + second) / 2])
+        callback.transfer_weights(average, module)
+        assert torch.equal(average[0].weight, module[0].weight)
+        if package is room:  # the real one wants a LightningModule
+            callback.reset_batch_norm_and_save_state(module)
+            assert (module[1].momentum, module[1].running_mean.item()) == (None, 0.0)
+            callback.reset_momenta()
+            assert module[1].momentum == 0.3
+
+
+def test_the_averaging_function_of_a_subclass_counts():
+    class Newest(room.callbacks.StochasticWeightAveraging):
+        @staticmethod
+        def avg_fn(averages, weights, count):
+            return weights
+
+    module, callback = small(room), Newest(swa_lrs=0.1, swa_epoch_start=1)
+    trainer = room.Trainer(**QUIET, logger=False, max_epochs=3, enable_checkpointing=False, callbacks=[callback])
+    trainer.fit(module, loader())
+    assert (callback.n_averaged, callback.swa_start, callback.swa_end) == (3, 0, 2)
+
+
+# --- checkpoints of the core ------------------------------------------------------------------------------------------
+class Falling:
+    """A rate that falls with each epoch, and a checkpoint at the end of the second one's validation."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.rates = nn.Linear(2, 1), []
+
+    def training_step(self, batch, batch_idx):
+        self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.layer(batch).mean())
+
+    def on_validation_end(self):
+        if self.current_epoch == 1 and not self.trainer.sanity_checking:
+            self.trainer.save_checkpoint("here")
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@pytest.mark.parametrize("order", ["core, room", "room, core", "room, room", "core, core"])
+def test_an_epochs_schedulers_step_once_whoever_goes_on(order, tmp_path):
+    kinds = {
+        "core": (type("OfCore", (Falling, lg.Task), {}), lg.Trainer),
+        "room": (type("OfRoom", (Falling, room.LightningModule), {}), room.Trainer),
+    }
+    first, second = (kinds[name] for name in order.split(", "))
+    options = {**QUIET, "logger": False, "enable_checkpointing": False, "num_sanity_val_steps": 0}
+    first[1](**options, max_epochs=2).fit(first[0](), loader(), loader(2))
+    resumed = second[0]()
+    second[1](**options, max_epochs=4).fit(resumed, loader(), loader(2), ckpt_path="here")
+    assert resumed.rates == [0.25] * 4 + [0.125] * 4
