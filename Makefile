@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test quick lint bench matrix docs docs-serve clean
+.PHONY: gpu demo test quick lint bench matrix docs docs-serve clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -23,6 +23,9 @@ lint: $(STAMP)  ## format, imports, layers, types
 
 bench: $(STAMP)  ## run the benchmarks in their quick form
 	$(BIN)/python -m benchmarks
+
+gpu:  ## on a machine with torch and a GPU, without a network: the tests marked gpu, then benchmarks/gpu.py
+	PYTHON=$(PYTHON) .ci/gpu $(GPU)
 
 TORCH ?= 2.10 2.12 2.13 2.15
 TESTS ?= tests
