@@ -3,39 +3,30 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
+from .command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Argument, Command
 from .errors import ConfigError, LegatoError, did_you_mean
 from .messages import STDERR
 
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-
-
-@dataclass(frozen=True)
-class Command:
-    """A subcommand: its line of help, and the module and function that run it, imported only when it is called."""
-
-    summary: str
-    module: str
-    function: str
-    helps_itself: bool = False
-    """Whether --help is an argument of what it runs."""
-
-    def run(self, arguments: Sequence[str]) -> None:
-        """Run the command with the arguments that follow its name."""
-        getattr(import_module(self.module, __package__), self.function)(arguments)
-
-
+STATES = ["running", "done", "failed", "preempted", "unknown"]
+A_RUN = "a run directory, or a name below runs/, such as digits for its newest run"
 COMMANDS = {
-    "new": Command("Write a small project that trains at once: NAME.", ".commands.new.command", "run_new"),
-    "fit": Command("Train the task.", ".commands.fit", "run_fit"),
-    "validate": Command("Evaluate it on its validation data.", ".commands.evaluate", "run_validate"),
-    "test": Command("Evaluate it on its test data.", ".commands.evaluate", "run_test"),
-    "predict": Command("Write its predictions for its prediction data.", ".commands.evaluate", "run_predict"),
+    "new": Command(
+        "Write a small project that trains at once: NAME.",
+        ".commands.new.command",
+        "run_new",
+        usage="NAME",
+        own_keys={"NAME": "The folder to write, whose name becomes that of the project's package."},
+    ),
+    "fit": Command("Train the task.", ".commands.fit", "run_fit", without=["checkpoint"]),
+    "validate": Command(
+        "Evaluate it on its validation data.", ".commands.evaluate", "run_validate", without=["resume"]
+    ),
+    "test": Command("Evaluate it on its test data.", ".commands.evaluate", "run_test", without=["resume"]),
+    "predict": Command(
+        "Write its predictions for its prediction data.", ".commands.evaluate", "run_predict", without=["resume"]
+    ),
     "config": Command(
         "Print the resolved config, with the origin of each value, and stop.", ".commands.config", "show_config"
     ),
@@ -48,31 +39,158 @@ COMMANDS = {
         "Run a few steps of every stage to find what would fail later.", ".commands.check.check", "run_check"
     ),
     "plan": Command(
-        "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].", ".commands.plan.command", "run_plan"
+        "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].",
+        ".commands.plan.command",
+        "run_plan",
+        without=["resume", "checkpoint", "launcher"],
+        own_keys={
+            "nodes": "Number of machines; short for trainer.num_nodes.",
+            "devices": "Processes of each machine; short for trainer.devices.",
+            "rank, step, epoch": "Show which samples this rank has in this step of this epoch.",
+            "length, batch_size, parameters": "Take these numbers, and build neither the data nor the task.",
+            "optimizer, drop_last, shuffle": "Take these instead of what the task and its loader say.",
+        },
     ),
     "samples": Command(
         "Tell which samples a step of a run had: RUN step=N [replica=R] [--show]; or when: RUN index=N.",
         ".commands.replay.samples",
         "run_samples",
+        usage="RUN step=N [replica=R] [--show] [key=value ...], or RUN index=N [until=N]",
+        own_keys={
+            "RUN": "A run directory.",
+            "step=N": "Which samples this optimizer step had.",
+            "replica=R": "Of this replica only.",
+            "--show": "The batches, too, loaded again.",
+            "index=N": "In which steps this sample was seen.",
+            "until=N": "Up to this step.",
+            "key=value": "Overrides of the run's config.",
+        },
     ),
     "replay": Command(
         "Compute steps of a run again: RUN step=N [until=M] [--debug] [save=DIR]; RUN steps=A..B callbacks.NAME...",
         ".commands.replay.command",
         "run_replay",
+        usage="RUN step=N [until=M] [--debug] [save=DIR], or RUN steps=A..B callbacks.NAME=...",
+        own_keys={
+            "RUN": "A run directory.",
+            "step=N, until=M": "The first and the last step to compute again.",
+            "steps=A..B": "A range of steps, whose points are kept beside the run.",
+            "replica=R": "Tell of this replica only.",
+            "--debug": "Stop in pdb within the step.",
+            "save=DIR, into=DIR": "Where to write a checkpoint of the end, and what is logged.",
+            "jobs=N, devices=0,1": "Replay a range in this many pieces at once, on these devices.",
+            "key=value": "Overrides of the run's config.",
+        },
     ),
     "export": Command(
-        "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.", ".commands.export", "run_export"
+        "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.",
+        ".commands.export",
+        "run_export",
+        arguments=[
+            Argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run directory: its newest one"),
+            Argument("out", metavar="OUT", help="the file to write: x.safetensors"),
+        ],
     ),
     "convert": Command(
         "Write a checkpoint as Lightning's file, or the reverse: CHECKPOINT OUT.ckpt, or FILE.ckpt DIRECTORY.",
         ".commands.convert",
         "run_convert",
+        arguments=[
+            Argument("source", metavar="SOURCE", help="a checkpoint, or a run directory: its newest one; or x.ckpt"),
+            Argument("target", metavar="TARGET", help="the file of Lightning's to write, x.ckpt; or the checkpoint"),
+        ],
+    ),
+    "runs": Command(
+        "List runs: state, step, best value, duration, and by what they differ.",
+        ".commands.stored_runs.runs",
+        "run_runs",
+        arguments=[
+            Argument("dir", metavar="DIR", nargs="?", default="runs", help="the folder with runs below it (runs)"),
+            Argument("--all", action="store_true", help="all runs, not the newest 50"),
+            Argument("--state", choices=STATES, help="only runs in this state"),
+            Argument(
+                "--sort",
+                choices=["time", "name", "best", "step", "duration"],
+                default="time",
+                help="order; the newest, best or longest comes last (time)",
+            ),
+            Argument("--json", action="store_true", help="all of it as JSON, for programs"),
+        ],
+    ),
+    "show": Command(
+        "Show one run: its state, config, metrics as charts, last error and files.",
+        ".commands.stored_runs.show",
+        "run_show",
+        arguments=[
+            Argument("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (the newest below runs/)"),
+            Argument("--metric", metavar="NAME", help="the metric to chart in large (the best one)"),
+        ],
+    ),
+    "compare": Command(
+        "Compare runs: configs that differ, metrics side by side, a plot.",
+        ".commands.stored_runs.compare",
+        "run_compare",
+        arguments=[
+            Argument("runs", metavar="RUN", nargs="+", help=f"two or more of these: {A_RUN}"),
+            Argument("--plot", metavar="OUT.png", help="write a chart of each metric (needs matplotlib)"),
+            Argument("--metric", metavar="NAME", action="append", help="plot this one only; may be given again"),
+        ],
+    ),
+    "board": Command(
+        "Look at runs in TensorBoard, on a free port of this machine, until Ctrl-C.",
+        ".commands.stored_runs.board",
+        "run_board",
+        arguments=[
+            Argument("dir", metavar="DIR", nargs="?", default="runs", help="the folder with runs below it (runs)"),
+            Argument("--port", type=int, default=0, metavar="N", help="the port (a free one)"),
+        ],
+    ),
+    "clean": Command(
+        "Delete empty and failed runs, and old checkpoints; asks before.",
+        ".commands.stored_runs.clean",
+        "run_clean",
+        arguments=[
+            Argument("dir", metavar="DIR", nargs="?", default="runs", help="the folder with runs below it (runs)"),
+            Argument(
+                "--only",
+                action="append",
+                choices=["empty", "failed", "checkpoints"],
+                help="only this kind; may be given again",
+            ),
+            Argument("--dry-run", action="store_true", help="only list what would be deleted"),
+            Argument("--yes", action="store_true", help="delete without a question"),
+        ],
+        more=(
+            "empty: runs without a step, a checkpoint or a logged value; failed: runs that ended with an error;\n"
+            "checkpoints: of other runs all but the best and the newest. A run that is under way is left alone."
+        ),
     ),
     "lightning": Command(
         "Run a script written for PyTorch Lightning, unchanged: SCRIPT.py [arguments].",
         "..compat.lightning.script",
         "run_lightning",
         helps_itself=True,
+    ),
+    "completion": Command(
+        "Print a script that completes commands, keys and values in bash, zsh or fish.",
+        ".commands.completion",
+        "run_completion",
+        arguments=[
+            Argument("shell", metavar="SHELL", nargs="?", choices=["bash", "zsh", "fish"], help="bash, zsh or fish"),
+            Argument("--line", metavar="LINE", help="print what may complete this line, as the scripts ask"),
+        ],
+        more='bash: eval "$(legato completion bash)"\nzsh:  eval "$(legato completion zsh)"\n'
+        "fish: legato completion fish | source",
+    ),
+    "help": Command(
+        "Explain a key of a config: its type, default and meaning, and where it acts.",
+        ".commands.help",
+        "run_help",
+        arguments=[
+            Argument("topic", metavar="KEY", nargs="?", help="a key, a class that a config may name, or a command"),
+            Argument("config", metavar="CONFIG", nargs="*", help="files and overrides whose classes are meant"),
+        ],
+        more="legato help trainer.accumulate_grad_batches\nlegato help EarlyStopping\nlegato help task.lr digits.yaml",
     ),
 }
 
@@ -99,10 +217,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: Sequence[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
-        print("legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]\n")
-        print("\n".join(f"  {name:<10}{command.summary}" for name, command in COMMANDS.items()))
-        print("\nlegato COMMAND --help lists every key of a config.")
+    if not words or words[0] in ("-h", "--help") or words == ["help"]:
+        from .commands.help import overview
+
+        print(overview(COMMANDS))
         return 0 if words else EXIT_USAGE
     if words[0] == "--version":
         from .. import __version__
@@ -113,12 +231,15 @@ def _dispatch(words: Sequence[str]) -> int:
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f" The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{name!r} is not a command.{hint}")
+    asked = rest[0] if name == "help" and rest and rest[0] in COMMANDS else None
     if {"-h", "--help"} & set(rest) and not COMMANDS[name].helps_itself:
-        from .commands.config import help_text
+        asked = name
+    if asked is not None:
+        from .commands.help import command_help
 
-        print(help_text(name, COMMANDS[name].summary))
+        print(command_help(asked, COMMANDS[asked]))
         return 0
-    COMMANDS[name].run(rest)
+    COMMANDS[name].run(name, rest)
     return 0
 
 

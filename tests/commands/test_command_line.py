@@ -14,10 +14,12 @@ from command_line_folder import CONFIG, TASK
 from forked import Forked, run_module
 from safetensors.torch import load_file
 
+import legato as legato_package
 from legato.trainer.__main__ import COMMANDS, main
 from legato.trainer.arguments import ARGUMENT_NAMES
+from legato.trainer.command_line import CONFIG_WORDS
 from legato.trainer.commands.predictions import write_predictions
-from legato.trainer.config.read import MOVED, SECTIONS
+from legato.trainer.config.read import MOVED, SECTION_OF, SECTIONS
 from legato.trainer.errors import TaskError
 
 
@@ -56,24 +58,84 @@ def test_the_console_script_is_the_module() -> None:
     assert done.stdout.startswith("legato ")
 
 
-def test_help_lists_every_command() -> None:
+def test_help_lists_every_command_and_the_exit_codes() -> None:
     done = legato("--help")
     assert (done.returncode, done.stderr) == (0, "")
     for name, command in COMMANDS.items():
         assert f"  {name} " in done.stdout
         assert command.summary in done.stdout
+    for code in ("0", "1", "2", "75", "130"):
+        assert re.search(rf"(?m)^  {code} +\w", done.stdout)
     assert legato().returncode == 2
+
+
+@pytest.mark.parametrize("name", [name for name, command in COMMANDS.items() if not command.helps_itself])
+def test_help_of_a_command_has_what_it_takes_and_nothing_else(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    said = capsys.readouterr().out
+    command = COMMANDS[name]
+    assert said.startswith(f"usage: legato {name} ")
+    assert "exit codes:\n  0   done\n" in said
+    for argument in command.arguments or ():
+        assert argument.options.get("metavar", argument.flags[-1]) in said
+    assert ("keys under trainer:" in said) == (command.usage == CONFIG_WORDS and command.arguments is None)
+    assert main(["help", name]) == 0
+    assert capsys.readouterr().out == said
 
 
 def test_help_of_fit_lists_every_key_with_type_default_and_meaning() -> None:
     done = legato("fit", "--help")
     assert (done.returncode, done.stderr) == (0, "")
     for name, doc in SECTIONS.items():
-        assert f"  {name} " in done.stdout
-        assert doc in done.stdout
-    for name in set(ARGUMENT_NAMES) - MOVED.keys() - {"logger", "callbacks"}:
+        assert (f"  {name} " in done.stdout and doc in done.stdout) == (name != "checkpoint")
+    for name in set(ARGUMENT_NAMES) - set(MOVED) - set(SECTION_OF):
         assert f"\n  {name}: " in done.stdout
     assert "  max_steps: int = -1\n      Stop after this many optimizer steps. -1: no limit.\n" in done.stdout
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["help", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_help_of_a_key_has_its_type_default_meaning_and_where_it_acts(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, "trainer.accumulate_grad_batches")
+    assert text.startswith("trainer.accumulate_grad_batches: int = 1\n    Batches that each replica accumulates")
+    root = Path(legato_package.__file__).parent
+    for file, line in re.findall(r"acts in (\S+):(\d+)", text):
+        assert "accumulate_grad_batches" in (root / file).read_text().splitlines()[int(line) - 1]
+    assert "trainer/build.py:" in text
+    assert explained(capsys, "accumulate_grad_batches") == text
+    assert explained(capsys, "trainer.seed") == explained(capsys, "seed")
+    assert explained(capsys, "seed").startswith("seed: int = 0\n")
+    assert explained(capsys, "run.name").startswith("run.name: str = 'default'\n")
+
+
+def test_help_of_a_class_and_of_its_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    text = explained(capsys, "EarlyStopping")
+    assert text.startswith("legato.callbacks.EarlyStopping\n")
+    assert "  patience: int = 3\n      checks without improvement before the run ends.\n" in text
+    assert explained(capsys, "callbacks.early_stopping.patience").startswith(
+        "callbacks.early_stopping.patience: int = 3\n    checks without improvement before the run ends.\n"
+        "    acts in callbacks/early_stopping.py:"
+    )
+    assert "Taken by ddp" in explained(capsys, "trainer.strategy.find_unused_parameters")
+    assert explained(capsys, "task.lr", "line.yaml").startswith("task.lr: float = 0.1\n    acts in ")
+    assert explained(capsys, "task").startswith("task\n    The model with its steps")
+
+
+@pytest.mark.parametrize(
+    ("topic", "hint"),
+    [
+        ("trainer.max_epocs", "Did you mean 'trainer.max_epochs'?"),
+        ("max_epocs", "Did you mean 'max_epochs'?"),
+        ("EarlyStoping", "Did you mean 'EarlyStopping'?"),
+        ("%%", "The keys are seed, run"),
+    ],
+)
+def test_help_of_an_unknown_key_suggests_another(topic: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", topic]) == 2
+    assert hint in capsys.readouterr().err
 
 
 def test_help_does_not_import_torch() -> None:
@@ -92,8 +154,10 @@ def test_help_does_not_import_torch() -> None:
     ("arguments", "words"),
     [
         (["fitt", "line.yaml"], "'fitt' is not a command. Did you mean 'fit'?"),
-        (["trane"], "The commands are fit, validate"),
+        (["trane"], "The commands are new, fit, validate"),
         (["fit"], "No config file was given"),
+        (["export", "x"], "legato export: the following arguments are required: OUT."),
+        (["export", "a", "b", "c"], "'c' is not an argument of it. It is one too many."),
         (["fit", "lime.yaml"], "Did you mean 'line.yaml'?"),
         (["fit", "line.yaml", "--devices", "2"], "'--devices' is neither a YAML file nor key=value"),
         (["fit", "line.yaml", "trainer.max_epohcs=3"], "override: trainer.max_epohcs is no argument"),
@@ -133,6 +197,22 @@ def test_a_ready_config_is_found_anywhere() -> None:
     done = legato("config", "digits.yaml")
     assert (done.returncode, done.stderr) == (0, "")
     assert "_target_: legato.tasks." in done.stdout
+
+
+def test_a_config_of_the_project_is_found_from_its_folders(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "configs").mkdir()
+    (folder / "line.yaml").rename(folder / "configs" / "spirals.yaml")
+    (folder / "deep" / "er").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.chdir(folder / "deep" / "er")
+    assert main(["config", "spirals.yaml"]) == 2  # no project yet
+    (folder / "pyproject.toml").touch()
+    assert main(["config", "spirals.yaml"]) == 0
+    assert "_target_: line.Line" in capsys.readouterr().out
+    assert main(["config", "spiral.yaml"]) == 2
+    assert "Did you mean 'spirals.yaml'?" in capsys.readouterr().err
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`legato convert`: writes a checkpoint as a file of Lightning's, or such a file as a checkpoint."""
 
 import os
-from collections.abc import Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,19 +10,14 @@ from ..checkpoints import commit, store
 from ..checkpoints.convert import as_lightning
 from ..checkpoints.foreign import read_contents
 from ..checkpoints.pickled import write_pickled
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 
 SUFFIX = ".ckpt"
 
 
-def run_convert(arguments: Sequence[str]) -> None:
+def run_convert(arguments: Namespace) -> None:
     """Run `legato convert`."""
-    if len(arguments) != 2:
-        raise ConfigError(
-            "legato convert takes a checkpoint (or a run directory) and the Lightning file to write, x.ckpt; or a "
-            "Lightning file and the checkpoint directory to write."
-        )
-    source, target = map(Path, arguments)
+    source, target = Path(arguments.source), Path(arguments.target)
     contents = convert_checkpoint(source, target)
     print(f"epoch {contents.get('epoch')}, step {contents.get('global_step')}  {target}")
 

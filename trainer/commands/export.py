@@ -1,21 +1,19 @@
 """`legato export`: writes a checkpoint's weights to one safetensors file."""
 
 import os
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 import torch
 
 from ..checkpoints import commit, store
 from ..checkpoints.format import KNOWN_EVERYWHERE, write_tensors
-from ..errors import CheckpointError, ConfigError
+from ..errors import CheckpointError
 
 
-def run_export(arguments: Sequence[str]) -> None:
+def run_export(arguments: Namespace) -> None:
     """Run `legato export`."""
-    if len(arguments) != 2:
-        raise ConfigError("legato export takes a checkpoint (or a run directory) and the file to write: x.safetensors.")
-    source, target = map(Path, arguments)
+    source, target = Path(arguments.checkpoint), Path(arguments.out)
     print(f"{export_weights(source, target)} tensors  {target}")
 
 

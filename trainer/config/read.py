@@ -51,6 +51,8 @@ SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
 """Arguments of Trainer that are sections of a config."""
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
 """Keys whose value may be a name alone, short for a mapping with that `name`."""
+PROJECT_MARKS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
+"""What the top folder of a project has."""
 READY = Path(__file__).resolve().parents[2] / "configs"
 """The folder of the configs that come with Legato; a file that is not found as given is looked up here."""
 MAX_VALUES = 100_000  # aliases of aliases can expand to more values than fit in memory
@@ -302,10 +304,11 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
 
 def _find_config_file(path: Path, above: tuple[Path, ...]) -> Path:
     try:
-        for candidate in (path, READY / (path.name if above else path)):
+        project = [] if above else list(filter(None, [project_configs()]))
+        for candidate in (path, *(one / path for one in project), READY / (path.name if above else path)):
             if candidate.is_file():
                 return candidate.resolve()
-        siblings = sorted(one.name for one in path.parent.glob("*.y*ml"))
+        siblings = sorted(one.name for folder in (path.parent, *project) for one in folder.glob("*.y*ml"))
     except (OSError, ValueError):  # a name that no file can have
         siblings = []
     place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
@@ -318,6 +321,15 @@ def _find_config_file(path: Path, above: tuple[Path, ...]) -> Path:
     ready = ", ".join(ready_configs()) or "none"
     hint = did_you_mean(path.name, [*siblings, *ready_configs()])
     raise ConfigError(f"{place} not there, nor among the ready ones ({ready}).{hint}")
+
+
+def project_configs() -> Path | None:
+    """Return the folder configs/ of the project that the current folder is in; None if there is none."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if any((folder / mark).exists() for mark in PROJECT_MARKS):
+            return folder / "configs" if (folder / "configs").is_dir() else None
+    return None
 
 
 def ready_configs() -> list[str]:

@@ -1,0 +1,1 @@
+"""Commands that look at runs on disk: runs, show, compare, board, clean. None of them imports torch."""

@@ -1,0 +1,81 @@
+"""Differences of stored configs: between runs, and from the defaults."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...checkpoints.targets import TARGET
+from ...config.check import trainer_arguments
+from ...config.read import MOVED, SECTION_OF, dotted, dump_yaml
+from ...config.signatures import NO_DEFAULT, Sources
+from ...errors import ConfigError
+from ...run_directory import RunDirectory, flat_config
+
+NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
+"""Keys that say where a run is, not what it does."""
+TASK = f"task.{TARGET}"
+
+
+def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
+    """Return for each run the values by which it differs from others of the same task, under short keys.
+
+    A value that more than half of these runs have is left out.
+    """
+    groups: dict[str | None, list[Mapping[str, str]]] = {}
+    for run in runs:
+        groups.setdefault(run.config.get(TASK), []).append(run.config)
+    varying = {task: varying_keys(configs) for task, configs in groups.items()}
+    found = []
+    for run in runs:
+        keys = varying[run.config.get(TASK)]
+        short, group = short_names(keys), [config for config in groups[run.config.get(TASK)] if config]
+        own = {key: run.config[key] for key in keys if key in run.config}
+        rare = {key for key, value in own.items() if 2 * sum(one.get(key) == value for one in group) <= len(group)}
+        found.append({short[key]: value for key, value in own.items() if key in rare})
+    return found
+
+
+def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values are not the same in all of the configs; runs without a config do not count."""
+    known = [config for config in configs if config]
+    keys = dict.fromkeys(key for config in known for key in config if key not in NOT_COMPARED)
+    return [key for key in keys if len({config.get(key) for config in known}) > 1]
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each key, with as many parts before it as tell it from the others."""
+    found = {}
+    for key in keys:
+        parts = key.split(".")
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[-count:])
+            if sum(other == name or other.endswith(f".{name}") for other in keys) == 1:
+                break
+        found[key] = name
+    return found
+
+
+def from_defaults(config: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a stored config that are not defaults; a class that is not found here has none."""
+    sources = Sources()
+    known = {one.name: one for one in trainer_arguments()}
+    defaults: dict[str, Any] = {
+        dotted(MOVED[name]) if name in MOVED else f"trainer.{name}": one.default
+        for name, one in known.items()
+        if name not in SECTION_OF and one.default is not NO_DEFAULT
+    }
+    for key, path in config.items():
+        if key.endswith(f".{TARGET}"):
+            try:
+                signature = sources.signature(path)
+            except (LookupError, ConfigError, RecursionError):
+                continue
+            for name, one in ({} if signature is None else signature.parameters).items():
+                if one.default is not NO_DEFAULT:
+                    defaults[f"{key.removesuffix(TARGET)}{name}"] = one.default
+    texts = flat_config(dump_yaml(defaults))
+    plain = {"resume": "null", "checkpoint": "null"} | {_flattened(key): text for key, text in texts.items()}
+    return {key: value for key, value in config.items() if plain.get(key) != value}
+
+
+def _flattened(key: str) -> str:
+    return key.strip("'\"")

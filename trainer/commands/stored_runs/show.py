@@ -1,0 +1,117 @@
+"""`legato show`: one run: how it stands, its config, metrics, last error and files."""
+
+from argparse import Namespace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from ...checkpoints.run_record import FILES
+from ...errors import ConfigError, did_you_mean
+from ...run_directory import RunDirectory, find_run
+from ...run_status import FAILED, STATUS
+from .differences import from_defaults
+from .text import (
+    chart,
+    fitting,
+    folder_size,
+    metric_names,
+    number,
+    plural,
+    size,
+    sparkline,
+    step_range,
+    table,
+    time_taken,
+    when,
+)
+
+LAST_LINES = 12
+"""Lines of a traceback that are shown."""
+MORE_FILES = {STATUS: "how the run stands: state, step, best value, last error"}
+
+
+def run_show(arguments: Namespace) -> None:
+    """Print what a run directory tells. Raises ConfigError if there is no such run."""
+    run = find_run(arguments.run)
+    if arguments.metric is not None and arguments.metric not in run.metrics:
+        names = metric_names(run.metrics)
+        hint = did_you_mean(arguments.metric, names) or f" It has logged {', '.join(names) or 'nothing'}."
+        raise ConfigError(f"{run.name} has not logged {arguments.metric!r}.{hint}")
+    parts = [heading(run), error_text(run), config_text(run), metrics_text(run, arguments.metric), files_text(run)]
+    print(fitting("\n\n".join(part for part in parts if part)))
+
+
+def heading(run: RunDirectory) -> str:
+    """Return the first lines: state, step, time, best value."""
+    status = run.status
+    steps, epochs = status.get("max_steps"), status.get("max_epochs")
+    step = f"step {run.step}" + (f" of {steps}" if isinstance(steps, int) and steps > 0 else "")
+    epoch = f", epoch {status['epoch']}" if isinstance(status.get("epoch"), int) else ""
+    epoch += f" of {epochs}" if epoch and isinstance(epochs, int) and epochs > 0 else ""
+    rows = [["run", f"{run.name}  ({run.path})"], ["state", f"{run.state}, {step}{epoch}"]]
+    rows.append(["begun", f"{when(run.began)}, trained for {time_taken(run.seconds)}"])
+    if run.best is not None:
+        rows.append(["best", f"{run.best.metric} {number(run.best.value)} ({run.best.mode})"])
+    return "\n".join(f"{name:<7}{text}" for name, text in rows)
+
+
+def error_text(run: RunDirectory) -> str:
+    """Return the last error, with the end of its traceback; "" if there is none."""
+    if not run.error:
+        return ""
+    lines = run.traceback.rstrip().splitlines()[-LAST_LINES:] if run.state == FAILED and run.traceback else [run.error]
+    return "\n".join(["last error:", *(f"  {line}" for line in lines)])
+
+
+def config_text(run: RunDirectory) -> str:
+    """Return the values of the config that are not defaults."""
+    if not run.config:
+        return "config: none is stored; the run is a script's."
+    own = from_defaults(run.config)
+    return "\n".join(["config, without defaults:", *(f"  {key}: {value}" for key, value in own.items())])
+
+
+def metrics_text(run: RunDirectory, wanted: str | None = None) -> str:
+    """Return each metric with its first, last and extreme values and a chart, and one of them larger."""
+    metrics = {name: known for name in metric_names(run.metrics) if (known := finite_points(run, name))}
+    if not metrics:
+        return "metrics: none"
+    rows = [["metric", "first", "last", "min", "max", ""]]
+    for name, points in metrics.items():
+        values = [value for _, value in points]
+        rows.append([name, *map(number, (values[0], values[-1], min(values), max(values))), sparkline(values)])
+    chosen = wanted if wanted in metrics else run.best.metric if run.best is not None else None
+    lines = ["metrics:", *(f"  {line}" for line in table(rows).splitlines())]
+    if chosen in metrics and len(metrics[chosen]) > 1:
+        points = metrics[chosen]
+        drawn = chart([value for _, value in points], points[0][0], points[-1][0])
+        lines += ["", f"{chosen} over steps:", *(f"  {line}" for line in drawn.splitlines())]
+    return "\n".join(lines)
+
+
+def finite_points(run: RunDirectory, name: str) -> list[tuple[int, float]]:
+    """Return the steps and values at which a metric was logged."""
+    pairs: Any = zip(run.metrics["step"].tolist(), run.metrics[name].tolist(), strict=True)
+    return [(step, value) for step, value in pairs if value == value and abs(value) != float("inf")]
+
+
+def files_text(run: RunDirectory) -> str:
+    """Return what the directory holds, a line each."""
+    rows = []
+    for path in sorted(run.path.iterdir()):
+        if path.name.startswith("."):
+            continue
+        held = run.checkpoints if path.name == "checkpoints" else []
+        text = file_text(path)
+        if held:
+            steps = [one.step for one in held if one.complete]
+            text = f"{plural(len(held), 'checkpoint')}, {step_range(steps)}" if steps else "no complete checkpoint"
+        rows.append([path.name + "/" * path.is_dir(), size(folder_size(path)), text])
+    lines = table(rows).splitlines() if rows else ["nothing"]
+    return "\n".join(["files:", *(f"  {line}" for line in lines)])
+
+
+def file_text(path: Path) -> str:
+    """Return the line that says what a file of a run directory is; "" for one that Legato does not write."""
+    name = path.name + "/" * path.is_dir()
+    return next((text for pattern, text in {**FILES, **MORE_FILES}.items() if fnmatch(name, pattern)), "")
