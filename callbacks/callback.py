@@ -89,6 +89,9 @@ class Callback:
     that all processes must do alike, such as averaging weights. `late` callbacks are always called.
     """
 
+    drops_steps = False
+    """Whether `judge_step` may return True: then what a step changes besides the weights is kept until it is judged."""
+
     @property
     def state_key(self) -> str:
         """Key of the callback's state in a checkpoint; make it unique if several instances may be used."""
@@ -106,6 +109,14 @@ class Callback:
 
     def extend_optimizers(self, task: "Task", optimizers: list[Any]) -> None:
         """Add the parameter groups that a resumed run had added, to what configure_optimizers has made."""
+
+    def judge_step(self, trainer: "Trainer", task: "Task") -> bool:
+        """Return whether to drop the update of the step whose gradient is complete, neither unscaled nor clipped yet.
+
+        Called under automatic optimization, where a callback overrides it. Every process returns the same. A dropped
+        step counts, as with `nan: skip`.
+        """
+        return False
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Called first in a stage ("fit", "validate", "test", "predict"), before anything is moved to a device."""

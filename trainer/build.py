@@ -121,7 +121,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     source, goes_on, saved = find_directory(call, request)
     membership.adopt_settings()
     restore.start_state(trainer, saved if call.stage == "fit" else None)
-    state.left_out = sorted({*state.left_out, *(trainer.leave_out_steps or ())})
+    state.left_out = sorted({*state.left_out, *(trainer.leave_out_steps or ()), *request.left_out})
     undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)

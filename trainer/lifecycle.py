@@ -11,7 +11,7 @@ from . import build
 from .checkpoints import run_record
 from .errors import TaskError
 from .processes.signals import RESUME_ME
-from .run import Call, Request, Run
+from .run import Call, Request, RewindRequested, Run
 from .undo import Errors
 
 if TYPE_CHECKING:
@@ -34,9 +34,12 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     call = trainer.run = Call.of(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     trainer.lengths = {}
-    errors = Errors()
+    errors, request.pending = Errors(), False
     try:
         yield build.set_up(call, request)
+    except RewindRequested as asked:
+        request.pending, request.run_dir = True, trainer.run_dir
+        request.resume, request.left_out = asked.source, asked.left_out
     except BaseException as caught:
         errors.first = error = named(trainer.run, caught)
         close(trainer.run, errors)

@@ -5,7 +5,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -49,6 +49,14 @@ DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "pre
 """How the hooks and steps of a stage are named."""
 
 
+class RewindRequested(BaseException):
+    """Raised on all ranks by `Run.rewind`; the call is closed without an error, and begun again from a checkpoint."""
+
+    def __init__(self, source: Path, left_out: list[int]) -> None:
+        super().__init__(source, left_out)
+        self.source, self.left_out = source, left_out
+
+
 @dataclass
 class Request:
     """What fit, validate, test or predict was asked to do."""
@@ -68,6 +76,12 @@ class Request:
     """Whether predictions are returned."""
     verbose: bool = False
     """Whether the metrics of an evaluation are printed."""
+    pending: bool = True
+    """Whether it is to be done, or done again from another checkpoint."""
+    run_dir: Path | None = None
+    """The run directory to stay in, where it is done again."""
+    left_out: list[int] = field(default_factory=list)
+    """Steps to leave out then, besides those that the checkpoint knows of."""
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
@@ -389,6 +403,27 @@ class Run(JoinedCall):
         self.count(step)
         if self.hooks["on_train_batch_end"]:
             self.end_step(None, None, None)
+
+    def repeat_step(self) -> bool:
+        """Call training_step once more for each batch of the newest step; see `masked.repeat`."""
+        from . import masked  # which names a run
+
+        return masked.repeat(self)
+
+    def rewind(self, steps: Sequence[int]) -> bool:
+        """Go back to the newest checkpoint before some steps, and leave these out from there on; every rank calls it.
+
+        Newer checkpoints are deleted. Returns False where there is no such checkpoint, and nothing has changed.
+        """
+        trainer, source = self.trainer, None
+        if trainer.is_global_zero:
+            trainer.saver.wait()
+            source = trainer.saver.discard_after(min(steps) - 1)
+        source = trainer.broadcast(source)
+        if source is None:
+            return False
+        self.metrics.forget_epoch()  # torchmetrics objects of the task would keep what they have seen
+        raise RewindRequested(source, sorted({*self.state.left_out, *steps}))
 
     def end_step(self, item: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
         """Call on_train_batch_end for the step's last batch.

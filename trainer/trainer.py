@@ -77,26 +77,27 @@ class Trainer(TrainerDefaults):
         if run_in_workers.needs_workers(self, request):
             run_in_workers.run_in_workers(self, request)
             return
-        self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
-        with lifecycle.begin(self, request) as run, run.preemption:
-            state = self.state
-            run.hooks.call("on_fit_start")
-            self.sanity_check()
-            run.start_training()
-            while not run.loop.ended:
-                with run.membership:  # where processes may leave and join, the loop continues here when some did
-                    while not self.is_done():
-                        self.begin_epoch()
-                        for step in run.steps_left():
-                            self.train_step(step)
-                            if state.global_step % self.log_every_n_steps == 0:
-                                self.log_step()
-                            if run.validation_is_due():
-                                self.validate_now()
-                            if run.loop.epoch_skipped or self.stops_here():
-                                break
-                        self.end_epoch()
-                    run.end_training()
+        while request.pending:  # once; again where a callback has the run go back to a checkpoint
+            self.state, self.run_dir, self.should_stop = self.new_state(), request.run_dir or self.given_dir, False
+            with lifecycle.begin(self, request) as run, run.preemption:
+                state = self.state
+                run.hooks.call("on_fit_start")
+                self.sanity_check()
+                run.start_training()
+                while not run.loop.ended:
+                    with run.membership:  # where processes may leave and join, the loop continues here when some did
+                        while not self.is_done():
+                            self.begin_epoch()
+                            for step in run.steps_left():
+                                self.train_step(step)
+                                if state.global_step % self.log_every_n_steps == 0:
+                                    self.log_step()
+                                if run.validation_is_due():
+                                    self.validate_now()
+                                if run.loop.epoch_skipped or self.stops_here():
+                                    break
+                            self.end_epoch()
+                        run.end_training()
 
     def validate(
         self,

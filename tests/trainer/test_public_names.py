@@ -66,6 +66,7 @@ def test_the_public_names():
         "PredictionWriter",
         "ProgressBar",
         "ProgressDisplay",
+        "SpikeWatch",
         "StochasticWeightAveraging",
         "StragglerMonitor",
         "ThroughputMonitor",

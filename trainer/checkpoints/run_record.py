@@ -38,6 +38,7 @@ FILES = {
     "tensorboard/": "event files; look at them with `legato board` or `tensorboard --logdir`",
     "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",
     "predictions.*": "what `legato predict` wrote",
+    "spikes.jsonl": "steps whose loss or gradient norm left its range, with their samples (SpikeWatch)",
     "hang/": "where each process was when the run stood still",
 }
 """What a run directory may hold, by name."""
