@@ -1,5 +1,6 @@
 """What mkdocs calls while it builds the site: pages made from the code, and links to files of the repository."""
 
+import html
 import posixpath
 import re
 import tempfile
@@ -11,6 +12,7 @@ from mkdocs.structure.files import File, Files
 
 from legato.callbacks import callback
 from legato.trainer.__main__ import COMMANDS
+from legato.trainer.checkpoints.run_record import FILES
 from legato.trainer.config.check import launcher_arguments, trainer_arguments
 from legato.trainer.config.read import MOVED, SECTION_OF, SECTIONS
 from legato.trainer.launchers import LAUNCHERS
@@ -50,7 +52,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to files of the repository to their pages, and put the drawing of all hooks in."""
+    """Point links to files of the repository to their pages, and fill in what the code has: hooks, files of a run."""
 
     def to_source(found: re.Match[str]) -> str:
         path = source_of(page.file.src_uri, found[2])
@@ -62,6 +64,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = LINK.sub(to_source, markdown)
     assert callback.__doc__ is not None
     drawing = callback.__doc__.split("\n", 2)[2]
+    files_of_run = "\n".join(["| | |", "| --- | --- |", *(f"| `{name}` | {text} |" for name, text in FILES.items())])
+    markdown = markdown.replace("{{ files of a run }}", files_of_run)
     return markdown.replace("{{ drawing of hooks }}", drawing)
 
 
@@ -95,8 +99,12 @@ def config_page() -> str:
 
 def described(arguments: Any) -> list[str]:
     """Return a table of arguments with their types, defaults and texts."""
-    rows = [f"| `{escaped(str(one))}` | {escaped(' '.join(one.doc.split()))} |" for one in arguments]
-    return ["| key: type = default | |", "| --- | --- |", *rows]
+    rows = []
+    for one in arguments:
+        name, _, kind = str(one).partition(": ")  # within a table a bar in `...` would end the cell
+        kind = html.escape(kind).replace("|", "&#124;")
+        rows.append(f"| `{name}` | <code>{kind}</code> | {escaped(' '.join(one.doc.split()))} |")
+    return ["| key | type = default | |", "| --- | --- | --- |", *rows]
 
 
 def command_line_page() -> str:
