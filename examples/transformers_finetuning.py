@@ -42,11 +42,11 @@ class SentenceClassifier(lg.Task):
 
 
 class UnfreezeLayers(lg.callbacks.BaseFinetuning):
-    """Trains the head alone, and from `at_epoch` on also the last `layers` layers, at a tenth of its rate."""
+    """Trains the head alone, and from `at_epoch` on also the last `layers` layers, at its rate over `slower`."""
 
-    def __init__(self, at_epoch: int = 2, layers: int = 1):
+    def __init__(self, at_epoch: int = 2, layers: int = 1, slower: float = 10.0):
         super().__init__()
-        self.at_epoch, self.layers = at_epoch, layers
+        self.at_epoch, self.layers, self.slower = at_epoch, layers, slower
 
     def freeze_before_training(self, task):
         self.freeze(task.model.distilbert)
@@ -54,7 +54,7 @@ class UnfreezeLayers(lg.callbacks.BaseFinetuning):
     def finetune_function(self, task, epoch, optimizer):
         if epoch == self.at_epoch:
             last = list(task.model.distilbert.transformer.layer)[-self.layers :]
-            self.unfreeze_and_add_param_group(last, optimizer, initial_denom_lr=10)
+            self.unfreeze_and_add_param_group(last, optimizer, initial_denom_lr=self.slower)
 
 
 class Sentences(lg.DataModule):
