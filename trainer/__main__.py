@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from .command_line import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, Argument, Command
@@ -214,6 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a pipe, such as head, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+    except Exception as error:
+        _tell_other_ranks(error, EXIT_FAILED)
+        raise
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -246,7 +250,17 @@ def _dispatch(words: Sequence[str]) -> int:
 def _print_error(error: LegatoError, code: int) -> int:
     notes: list[str] = getattr(error, "__notes__", [])
     print("\n".join([f"legato: {error}", *notes]), file=STDERR, flush=True)
+    _tell_other_ranks(error, code)
     return code
+
+
+def _tell_other_ranks(error: Exception, code: int) -> None:
+    """Tell the other processes of a launcher of an error that came before this one met them."""
+    from .processes.environment import tell_failure
+
+    text = str(error) if isinstance(error, LegatoError) else f"{type(error).__name__}: {error}"
+    with suppress(LegatoError):
+        tell_failure(text, code == EXIT_USAGE)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ run at once.
 
 import logging
 import signal
-import subprocess
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from .checkpoints.store import CHECKPOINTS, directory_name
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
-from .processes.environment import slurm_job
+from .processes.requeue import requeue_early, requeue_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
 from .processes.sync import Agreement
 
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 log = logging.getLogger("legato")
-
-REQUEUE_SECONDS = 60.0
-"""Timeout of `scontrol requeue`."""
 
 
 class Preempted(BaseException):
@@ -65,6 +61,7 @@ class Preemption:
         self.signal = max(self.signal, number)
         if not self.started and not self.leaving:
             self.leaving = True
+            requeue_early(number, self.trainer.requeue)
             raise_for_signal(number)
         self.agreement.agree_next()
 
@@ -163,22 +160,4 @@ class Preemption:
         code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} asks for a new start:"
         log.warning("%s: stopped at step %d, %s.%s resume=auto continues.", name, trainer.global_step, saved, code)
         if trainer.requeue and number != signal.SIGINT:
-            requeue()
-
-
-def requeue() -> None:
-    """Requeue this SLURM job; warn if that fails."""
-    job = slurm_job()
-    if job is None:
-        log.warning("requeue=true: this is not a SLURM job (there is no SLURM_JOB_ID), so nothing is requeued.")
-        return
-    command = ["scontrol", "requeue", job]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=REQUEUE_SECONDS, check=False)
-        problem = "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = str(error)
-    if problem:
-        log.warning("%s failed: %s. Start the job again by hand.", " ".join(command), problem)
-    else:
-        log.warning("%s: the job is in the queue again.", " ".join(command))
+            requeue_job(number)

@@ -3,16 +3,21 @@
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from legato.trainer.__main__ import main
+from legato.trainer.config.check import load_config
 from legato.trainer.errors import ConfigError
 from legato.trainer.launchers import SlurmLauncher
+from legato.trainer.launchers.launcher import Machines, machines_of
+from legato.trainer.launchers.ray import RayNode
 from legato.trainer.launchers.slurm import seconds_of
 
 SLURM = """#!{python}
@@ -100,7 +105,7 @@ def launch(*words):
         ("launcher=slurm launcher.options={signal: USR2}", "launcher.options.signal is set by the launcher"),
         ("launcher=slurm launcher.options={-p: gpu}", "expected a long option of sbatch without its dashes"),
         ("launcher=slurm trainer.devices=auto", "needs a fixed number of devices, but trainer.devices='auto'"),
-        ("launcher=slurm trainer.accelerator=auto", "needs a fixed kind of device, but trainer.accelerator='auto'"),
+        ("launcher=slurm trainer.accelerator=auto", "machine: add trainer.accelerator=cuda, or cpu."),
         (
             "launcher=slurm trainer.strategy.elastic=true",
             "an elastic run .* is started on each machine by `legato fit`",
@@ -177,6 +182,25 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on(folder, capsys, mon
     assert stored["trainer"]["requeue"] is False
 
 
+DOCS = Path(__file__).parents[2] / "docs" / "launching.md"
+
+
+@pytest.mark.parametrize("name", ["slurm", "ray"])
+def test_the_command_of_the_docs_fits_its_config(name, capsys, monkeypatch):
+    text = DOCS.read_text().replace("\\\n", " ")
+    (command,) = (
+        line.split() for line in text.splitlines() if line.startswith(f"legato fit configs/digits.yaml launcher={name}")
+    )
+    monkeypatch.chdir(DOCS.parents[1])
+    if name == "ray":
+        config = load_config(command[2:])
+        assert machines_of(config.values, name) == Machines(2, 4, 4, 4)
+        return
+    with pytest.raises(SystemExit) as end:
+        main([*command[1:], "launcher.dry_run=true"])
+    assert end.value.code == 0, capsys.readouterr().err
+
+
 def test_a_launcher_can_be_made_by_hand():
     assert SlurmLauncher(time="4:00:00", partition="gpu").requeue is True
 
@@ -202,6 +226,91 @@ run("trainer.num_nodes=2", "task.at=3", "task.then=stop", "task.rank=0", "task.n
 run("trainer.num_nodes=3", "launcher.placement_timeout=1")
 cluster.shutdown()
 """
+
+
+class FakeRay:
+    """Ray as its launcher calls it first: joining takes over SIGTERM, as Ray's does, and fails where told to."""
+
+    class exceptions:
+        RayError = type("RayError", (Exception,), {})
+
+    def __init__(self, error=None):
+        self.error, self.handlers = error, []
+
+    def init(self, **options):
+        if self.error is not None:
+            raise self.error
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+
+    def nodes(self):
+        self.handlers.append(signal.getsignal(signal.SIGTERM))
+        raise ConfigError("far enough")
+
+    def shutdown(self):
+        pass
+
+
+@pytest.fixture
+def fake_ray(monkeypatch):
+    """Return a function that puts a FakeRay in the place of Ray."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def put(error=None):
+        found = FakeRay(error)
+        monkeypatch.setitem(sys.modules, "ray", found)
+        for name, attributes in (
+            ("ray.exceptions", {"GetTimeoutError": TimeoutError}),
+            ("ray.util.placement_group", {"placement_group": None}),
+        ):
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(**attributes))
+        return found
+
+    yield put
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_the_handler_of_sigterm_is_not_the_one_that_ray_sets(folder, fake_ray):
+    ray = fake_ray()
+    assert launch("launcher=ray") == 2
+    (handler,) = ray.handlers
+    assert "handling_end_signals" in handler.__qualname__
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ("launcher.address=127.0.0.1:1", None, "no cluster at launcher.address=127.0.0.1:1 (ConnectionRefusedError"),
+        ("launcher.address=auto", ConnectionError("Could not find any running Ray"), "See that `ray start --head`"),
+        ("launcher.address=auto", RuntimeError("InvalidAuthToken: x"), "give this machine that of its head"),
+        ("launcher.python=null", FakeRay.exceptions.RayError("no room"), "found none, and could start none (RayError"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_is_told_in_a_line(folder, fake_ray, capsys, words, error, message):
+    fake_ray(error)
+    assert launch("launcher=ray", words) == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+HEARS = """
+import os, signal
+from launched_task import Line as Hears
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+@pytest.mark.slow
+def test_a_node_hears_ctrl_c_where_ray_ignores_it(folder):
+    """A program that a shell starts in the background ignores SIGINT, and so does what it starts."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        (folder / "hears.py").write_text(HEARS)
+        config = "{task: {_target_: hears.Hears}, trainer: {accelerator: cpu, devices: 1}}"
+        code, said = RayNode(sys.executable, str(folder)).run("fit", config, 1, 0, "127.0.0.1", 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert code == 130, said
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="ray is installed")

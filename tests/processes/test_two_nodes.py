@@ -152,6 +152,7 @@ def test_the_roll_groups_ranks_by_node_and_device():
     ("options", "place", "message"),
     [
         ({"devices": 4}, Place(0, 0, 0, 2, 2, 1, "torchrun"), "asks for 4 processes a node, but torchrun started 2"),
+        ({"devices": 1}, Place(0, 0, 0, 2, 2, 1, "slurm"), "asks for 1 processes a node, but slurm started 2"),
         ({"devices": 2, "num_nodes": 2}, Place(0, 0, 0, 2, 2, 1, "slurm"), "num_nodes=2, but slurm started 2 proc"),
         ({"devices": 2}, Place(0, 0, 0, 8, 8, 1, "environment"), r"WORLD_SIZE=8, but .*num_nodes=1 x 2 .* = 2"),
         ({"devices": 2}, Place(0, 0, 0, 4, 2, 2, "torchrun"), None),

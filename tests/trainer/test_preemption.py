@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import signal
-import stat
 import subprocess
 import sys
 import time
@@ -369,24 +368,73 @@ def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, number, code
 
 
 # --- SLURM ------------------------------------------------------------------------------------------------------------
+class Slurm:
+    """A job 4711 whose squeue and scontrol are scripts; scontrol notes what it was called with."""
+
+    def __init__(self, folder: Path, state: str = "RUNNING", scontrol: str = "") -> None:
+        self.noted = folder / "scontrol"
+        tools = folder / "bin"
+        tools.mkdir()
+        for name, script in (("squeue", f"echo {state}"), ("scontrol", scontrol or f"echo $@ >> {self.noted}")):
+            (tools / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tools / name).chmod(0o755)
+        self.environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
+
+    @property
+    def requeued(self) -> bool:
+        return self.noted.exists() and self.noted.read_text() == "requeue 4711\n"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("number", "state", "requeued"),
     [
-        ("echo $@ > {folder}/scontrol", "in the queue again"),
-        ("echo Job is gone >&2; exit 1", "scontrol requeue 4711 failed: Job is gone"),
+        (signal.SIGUSR1, "COMPLETING", True),  # a warning, whatever comes after it
+        (signal.SIGTERM, "RUNNING", True),  # it is to make room
+        (signal.SIGTERM, "COMPLETING", False),  # scancel
+        (signal.SIGTERM, "", False),
     ],
 )
-def test_requeue(tmp_path, script, said):
-    fake = tmp_path / "bin" / "scontrol"
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\n" + script.format(folder=tmp_path))
-    fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
-    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}", "SLURM_JOB_ID": "4711"}
-    with running(tmp_path, {**SLOW, "requeue": True}, env=environment) as run:
+def test_a_job_is_requeued_unless_it_was_cancelled(tmp_path, number, state, requeued):
+    job = Slurm(tmp_path, state)
+    with running(tmp_path, {**SLOW, "requeue": True}, env=job.environment) as run:
+        os.kill(run.wait_for("step-2-0"), number)
+        assert run.end() == RESUME_ME, run.errors
+    assert job.requeued == requeued
+    assert ("in the queue again" in run.errors) == requeued
+    assert ("SLURM is ending job 4711" in run.errors) != requeued
+    assert checkpoints(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_requeue_that_fails_is_told(tmp_path):
+    job = Slurm(tmp_path, scontrol="echo Job is gone >&2; exit 1")
+    with running(tmp_path, {**SLOW, "requeue": True}, env=job.environment) as run:
         os.kill(run.wait_for("step-2-0"), signal.SIGUSR1)
         assert run.end() == RESUME_ME, run.errors
-    assert said in run.errors
-    assert checkpoints(tmp_path)
-    if "scontrol" in script and said.startswith("in"):
-        assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
+    assert "scontrol requeue 4711 failed: Job is gone" in run.errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp"}])
+def test_a_job_is_requeued_once_by_a_signal_in_its_start_up(tmp_path, options):
+    job = Slurm(tmp_path)
+    with running(tmp_path, {"pace": 0.4, "requeue": True, **options}, env=job.environment) as run:
+        run.wait_for("setup-0")
+        os.kill(run.process.pid, signal.SIGUSR1)
+        assert run.end() == RESUME_ME, run.errors
+    assert job.requeued, run.errors
+
+
+@pytest.mark.slow
+def test_a_job_is_requeued_by_a_signal_while_its_modules_are_imported(tmp_path):
+    module = MODULE.format(tests=str(SCRIPT.parent)) + "\nimport time; Path('began').touch(); time.sleep(20)"
+    (tmp_path / "command.py").write_text(module)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=1))
+    job = Slurm(tmp_path)
+    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml", "trainer.requeue=true"]
+    with running(tmp_path, {}, command, cwd=tmp_path, env=job.environment) as run:
+        assert wait_until((tmp_path / "began").exists, 30)
+        os.kill(run.process.pid, signal.SIGUSR1)
+        assert run.end() == RESUME_ME
+    assert job.requeued, run.errors

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config.build import build_config
 from ..messages import STDOUT
+from ..processes.requeue import requeue_early
 from ..processes.signals import exit_at_once, handling_end_signals
 from .load import load_or_launch
 
@@ -16,7 +17,12 @@ if TYPE_CHECKING:
 def run_fit(arguments: Sequence[str]) -> None:
     """Train the task of a config."""
     config = load_or_launch(arguments, "fit")
-    with handling_end_signals(exit_at_once):  # until fit installs its own handlers
+
+    def end(number: int) -> None:
+        requeue_early(number, config.values["trainer"]["requeue"])
+        exit_at_once(number)
+
+    with handling_end_signals(end):  # until fit installs its own handlers
         found = build_config(config)
         # with a run's own config, "auto" means that run instead of the newest one of its name
         resume: Any = found.stored("auto") if found.resume == "auto" and found.directory is not None else found.resume

@@ -73,7 +73,7 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
     if accelerator not in ("cpu", "cuda", "gpu"):
         raise ConfigError(
             f"launcher={name} needs a fixed kind of device, but trainer.accelerator={accelerator!r} depends on the "
-            f"machine: set it to cpu or cuda."
+            f"machine: add trainer.accelerator=cuda, or cpu."
         )
     kind = "cpu" if accelerator == "cpu" else "cuda"
     strategy = _strategy_of(trainer, count)

@@ -21,8 +21,16 @@ if TYPE_CHECKING:
 
 _SETTLE, _GRACE = 10.0, 20.0
 """Seconds after a node's failure until the others, most of which end by themselves, get SIGTERM, and SIGKILL."""
+_ANSWER = 10.0  # seconds in which a cluster's port must answer
 _RAY_POLL = 0.5  # seconds between two looks at the nodes
 _LAST_LINES = 40  # of a node that failed, shown again at the end
+# A Ray that was started in the background of a script ignores Ctrl-C, and so would all that it starts.
+_COMMAND = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from {__name__.partition(".")[0]}.trainer.__main__ import main
+sys.exit(main())
+"""
 
 
 @dataclass(kw_only=True)
@@ -63,14 +71,32 @@ class RayLauncher(Launcher):
         except ImportError as error:
             raise ConfigError(f"launcher=ray needs Ray ({error}): pip install 'legato[ray]'.") from error
         machines = machines_of(config.values, self.name)
+        self._connect(ray)
         signals: list[int] = []
-        with handling_end_signals(signals.append):
-            ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
-            try:
+        try:
+            with handling_end_signals(signals.append):  # after ray.init, which sets a handler for SIGTERM of its own
                 group = self._reserve(machines)
                 return self._run(group, machines, command, without_launcher(config), signals)
-            finally:
-                ray.shutdown()
+        finally:
+            ray.shutdown()
+
+    def _connect(self, ray: Any) -> None:
+        """Join the cluster, or start one. Raises WorkerError where that fails."""
+        host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
+        try:
+            if host and port.isdecimal():  # Ray itself would try for two minutes, and end the process
+                socket.create_connection((host, int(port)), timeout=_ANSWER).close()
+            ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
+        except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
+            where = f"no cluster at launcher.address={self.address}" if self.address else "none, and could start none"
+            reason = " ".join(str(error).split())[:300]
+            remedy = (
+                "The cluster wants a token: give this machine that of its head (RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH)."
+                if "token" in reason.lower()
+                else "See that `ray start --head` has been run there, that `ray status` answers here, and that both "
+                "have the same versions of Ray and Python."
+            )
+            raise WorkerError(f"launcher=ray found {where} ({type(error).__name__}: {reason}). {remedy}") from error
 
     def _reserve(self, machines: Machines) -> Any:
         """Return a placement group with one bundle per node, once it is scheduled."""
@@ -187,15 +213,15 @@ class RayNode:
             path.write_text(config, encoding="utf-8")
             # by `env`, because environment variables are set in processes/environment.py only
             place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
-            module = f"{__name__.partition('.')[0]}.trainer"
-            words = ["env", *place, self.python, "-m", module, command, str(path)]
+            words = ["env", *place, self.python, "-c", _COMMAND, command, str(path)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             self.process = subprocess.Popen(words, cwd=self.folder, **pipes)
             last: list[str] = []
             assert self.process.stdout is not None
-            for line in self.process.stdout:
-                print(line, end="", flush=True)
-                last = [*last[-_LAST_LINES:], line]
+            with self.process.stdout as lines:
+                for line in lines:
+                    print(line, end="", flush=True)
+                    last = [*last[-_LAST_LINES:], line]
             return self.process.wait(), "".join(last)
 
     def send(self, number: int) -> None:

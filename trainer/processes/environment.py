@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from ..elastic import launcher
 from ..elastic.store import ElasticOptions, ElasticWorker, split_address
 from ..errors import ConfigError
-from . import fork_safety, own_group, workers
+from . import fork_safety, own_group, rendezvous, workers
 from .rendezvous import Rendezvous, host_store, is_loopback, join_store
 from .workers import GRACE
 from .workers import warm_up as warm_up
@@ -113,6 +113,14 @@ def current_rank() -> int:
         return dist.get_rank()
     place = find_place()
     return 0 if place is None else place.rank
+
+
+def leads_job() -> bool:
+    """Return whether this process is rank 0, or alone, as its launcher gave it; torch need not be imported for it."""
+    worker = os.environ.get("LEGATO_WORKER")
+    own = worker is not None and worker.split(":")[0] == str(os.getpid())
+    place = _from_environment("legato") if own else _from_launcher(worker)
+    return place is None or place.rank == 0
 
 
 def restart_count() -> int:
@@ -325,6 +333,17 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
     if where.one_node:
         _keep_to_loopback()
     return str(where), join_store(where, place.rank, place.world_size, timeout)
+
+
+def tell_failure(text: str, by_user: bool) -> None:
+    """Tell the other ranks of a launcher that this process failed before it met them; they would wait for minutes.
+
+    `by_user`: whether they should end as this one does for a wrong config. torchrun ends them by itself.
+    """
+    place = find_place()
+    if place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
+        return
+    rendezvous.tell_failure(_find_rendezvous(place, None), place.rank, place.world_size, text, by_user)
 
 
 def leave_process_group() -> None:

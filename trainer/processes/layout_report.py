@@ -36,8 +36,6 @@ def check_place(trainer: TrainerArguments, strategy: "Strategy", devices: Sequen
                 f"trainer.cluster=off to leave that group alone."
             )
         return
-    if local == 1 and place.nodes == 1:
-        return
     started = f"{place.origin} started {place.world_size} processes on {place.nodes} nodes"
     if trainer.num_nodes > 1 and place.origin != "environment" and place.nodes != trainer.num_nodes:
         raise ConfigError(

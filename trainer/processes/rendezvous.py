@@ -4,6 +4,7 @@ import atexit
 import errno
 import ipaddress
 import itertools
+import json
 import socket
 import time
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -48,6 +49,34 @@ def is_loopback(host: str) -> bool:
 # finds them at the same address, under its own number.
 _open: "dict[Rendezvous, tuple[Store, itertools.count[int]]]" = {}
 atexit.register(_open.clear)
+_met = False
+"""Whether this process has been at a rendezvous."""
+
+LEAVE_SECONDS = 20.0
+"""Seconds in which rank 0, which has the store, waits for the others to hear that a rank failed before it came."""
+
+
+def tell_failure(where: Rendezvous, rank: int, world_size: int, text: str, by_user: bool) -> None:
+    """Tell the ranks that wait at a rendezvous that this one failed before it came there.
+
+    Does nothing once this process has been at one. Raises ConfigError where there is no store within LEAVE_SECONDS.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    if _met or where.path or where.hosted_elsewhere:
+        return
+    store = _open_store(where, rank, world_size, timedelta(seconds=LEAVE_SECONDS))
+    prefixed = PrefixStore(f"legato/{where.attempt}/0", store)
+    prefixed.set("failed", json.dumps([rank, text, by_user]))
+    _leave_failed(prefixed, rank, world_size)
+
+
+def _leave_failed(store: "Store", rank: int, world_size: int) -> None:
+    """Count this rank as one that knows of the failure; on rank 0 wait for the others, who ask its store."""
+    store.add("know", 1)
+    deadline = time.monotonic() + LEAVE_SECONDS
+    while rank == 0 and store.add("know", 0) < world_size and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
@@ -58,6 +87,8 @@ def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+    global _met
+    _met = True
     if where not in _open:
         _open[where] = (_open_store(where, rank, world_size, timeout), itertools.count())
     store, meetings = _open[where]
@@ -67,7 +98,7 @@ def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta
     if where.one_node or not where.hosted_elsewhere:
         try:
             _await_all_ranks(store, rank, world_size, where, timeout)
-        except ConfigError:
+        except (ConfigError, WorkerError):
             del _open[where]  # closes the port on rank 0
             raise
     return store
@@ -141,7 +172,7 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
             raise ConfigError(f"Rank {rank} of {world_size} is at {where} already. {remedy}")
         if store.add("arrived", 1) == world_size:
             store.set("complete", "yes")
-        store.wait(["complete"], timeout)
+        failure = _await_complete(store, timeout)
     except (DistError, RuntimeError) as error:
         try:
             missing = [str(rank) for rank in range(world_size) if not store.check([f"rank {rank}"])]
@@ -152,3 +183,22 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
             f"{', '.join(missing) or 'none any more'}. See that every rank starts with the same address and world size "
             "(under SLURM by srun, not by the batch script itself)."
         ) from error
+    if failure:
+        failed, text, by_user = json.loads(failure)
+        _leave_failed(store, rank, world_size)
+        kind = ConfigError if by_user else WorkerError
+        raise kind(f"Rank {failed} of {world_size} failed before it met the others: {text}")
+
+
+def _await_complete(store: "Store", timeout: timedelta) -> str:
+    """Wait until all ranks are there; return "", or how one failed before it came. Raises DistError at the timeout."""
+    deadline, pause = time.monotonic() + timeout.total_seconds(), 0.01
+    while time.monotonic() < deadline:
+        if store.check(["complete"]):
+            return ""
+        if store.check(["failed"]):
+            return store.get("failed").decode()
+        time.sleep(pause)
+        pause = min(0.5, 1.2 * pause)  # many ranks may ask, for minutes
+    store.wait(["complete"], timedelta(milliseconds=1))
+    return ""

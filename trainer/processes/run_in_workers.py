@@ -18,6 +18,7 @@ from ..run import Call, Request, Run
 from ..state import State
 from ..torch_private import ModuleParts, module_parts, set_module_parts
 from . import environment
+from .requeue import requeue_early
 from .signals import SignalWatch, handling_end_signals, raise_for_signal
 
 if TYPE_CHECKING:
@@ -64,9 +65,12 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
     Raises what the first failing worker raised.
     """
-    with handling_end_signals(
-        raise_for_signal, SignalWatch(trainer.signal_grace_seconds)
-    ):  # while there are workers, they get the signals
+
+    def end(number: int) -> None:
+        requeue_early(number, trainer.requeue)
+        raise_for_signal(number)
+
+    with handling_end_signals(end, SignalWatch(trainer.signal_grace_seconds)):  # workers, once there are some, get them
         return _run(trainer, request)
 
 

@@ -22,6 +22,7 @@ from ..state import State
 from ..torch_private import collectives_called, default_store
 from .environment import Place
 from .failures import end_process
+from .first_failure import with_first_failure
 from .script_collectives import ScriptCollectives, describe_counts
 from .stacks import Frame, collective_of, describe_stack, stack_of, stack_of_error, users_frame, worker_stacks
 from .transport import is_communication
@@ -301,6 +302,15 @@ class Watchdog:
             self._share_position(own, topic)
 
     def explain(self, error: BaseException) -> BaseException:
+        """Return the error to raise for one on this rank: it names each rank's position, or who failed first."""
+        found = self._explain_collective(error)
+        with suppress(RuntimeError):  # the store is gone
+            self._connect()
+        if self.place.origin in ("alone", "legato", "script") or self.store is None or self._size == 1:
+            return found
+        return with_first_failure(found, self.store, self._rank, self._size)
+
+    def _explain_collective(self, error: BaseException) -> BaseException:
         """Return the error to raise for a failed collective: one that names each rank's position, if known."""
         text = str(error)
         late = "Timed out waiting" in text or "Wait timeout" in text

@@ -1,0 +1,117 @@
+"""Ranks that another launcher started: the last words of each name the rank that failed first; they end in seconds."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.slow
+
+MODULE = """
+import os
+from launched_task import Line
+
+WHO, WHEN = os.environ["WHO"], os.environ["WHEN"]
+if os.environ["RANK"] == WHO and WHEN == "import":
+    raise OSError("no data on this node")
+
+class Failing(Line):
+    def __init__(self):
+        super().__init__()
+        if os.environ["RANK"] == WHO and WHEN == "init":
+            raise RuntimeError("no room on this node")
+
+    def training_step(self, batch):
+        if os.environ["RANK"] == WHO and self.global_step == 2:
+            if WHEN == "step":
+                raise ValueError("a bad sample")
+            if WHEN == "kill":
+                os.kill(os.getpid(), 9)
+            if WHEN == "exit":
+                raise SystemExit(3)
+        return super().training_step(batch)
+"""
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def ended(tmp_path):
+    """Return a function that runs two ranks, and returns their exit codes and what they said."""
+    shutil.copy(Path(__file__).parents[1] / "launched_task.py", tmp_path)
+    (tmp_path / "failing.py").write_text(MODULE)
+    trainer = {"accelerator": "cpu", "strategy": "ddp", "max_epochs": 1, "threads": 1, "enable_progress_bar": False}
+    config = {"task": {"_target_": "failing.Failing"}, "run": {"root": "runs"}, "trainer": trainer}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+
+    def run(who, when):
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+        words = [sys.executable, "-m", "legato", "fit", "config.yaml"]
+        ranks = [
+            subprocess.Popen(
+                words,
+                cwd=tmp_path,
+                env={**os.environ, **address, "RANK": str(rank), "WHO": str(who), "WHEN": when},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        try:
+            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        return [rank.returncode for rank in ranks], said
+
+    return run
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(
+    ("when", "code", "words"),
+    [("import", 2, "OSError: no data on this node"), ("init", 1, "no room on this node")],
+)
+def test_a_rank_that_fails_before_the_rendezvous_ends_the_others(ended, who, when, code, words):
+    start = time.monotonic()
+    codes, said = ended(who, when)
+    assert codes == [code, code], said
+    assert words in said[who]
+    assert f"legato: Rank {who} of 2 failed before it met the others: " in said[1 - who]
+    assert words in said[1 - who]
+    assert time.monotonic() < start + 60
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_fails_is_named_by_the_others(ended, who):
+    codes, said = ended(who, "step")
+    assert codes == [1, 1], said
+    assert "ValueError: a bad sample" in said[who]
+    last = said[1 - who].strip().splitlines()[-1]
+    assert last.startswith(f"legato: Rank {who} of 2 failed first: ValueError: a bad sample (")
+    assert "failing.py:" in last
+
+
+def test_a_rank_that_exits_is_named_by_the_others(ended):
+    codes, said = ended(1, "exit")
+    assert codes == [1, 3], said
+    assert "legato: Rank 1 of 2 failed first: SystemExit: 3 (" in said[0]
+
+
+@pytest.mark.parametrize(("who", "words"), [(0, "has ended without a word"), (1, "none has told of an error")])
+def test_a_rank_that_was_killed_is_suspected(ended, who, words):
+    codes, said = ended(who, "kill")
+    assert codes[who] == -signal.SIGKILL
+    assert codes[1 - who] == 1
+    assert words in said[1 - who].strip().splitlines()[-1]
