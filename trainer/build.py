@@ -683,13 +683,31 @@ def open_loggers(run: Run) -> None:
     hyperparameters = None
     if trainer.logs_hyperparameters:
         hyperparameters = trainer.hyperparameters_to_log([one for one in (run.datamodule, run.task) if one is not None])
+    if run.stage == "fit" and trainer.records_starts:
+        hyperparameters = {**run_settings(run), **(hyperparameters or {})}
     for logger in trainer.loggers:
         logger.open(trainer.run_dir, step if going_on else None)
-        if trainer.config_text is not None:
-            logger.log_text("config", trainer.config_text, step)
+        if trainer.config_text is not None and type(logger).log_text is not Logger.log_text:
+            logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)
         if hyperparameters is not None:
             logger.log_hyperparams(hyperparameters)
         logger.log_graph(run.task)
+
+
+def run_settings(run: Run) -> dict[str, Any]:
+    """Return the settings that loggers show among the hyperparameters of every run."""
+    trainer, place = run.trainer, run.strategy.place
+    devices = place.world_size if place.world_size > 1 else trainer.num_devices
+    found = {
+        "batch_size": getattr(run.data.loaders.get("train"), "batch_size", None),
+        "seed": run.state.seed,
+        "precision": str(trainer.precision),
+        "devices": f"{devices} {run.strategy.device.type}",
+        "strategy": run.strategy.name,
+        "replicas": run.state.replicas,
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def progress(trainer: "Trainer") -> dict[str, Any]:

@@ -45,7 +45,7 @@ class TrainerDefaults(TrainerView):
     keeps_added_code: ClassVar[bool] = False
     """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
     records_starts: ClassVar[bool] = True
-    """Whether each call of fit, validate, test and predict is recorded in the run directory, see run_record."""
+    """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     logs_hyperparameters: bool = True
     """Whether loggers are given the hyperparameters when a run begins."""
 

@@ -3,14 +3,12 @@
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import build
-from .checkpoints import run_record
 from .errors import TaskError
-from .processes.signals import RESUME_ME
 from .run import Call, Request, RewindRequested, Run
 from .undo import Errors
 
@@ -81,9 +79,12 @@ def close(run: Call, errors: Errors) -> None:
     run.loop.open = False
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:
+        saved = trainer.checkpoint_callback
+        score = getattr(saved, "best_model_score", None) if run.stage == "fit" and trainer.records_starts else None
         for logger in trainer.loggers:
+            if score is not None and errors.first is None:
+                attempt(logger.log_best, str(saved.monitor), float(score))
             attempt(logger.finalize, "success" if errors.first is None else "failed")
-        attempt(record_end, run, errors.first)
     if errors.first is not None and not failed:
         error, errors.first = errors.first, named(run, errors.first)
         if error is not errors.first:
@@ -92,21 +93,6 @@ def close(run: Call, errors: Errors) -> None:
     run.watchdog.succeeded = errors.first is None
     attempt(write_status, run, errors.first)
     run.undo.close(errors)
-
-
-def record_end(run: Call, error: BaseException | None) -> None:
-    """Record in the run directory how this call ended: "done", "failed", "interrupted" or "preempted"."""
-    trainer = run.trainer
-    if trainer.run_dir is None or not trainer.records_starts:
-        return
-    status = "done" if error is None else "failed"
-    if isinstance(error, KeyboardInterrupt):
-        status = "interrupted"
-    elif isinstance(error, SystemExit) and error.code == RESUME_ME:
-        status = "preempted"
-    told = None if error is None else f"{type(error).__name__}: {error}"
-    with suppress(OSError) if error is not None else nullcontext():  # else it is told twice that nothing can be written
-        run_record.end_start(trainer.run_dir, status, run.state.global_step, told)
 
 
 def tell_of_error(run: Call, errors: Errors) -> None:

@@ -128,7 +128,7 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
         sub_dir: str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(save_dir, name, version, sub_dir, log_graph, default_hp_metric, prefix, **kwargs)
+        super().__init__(save_dir, name, version, sub_dir, log_graph, default_hp_metric, prefix, False, **kwargs)
         self.hparams: dict[str, Any] = {}
 
     group_separator = "/"
@@ -339,7 +339,9 @@ class WandbLogger(wandb.WandbLogger):
         if not isinstance(columns, str):  # which is a text of Legato's, such as the config
             self.log_table(key, columns, data, dataframe, step)
 
-    def log_image(self, key: str, images: list[Any], step: int | None = None, **kwargs: Any) -> None:
+    def log_image(  # type: ignore[override]
+        self, key: str, images: list[Any], step: int | None = None, **kwargs: Any
+    ) -> None:
         """Write images; further arguments are lists with one value for each, such as `caption`."""
         self._log_media("Image", key, images, step, kwargs)
 

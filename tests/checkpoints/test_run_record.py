@@ -1,4 +1,4 @@
-"""What a run directory says of how the run was started: command, host, versions, code; and how each start ended."""
+"""What a run directory says of how the run was started: command, host, versions, code."""
 
 import json
 import os
@@ -55,8 +55,6 @@ def test_a_start_says_with_what_the_run_was_started(project):
     assert start["host"]["name"] == os.uname().nodename
     assert start["host"]["cpus"] == os.cpu_count()
     assert (start["stage"], start["step"], start["processes"], start["device"]) == ("fit", 0, 1, "cpu")
-    assert start["ended"]["status"] == "done"
-    assert start["ended"]["step"] == made.global_step == 5
     assert start["git"] == {
         "root": str(project),
         "commit": git(project, "rev-parse", "HEAD"),
@@ -99,34 +97,10 @@ def test_a_resume_adds_a_start_and_keeps_the_code_of_the_one_before(project):
     (project / "net.py").write_text("width = 10\n")
     starts = resume(4)
     assert [start["step"] for start in starts] == [0, 2, 3]
-    assert [start["ended"]["step"] for start in starts] == [2, 3, 4]
     files = [start["git"]["diff_file"] for start in starts]
     assert files == ["uncommitted.diff", "uncommitted.diff", "uncommitted-2.diff"]
     assert (first.run_dir / files[0]).read_bytes() == before
     assert b"+width = 10" in (first.run_dir / files[2]).read_bytes()
-
-
-def test_how_a_run_failed(project):
-    class Failing(Tiny):
-        def training_step(self, batch, batch_idx):
-            if self.global_step == 2:
-                raise ValueError("as planned")
-            return super().training_step(batch, batch_idx)
-
-    made = make_trainer(project / "runs", logger=True)
-    with pytest.raises(ValueError, match="as planned"):
-        made.fit(Failing(), make_loader())
-    ended = read_starts(made.run_dir)[0]["ended"]
-    assert (ended["status"], ended["step"], ended["error"]) == ("failed", 2, "ValueError: as planned")
-
-    class NotStarted(Tiny):
-        def setup(self, stage):
-            raise RuntimeError("no data")
-
-    made = make_trainer(project / "runs", logger=True)
-    with pytest.raises(RuntimeError, match="no data"):
-        made.fit(NotStarted(), make_loader())
-    assert read_starts(made.run_dir)[0]["ended"]["error"] == "RuntimeError: no data"
 
 
 def test_a_record_can_be_left_without_code(project):
@@ -159,7 +133,6 @@ def test_without_git_the_field_is_null(project, tmp_path, monkeypatch, trouble):
         monkeypatch.setattr(run_record, "GIT_SECONDS", 0.0)
     made = fit(tmp_path)
     assert read_starts(made.run_dir)[0]["git"] is None
-    assert read_starts(made.run_dir)[0]["ended"]["status"] == "done"
 
 
 def test_a_damaged_record_does_not_stop_a_run(project):

@@ -6,8 +6,13 @@ import time
 import pytest
 import torch
 from forked import Forked, run_source
+from tiny import Validated, make_loader, make_trainer
 
-from legato.trainer.loggers import TensorBoardLogger
+import legato as lg
+from legato.callbacks import Checkpoint
+from legato.trainer.errors import TaskError
+from legato.trainer.loggers import CSVLogger, TensorBoardLogger
+from legato.trainer.loggers.pixels import to_pixels
 from legato.trainer.loggers.tensorboard import sort_before_now, tags_at
 
 
@@ -253,8 +258,8 @@ def test_a_training_that_was_killed_twice_shows_each_step_once(tmp_path):
     run_dir = tmp_path / "default" / "version_0"
     every, validated = list(range(1, 161)), [20, 40, 70, 90, 120, 140]
     assert scalars(run_dir / "tensorboard", "step") == [(step, float(step)) for step in every]
-    assert scalars(run_dir / "tensorboard", "lr-SGD") == [(step, 0.1) for step in every]
-    assert [step for step, _ in scalars(run_dir / "tensorboard", "epoch")] == every
+    assert scalars(run_dir / "tensorboard", "~run/lr-SGD") == [(step, 0.1) for step in every]
+    assert [step for step, _ in scalars(run_dir / "tensorboard", "~run/epoch")] == every
     assert scalars(run_dir / "tensorboard", "val/step") == [(step, float(step)) for step in validated]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == every
@@ -305,3 +310,148 @@ def test_the_graph_of_a_task(tmp_path, caplog):
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     make_trainer(tmp_path, logger=logger).fit(Tiny(), make_loader())
     assert "no example_input_array" in caplog.text
+
+
+def fitted(folder, **options):
+    """Fit a task with a validation and hyperparameters; return the trainer, whose logs are TensorBoard's."""
+
+    class Charted(Validated):
+        def __init__(self, lr=0.1):
+            super().__init__(lr)
+            self.save_hyperparameters()
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("train/loss", loss, on_step=True, on_epoch=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val/loss", self.loss(batch))
+
+    saved = Checkpoint(monitor="val/loss")
+    defaults = {"logger": True, "max_epochs": 2, "log_every_n_steps": 1, "enable_checkpointing": True}
+    made = make_trainer(folder, **{**defaults, "callbacks": [saved, *options.pop("callbacks", ())], **options})
+    made.fit(Charted(), make_loader(), make_loader())
+    return made
+
+
+def layout_of(folder):
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    records = accumulate(folder).Tensors("custom_scalars__config__")
+    (category,) = Layout.FromString(records[-1].tensor_proto.string_val[0]).category
+    return {chart.title: list(chart.multiline.tag) for chart in category.chart}
+
+
+def test_training_and_validation_of_a_quantity_are_in_one_chart(tmp_path):
+    made = fitted(tmp_path)
+    folder = made.run_dir / "tensorboard"
+    assert layout_of(folder) == {"loss": ["^train/loss_epoch$", "^train/loss_step$", "^val/loss$"]}
+    logger = TensorBoardLogger()
+    logger.open(tmp_path / "other", None)
+    logger.log_metrics({"train_acc": 1.0}, 1)
+    logger.log_metrics({"val_acc": 1.0, "train/loss": 1.0}, 2)
+    logger.log_metrics({"val/loss": 1.0, "other": 1.0}, 3)
+    logger.finalize("success")
+    found = layout_of(tmp_path / "other" / "tensorboard")
+    assert found == {"acc": ["^train_acc$", "^val_acc$"], "loss": ["^train/loss$", "^val/loss$"]}
+
+
+def test_ones_own_metrics_come_before_legatos(tmp_path):
+    tags = accumulate(fitted(tmp_path).run_dir / "tensorboard").Tags()["scalars"]
+    own = [tag for tag in sorted(tags) if tag.startswith(("train/", "val/", "best/"))]
+    assert sorted(tags)[: len(own)] == own
+    assert {"~run/epoch", "~run/lr-SGD", "~run/samples_per_second"} <= set(tags)
+    logger = TensorBoardLogger(own_metrics_last=False)
+    logger.open(tmp_path / "other", None)
+    logger.log_metrics({"epoch": 1, "lr-SGD": 0.1, "train/x": 1}, 1)
+    logger.finalize("success")
+    assert set(accumulate(tmp_path / "other" / "tensorboard").Tags()["scalars"]) == {"epoch", "lr-SGD", "train/x"}
+
+
+def test_hyperparameters_name_the_settings_of_the_run_and_the_best_value(tmp_path):
+    made = fitted(tmp_path, seed=7, precision="bf16-mixed")
+    found = hyperparameter_records(made.run_dir / "tensorboard")
+    params = found["session_start_info"].session_start_info.hparams
+    shown = {name: value.number_value or value.string_value for name, value in params.items()}
+    assert shown == {
+        "lr": 0.1,
+        "batch_size": 4.0,
+        "seed": 7.0,
+        "precision": "bf16-mixed",
+        "devices": "1 cpu",
+        "strategy": "single",
+        "replicas": 1.0,
+        "accumulate_grad_batches": 1.0,
+    }
+    names = {info.name.tag for info in found["experiment"].experiment.metric_infos}
+    assert names == {"best/val/loss", "train/loss_step", "train/loss_epoch", "val/loss"}
+    best = min(value for _, value in scalars(made.run_dir / "tensorboard", "val/loss"))
+    assert [value for _, value in scalars(made.run_dir / "tensorboard", "best/val/loss")] == [best]
+
+
+@pytest.mark.parametrize(
+    ("image", "shape"),
+    [
+        (torch.zeros(5, 7), (5, 7, 1)),
+        (torch.ones(3, 5, 7, dtype=torch.bfloat16) * 2, (5, 7, 3)),
+        (torch.full((5, 7, 4), 255, dtype=torch.uint8), (5, 7, 4)),
+        (torch.ones(1, 5, 7, dtype=torch.bool).numpy(), (5, 7, 1)),
+    ],
+)
+def test_pictures_of_each_kind(image, shape):
+    pixels = to_pixels(image)
+    assert pixels.shape == shape
+    assert pixels.dtype == "uint8"
+    assert set(pixels.flatten()) == {255 if image.max() else 0}
+
+
+def test_several_pictures_at_once_are_refused():
+    with pytest.raises(TaskError, match=r"one picture of shape.*got \(2, 3, 5, 7\).*make_grid"):
+        to_pixels(torch.zeros(2, 3, 5, 7))
+
+
+def test_pictures_figures_texts_and_histograms_once_after_a_resume(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    for resume in (None, 1):
+        logger = TensorBoardLogger()
+        logger.log_image("before", torch.zeros(4, 4), 0)  # not open: nothing happens
+        logger.open(tmp_path, resume)
+        logger.log_image("image", torch.zeros(3, 4, 4), 1)
+        logger.log_figure("figure", figure, 1)
+        logger.log_histogram("weights", torch.arange(10.0), 1)
+        logger.log_text("text", "**bold**", 1)
+        logger.finalize("success")
+    found = accumulate(tmp_path / "tensorboard")
+    assert set(found.Tags()["images"]) == {"image", "figure"}
+    counts = [len(found.Images("image")), len(found.Images("figure")), len(found.Histograms("weights"))]
+    assert [*counts, len(found.Tensors("text/text_summary"))] == [1, 1, 1, 1]
+
+
+def test_a_logger_that_has_no_pictures_says_so_once(tmp_path, caplog):
+    logger = CSVLogger()
+    logger.log_image("before", torch.zeros(4, 4), 0)
+    logger.open(tmp_path, None)
+    with caplog.at_level("INFO", "legato"):
+        for step in range(3):
+            logger.log_image("image", torch.zeros(4, 4), step)
+            logger.log_histogram("weights", torch.zeros(4), step)
+    assert caplog.messages == [
+        f"CSVLogger has no {name}: nothing is written. TensorBoardLogger has it."
+        for name in ("log_image", "log_histogram")
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:html5lib")
+def test_the_config_is_shown_as_it_is_written(tmp_path):
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    class Configured(lg.Callback):
+        def setup(self, trainer, task, stage):
+            trainer.config_text = "task:\n  _target_: a.b.C_d_e\n"
+
+    made = fitted(tmp_path, callbacks=[Configured()])
+    found = accumulate(made.run_dir / "tensorboard").Tensors("config/text_summary")[0]
+    shown = markdown_to_safe_html(found.tensor_proto.string_val[0])
+    assert "_target_: a.b.C_d_e\n" in shown
+    assert "<em>" not in shown

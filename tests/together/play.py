@@ -26,10 +26,12 @@ from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, make_loader, ma
 
 import legato as lg
 from legato.trainer.checkpoints import store
+from legato.trainer.loggers.tensorboard import put_last
 
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
     r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|\.run|status\.json|"
+    r"environment\.json|README\.txt|uncommitted\.diff|"
     r"checkpoints/(step-\d{8}|mine)/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
 )
 
@@ -321,9 +323,9 @@ def check_tensorboard(run_dir: Path, points: dict[int, dict[str, float]], proble
     found: dict[tuple[int, str], list[float]] = {}
     for tag in accumulator.Tags()["scalars"]:
         for event in accumulator.Scalars(tag):
-            if not TIMES.search(tag):
+            if not TIMES.search(tag) and not tag.startswith("best/"):
                 found.setdefault((event.step, tag), []).append(event.value)
-    expected = {(step, name): value for step, values in points.items() for name, value in values.items()}
+    expected = {(step, put_last(name)): value for step, values in points.items() for name, value in values.items()}
     doubled = sorted(key for key, values in found.items() if len(values) > 1)
     if doubled:
         problems.append(f"TensorBoard has {doubled[:3]} more than once")

@@ -1,4 +1,4 @@
-"""Record of a run in its directory: command line, versions, host and code of each start, and how that ended.
+"""Record of a run in its directory: command line, versions, host and code of each start.
 
 environment.json     a list of starts, the newest last; a resume adds one
 uncommitted.diff     what was not committed, as `git apply` takes it; a resume with other code: uncommitted-1.diff
@@ -30,7 +30,7 @@ MOST_NAMES = 200
 FILES = {
     "config.yaml": "the config, every default included; `legato fit` and `legato validate` take it as it is",
     GIVEN_CONFIG: "the config without defaults: what files and the command line have set, and where",
-    RECORD: "for each start of the run: command line, versions, host, git commit, and how it ended",
+    RECORD: "for each start of the run: command line, versions, host and git commit",
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
     "status.json": "how the run stands: running, done, failed or preempted; its step, best value and last error",
     "metrics.jsonl": "all logged values, a line of JSON for each step",
@@ -75,18 +75,9 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool) -> Non
             "versions": package_versions(),
             "git": code,
             "packages": installed_packages(),
-            "ended": None,
         }
     )
     _write(directory, starts)
-
-
-def end_start(directory: Path, status: str, step: int, error: str | None) -> None:
-    """Note how the newest start ended, if this process made it."""
-    starts = read_starts(directory)
-    if starts and starts[-1]["process"] == os.getpid() and starts[-1]["host"]["name"] == socket.gethostname():
-        starts[-1]["ended"] = {"time": _now(), "status": status, "step": step, "error": error}
-        _write(directory, starts)
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Logger: the interface of loggers."""
 
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .folder import LogFolder
+
+
+log = logging.getLogger("legato")
 
 
 class NoExperiment:
@@ -38,6 +42,8 @@ class Logger:
     folder: "LogFolder | None" = None
     """The logger's own folder; None: the run directory."""
     _directory: Path | None = None
+    _said: tuple[str, ...] = ()
+    """Methods of which it was said that this logger has none."""
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Start writing, to `run_dir` or to the logger's own location.
@@ -101,8 +107,30 @@ class Logger:
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record hyperparameters and, at the end of a run, its final metrics."""
 
+    def log_best(self, name: str, value: float) -> None:
+        """Record, at the end of a run, the best value of the metric by which checkpoints are kept."""
+
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Write a text."""
+        """Write a text, which is shown as Markdown where the logger can."""
+        self._say_unable("log_text")
+
+    def log_image(self, tag: str, image: Any, step: int) -> None:
+        """Write a picture: a tensor or array of shape (H, W), (C, H, W) or (H, W, C), of bytes or of 0.0 to 1.0."""
+        self._say_unable("log_image")
+
+    def log_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Write a figure of matplotlib's, and leave it open."""
+        self._say_unable("log_figure")
+
+    def log_histogram(self, tag: str, values: Any, step: int) -> None:
+        """Write how the numbers in a tensor or array are distributed."""
+        self._say_unable("log_histogram")
+
+    def _say_unable(self, method: str) -> None:
+        """Say, once, that this logger writes nothing of the kind; not on ranks on which it is not open."""
+        if self._directory is not None and method not in self._said:
+            self._said = (*self._said, method)
+            log.info("%s has no %s: nothing is written. TensorBoardLogger has it.", type(self).__name__, method)
 
     def log_graph(self, model: Any, input_array: Any = None) -> None:
         """Record the graph of a model, where the logger was asked to."""

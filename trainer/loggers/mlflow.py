@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from .folder import flat_params, with_prefix
 from .logger import Logger, NoExperiment
+from .pixels import to_pixels
 from .remote import CheckpointUploads, kept_id
 
 FILE_PREFIX = "file:"
@@ -165,6 +166,18 @@ class MLFlowLogger(Logger):
         found = [Param(name, str(value)[:250]) for name, value in flat_params(params).items() if name not in known]
         for start in range(0, len(found), 100):  # as many as MLflow takes at once
             self.experiment.log_batch(self.run_id, params=found[start : start + 100], **self._options)
+
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Keep a text as a file of the run, `TAG-STEP.md`."""
+        self.experiment.log_text(self.run_id, text, f"{tag}-{step}.md")
+
+    def log_image(self, tag: str, image: Any, step: int) -> None:
+        """Keep a picture as a file of the run, `TAG-STEP.png`; see Logger."""
+        self.experiment.log_image(self.run_id, to_pixels(image), f"{tag}-{step}.png")
+
+    def log_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Keep a figure of matplotlib's as a file of the run, `TAG-STEP.png`."""
+        self.experiment.log_figure(self.run_id, figure, f"{tag}-{step}.png")
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Send checkpoints, if that is wished."""

@@ -5,7 +5,7 @@ import os
 import re
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.run_names import not_writable, run_directory_gone
 from .folder import LogFolder, flat_params, with_prefix
 from .logger import Logger, NoExperiment
+from .pixels import to_pixels
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -20,8 +21,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 
+OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
+"""Metrics of Legato's own callbacks."""
+LAST = "~run/"
+"""The group of these metrics: TensorBoard sorts groups by name, and this comes after all letters."""
+STAGE = re.compile(r"(train|val|validation|test)[/_](.+?)(?:_step|_epoch)?$")
+"""A metric's name as a stage and a quantity."""
+LAYOUT_TITLE = "Training and validation"
+
+
 class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
+
+    The tab CUSTOM SCALARS has a chart for each quantity that several stages log, as `train/loss` and `val/loss`.
 
     Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version`, see `LogFolder`.
     `experiment` is torch's SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger
@@ -32,6 +44,7 @@ class TensorBoardLogger(Logger):
         log_graph: record the graph of a task that has `example_input_array`.
         default_hp_metric: show -1 as `hp_metric` beside hyperparameters that have no metrics.
         prefix: is put before the name of each metric: `prefix-name`.
+        own_metrics_last: show `epoch`, `lr-...`, `throughput/...`, `straggler/...` in a group `~run` below all others.
         writer_options: options of SummaryWriter, such as `flush_secs`.
     """
 
@@ -44,17 +57,22 @@ class TensorBoardLogger(Logger):
         log_graph: bool = False,
         default_hp_metric: bool = False,
         prefix: str = "",
+        own_metrics_last: bool = True,
         **writer_options: Any,
     ) -> None:
         super().__init__()
         self.folder = None if save_dir is None else LogFolder(save_dir, name, version)
         self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
+        self.own_metrics_last = own_metrics_last
         self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
         self._writer_options = writer_options
         self._events: Path | None = None
         self._writer: Any = None
         self._params: dict[str, Any] = {}
         self._final: dict[str, float] = {}
+        self._best: dict[str, float] = {}
+        self._pairs: dict[str, list[str]] = {}
+        """The charts that show training and validation together: their lines, by quantity."""
         self._points: dict[str, tuple[int, float]] = {}
         self._step = 0
         self._session_started = False
@@ -91,7 +109,7 @@ class TensorBoardLogger(Logger):
             None,
             self._events,
         ):  # another run; hyperparameters given before the first `open` belong to the first run
-            self._params, self._final, self._points = {}, {}, {}
+            self._params, self._final, self._points, self._best = {}, {}, {}, {}
         if resume_step is not None:  # points voided by the new file must be written again
             self._points = {name: point for name, point in self._points.items() if point[0] <= resume_step}
         self._events.mkdir(parents=True, exist_ok=True)
@@ -99,7 +117,7 @@ class TensorBoardLogger(Logger):
             sort_before_now(self._events)
         self._resume_step = resume_step
         self._recorded = set() if resume_step is None else tags_at(self._events, resume_step)
-        self._session_started = False
+        self._session_started, self._pairs = False, {}
         # TensorBoard voids steps >= purge_step; the point of the checkpoint's own step was written before it
         purge = None if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(self._events), purge_step=purge, **self._writer_options)
@@ -113,14 +131,31 @@ class TensorBoardLogger(Logger):
             self._start_session()
         before = self._recorded if step == self._resume_step else ()
         named = with_prefix(self.prefix, metrics)
+        if self.own_metrics_last:
+            named = {put_last(name): value for name, value in named.items()}
         points = {name: (step, float(value)) for name, value in named.items() if name not in before}
         values = [
             {"tag": name, "simple_value": point[1]} for name, point in points.items() if self._points.get(name) != point
         ]
-        self._step = step
+        self._step, known = step, len(self._points)
         self._points.update(points)
         if values:
             self._add(values, step)
+        if len(self._points) > known or not self._pairs:
+            self._write_layout()
+
+    def _write_layout(self) -> None:
+        """Write which charts show training and validation together; TensorBoard takes the newest such record."""
+        pairs = pairs_in(self._points)
+        if pairs != self._pairs:
+            from torch.utils.tensorboard import summary
+
+            build: Any = summary.custom_scalars
+            charts = {
+                quantity: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for quantity, tags in pairs.items()
+            }
+            self._add(build({LAYOUT_TITLE: charts}).value)
+        self._pairs = pairs
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record `params` for the first event and `metrics` for the end; without metrics all logged ones are shown."""
@@ -154,8 +189,31 @@ class TensorBoardLogger(Logger):
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text, which TensorBoard renders as Markdown."""
-        if self._writer is not None and not (step == self._resume_step and f"{tag}/text_summary" in self._recorded):
+        if self._is_new(f"{tag}/text_summary", step):
             self._writer.add_text(tag, text, step)
+
+    def log_image(self, tag: str, image: Any, step: int) -> None:
+        """Write a picture: a tensor or array of shape (H, W), (C, H, W) or (H, W, C), of bytes or of 0.0 to 1.0."""
+        if self._is_new(tag, step):
+            self._writer.add_image(tag, to_pixels(image), step, dataformats="HWC")
+
+    def log_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Write a figure of matplotlib's, and leave it open."""
+        if self._is_new(tag, step):
+            self._writer.add_figure(tag, figure, step, close=False)
+
+    def log_histogram(self, tag: str, values: Any, step: int) -> None:
+        """Write how the numbers in a tensor or array are distributed."""
+        if self._is_new(tag, step):
+            self._writer.add_histogram(tag, values, step)
+
+    def _is_new(self, tag: str, step: int) -> bool:
+        """Return whether a value is to be written: the logger is open, and a resume finds none of this step there."""
+        return self._writer is not None and not (step == self._resume_step and tag in self._recorded)
+
+    def log_best(self, name: str, value: float) -> None:
+        """Record a value that the HPARAMS tab shows beside the newest ones, as `best/name`."""
+        self._best[f"best/{name}"] = value
 
     def save(self) -> None:
         """Flush all events."""
@@ -174,10 +232,12 @@ class TensorBoardLogger(Logger):
         final = with_prefix(self.prefix, self._final)
         shown = dict(zip(self._final, final, strict=True))
         absent = {name: value for name, value in self._final.items() if shown[name] not in self._points}
-        if absent:
-            self.log_metrics(absent, self._step)
+        if absent or self._best:
+            self.log_metrics({**absent, **self._best}, self._step)
         if self._params:
-            experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys(final or self._points, 0.0))
+            names = final or [name for name in self._points if not name.startswith(LAST)]
+            best = with_prefix(self.prefix, self._best)
+            experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*best, *names], 0.0))
             if status != "success":
                 _mark_failed(end)
             self._add(experiment.value)
@@ -204,6 +264,7 @@ class TensorBoardLogger(Logger):
 
         self._events.mkdir(parents=True)
         self._writer, self._resume_step, self._session_started = SummaryWriter(str(self._events)), None, False
+        self._pairs = {}
 
     def _let_go(self) -> None:
         """Drop pending events of a deleted file, since TensorBoard's thread reopens it by name for each write."""
@@ -229,6 +290,23 @@ class TensorBoardLogger(Logger):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the writer when the logger is pickled to another process."""
         return {**self.__dict__, "_writer": None}
+
+
+def put_last(name: str) -> str:
+    """Return the tag of a metric: one of Legato's own is in the group that is shown last."""
+    return f"{LAST}{name.removeprefix('throughput/')}" if OWN_METRICS.match(name) else name
+
+
+def pairs_in(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tags of each quantity that several stages log, as "loss": ["train/loss", "val/loss"]."""
+    stages: dict[str, set[str]] = {}
+    tags: dict[str, list[str]] = {}
+    for name in sorted(names):
+        found = STAGE.match(name)
+        if found is not None:
+            stages.setdefault(found[2], set()).add(found[1])
+            tags.setdefault(found[2], []).append(name)
+    return {quantity: tags[quantity] for quantity in sorted(tags) if len(stages[quantity]) > 1}
 
 
 def _event_files(folder: Path) -> list[Path]:

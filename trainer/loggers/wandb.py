@@ -8,6 +8,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from .folder import plain, with_prefix
 from .logger import Logger, NoExperiment
+from .pixels import as_array, to_pixels
 from .remote import CheckpointUploads, kept_id
 
 STEP = "trainer/global_step"
@@ -128,6 +129,28 @@ class WandbLogger(Logger):
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Do nothing: W&B has tables for texts, see `experiment`."""
+
+    def log_image(self, tag: str, image: Any, step: int) -> None:
+        """Write a picture; see Logger."""
+        import wandb
+
+        self._write_media(tag, wandb.Image(to_pixels(image)), step)
+
+    def log_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Write a figure of matplotlib's as a picture."""
+        import wandb
+
+        self._write_media(tag, wandb.Image(figure), step)
+
+    def log_histogram(self, tag: str, values: Any, step: int) -> None:
+        """Write how the numbers in a tensor or array are distributed."""
+        import wandb
+
+        self._write_media(tag, wandb.Histogram(as_array(values)), step)
+
+    def _write_media(self, tag: str, value: Any, step: int) -> None:
+        if step > self._written:
+            self.experiment.log({tag: value, STEP: int(step)})
 
     def watch(self, model: Any, log: str | None = "gradients", log_freq: int = 100, log_graph: bool = True) -> None:
         """Record histograms of a model's gradients or parameters."""
