@@ -84,13 +84,18 @@ COMMANDS = {
         },
     ),
     "export": Command(
-        "Write a checkpoint's weights to one file: CHECKPOINT OUT.safetensors.",
+        "Write a checkpoint to one file: its weights (x.safetensors), or its model (x.onnx, x.pt2).",
         ".commands.export",
         "run_export",
         arguments=[
             Argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run directory: its newest one"),
-            Argument("out", metavar="OUT", help="the file to write: x.safetensors"),
+            Argument("out", metavar="OUT", help="the file to write: x.safetensors, x.onnx or x.pt2"),
+            Argument("config", metavar="CONFIG", nargs="*", help="config and overrides of the model (the run's own)"),
         ],
+        more=(
+            "A model is the task's forward, with example_input_array as its input, or the inputs of the data's first\n"
+            "batch; its first dimension may vary. The file is loaded again, and its outputs compared with the task's."
+        ),
     ),
     "convert": Command(
         "Write a checkpoint as Lightning's file, or the reverse: CHECKPOINT OUT.ckpt, or FILE.ckpt DIRECTORY.",

@@ -1,4 +1,4 @@
-"""`legato export`: writes a checkpoint's weights to one safetensors file."""
+"""`legato export`: writes a checkpoint's weights as safetensors, or its model as ONNX or a program of torch.export."""
 
 import os
 from argparse import Namespace
@@ -10,11 +10,27 @@ from ..checkpoints import commit, store
 from ..checkpoints.format import KNOWN_EVERYWHERE, write_tensors
 from ..errors import CheckpointError
 
+MODELS = " The whole model is written to x.onnx or x.pt2."
+
 
 def run_export(arguments: Namespace) -> None:
-    """Run `legato export`."""
+    """Run `legato export`: the suffix of the file says what it is."""
     source, target = Path(arguments.checkpoint), Path(arguments.out)
-    print(f"{export_weights(source, target)} tensors  {target}")
+    if target.suffix not in (".onnx", ".pt2"):
+        print(f"{export_weights(source, target)} tensors  {target}")
+        return
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    from .export_model import export_model
+
+    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
+    try:
+        commit.make_folder(target.absolute().parent)
+        said = export_model(source, partial, arguments.config)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{said}  {target}")
 
 
 def export_weights(source: Path, target: Path) -> int:
@@ -25,7 +41,9 @@ def export_weights(source: Path, target: Path) -> int:
     exists or has another suffix.
     """
     if target.suffix != ".safetensors":
-        raise CheckpointError(f"{target}: the file is one of safetensors, and its name must end in .safetensors.")
+        raise CheckpointError(
+            f"{target}: the file is one of safetensors, and its name must end in .safetensors.{MODELS}"
+        )
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
     weights = store.read_checkpoint(store.resolve(source)).get("state_dict")

@@ -1,5 +1,6 @@
 """Differences of stored configs: between runs, and from the defaults."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,22 +24,30 @@ def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
     groups: dict[str | None, list[Mapping[str, str]]] = {}
     for run in runs:
         groups.setdefault(run.config.get(TASK), []).append(run.config)
-    varying = {task: varying_keys(configs) for task, configs in groups.items()}
+    known = {task: [config for config in configs if config] for task, configs in groups.items()}
+    counts = {
+        task: {key: Counter(config.get(key) for config in configs) for key in varying_keys(configs)}
+        for task, configs in known.items()
+    }
     found = []
     for run in runs:
-        keys = varying[run.config.get(TASK)]
-        short, group = short_names(keys), [config for config in groups[run.config.get(TASK)] if config]
-        own = {key: run.config[key] for key in keys if key in run.config}
-        rare = {key for key, value in own.items() if 2 * sum(one.get(key) == value for one in group) <= len(group)}
-        found.append({short[key]: value for key, value in own.items() if key in rare})
+        task = run.config.get(TASK)
+        short = short_names(list(counts[task]))
+        found.append(
+            {
+                short[key]: run.config[key]
+                for key, values in counts[task].items()
+                if key in run.config and 2 * values[run.config[key]] <= len(known[task])
+            }
+        )
     return found
 
 
 def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
     """Return the keys whose values are not the same in all of the configs; runs without a config do not count."""
-    known = [config for config in configs if config]
-    keys = dict.fromkeys(key for config in known for key in config if key not in NOT_COMPARED)
-    return [key for key in keys if len({config.get(key) for config in known}) > 1]
+    whole = [config for config in configs if config]
+    keys = dict.fromkeys(key for config in whole for key in config if key not in NOT_COMPARED)
+    return [key for key in keys if len({config.get(key) for config in whole}) > 1]
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
