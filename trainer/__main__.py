@@ -31,10 +31,32 @@ COMMANDS = {
     "config": Command(
         "Print the resolved config, with the origin of each value, and stop.", ".commands.config", "show_config"
     ),
+    "sweep": Command(
+        "Run a config with many values, and show which are best; the same command again goes on.",
+        ".commands.sweep.command",
+        "run_sweep",
+        arguments=[
+            Argument(
+                "words",
+                metavar="WORD",
+                nargs="*",
+                help="CONFIG.yaml and key=value, as for fit; key=VALUES is tried with each: "
+                "1e-4,1e-3 or range(32,129,32) or log(1e-5,1e-2) or uniform(0,1)",
+            ),
+            Argument("--random", type=int, metavar="N", help="N trials with random values"),
+            Argument("--optuna", type=int, metavar="N", help="N trials with values that Optuna chooses"),
+            Argument("--jobs", type=int, default=1, metavar="N", help="trials at a time (1)"),
+            Argument("--metric", metavar="NAME", help="what is compared (what a callback monitors)"),
+            Argument("--mode", choices=("min", "max"), help="whether less or more of it is better"),
+        ],
+        more="legato sweep digits.yaml task.lr=1e-3,1e-2 task.channels=range(8,33,8) --jobs 2",
+    ),
     "schema": Command(
         "Print the JSON schema of a config, with which an editor completes and checks it.",
         ".commands.schema",
         "run_schema",
+        usage="[CONFIG.yaml ...]",
+        own_keys={"CONFIG.yaml": "Also the arguments of the classes that these configs name."},
     ),
     "check": Command(
         "Run a few steps of every stage to find what would fail later.", ".commands.check.check", "run_check"

@@ -363,8 +363,13 @@ def _shown(path: Path) -> str:
 
 
 # --- overrides --------------------------------------------------------------------------------------------------------
+def is_override(argument: str) -> bool:
+    """Return whether an argument of a command sets a key, and does not name a file."""
+    return _OVERRIDE.match(argument) is not None and not os.path.exists(argument)
+
+
 def _overrides_among(arguments: Sequence[str]) -> list[str]:
-    return [one for one in arguments if _OVERRIDE.match(one) and not os.path.exists(one)]
+    return list(filter(is_override, arguments))
 
 
 def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
@@ -545,7 +550,7 @@ def _resolve(merged: Layer, defaults: Defaults) -> Layer:
             value = plain(reduce(getitem, key, container))
             for name, is_value in pieces.get(key, {}).items():
                 piece = plain(reduce(getitem, (*key[:-1], name), container))
-                value = ("" if name == "0" else value) + (_file_name(piece) if is_value else piece)
+                value = ("" if name == "0" else value) + (name_of_value(piece) if is_value else piece)
             reduce(getitem, key[:-1], values)[key[-1]] = value
         except ConfigError as error:
             raise ConfigError(f"{place}: {error}") from error
@@ -581,12 +586,12 @@ def _split_name(values: Any, key: Key, text: str) -> dict[str, bool]:
     return {str(index): index % 2 == 1 for index in range(len(parts))}
 
 
-def _file_name(value: Any) -> str:
+def name_of_value(value: Any) -> str:
     """Return a value as part of a file's name."""
     if isinstance(value, dict):
         value = str(value.get(TARGET, "")).rpartition(".")[2] or list(value.values())
     if isinstance(value, list):
-        return "-".join(map(_file_name, value))
+        return "-".join(map(name_of_value, value))
     text = value.lstrip(".-/ ") if isinstance(value, str) else _flow(value)
     return re.sub(r"[^\w.+=,@-]+", "-", text)[:80]
 
