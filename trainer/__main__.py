@@ -160,6 +160,7 @@ COMMANDS = {
         "run_compare",
         arguments=[
             Argument("runs", metavar="RUN", nargs="+", help=f"two or more of these: {A_RUN}"),
+            Argument("--bits", action="store_true", help="find the first step and tensor at which two runs differ"),
             Argument("--plot", metavar="OUT.png", help="write a chart of each metric (needs matplotlib)"),
             Argument("--metric", metavar="NAME", action="append", help="plot this one only; may be given again"),
         ],

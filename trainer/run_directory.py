@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints.run_lock import belongs_to_training, is_held
-from .checkpoints.run_names import CHECKPOINTS, CONFIG, IDENTITY, VERSION
+from .checkpoints.run_names import CHECKPOINTS, CONFIG, IDENTITY, REPLAY, VERSION
 from .errors import ConfigError, did_you_mean
 from .run_status import FAILED, RUNNING, STATUS, read_status
 
@@ -218,7 +218,7 @@ def _walk(folder: str) -> Iterator[Path]:
         if _is_run(os.path.basename(here), {entry.name for entry in entries}):
             yield Path(here)
             continue
-        below = (entry for entry in entries if not entry.name.startswith("."))
+        below = (entry for entry in entries if not entry.name.startswith(".") and REPLAY not in entry.name)
         ahead += [entry.path for entry in below if entry.is_dir(follow_symlinks=False)]
 
 

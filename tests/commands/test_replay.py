@@ -144,4 +144,4 @@ def test_mistakes_are_named() -> None:
         (("step=9",), "The replay ended after step 5"),
     ):
         assert said in legato("replay", run, *words, fails=True).stderr
-    assert "expected a run directory" in legato("replay", str(RUN / "nothing"), "step=1", fails=True).stderr
+    assert "There is no run" in legato("replay", str(RUN / "nothing"), "step=1", fails=True).stderr

@@ -208,8 +208,8 @@ def test_what_cannot_be_known_is_said(folder: Path) -> None:
     assert "Did you mean 'step'?" in done.stderr
     done = legato("samples", "runs")
     assert done.returncode == 2
-    done = legato("samples", "runs", "step=3")
-    assert "expected the directory of a run" in done.stderr
+    done = legato("samples", "nothing", "step=3")
+    assert "There is no run 'nothing'" in done.stderr
 
 
 def test_of_a_stream_it_tells_the_batches(folder: Path) -> None:

@@ -95,7 +95,16 @@ def run_replay(arguments: Sequence[str]) -> None:
     save = None if options.save is None else options.save / directory_name(options.last)
     watchers.append(StopAfterStep(options.last, save))
     try:
-        replayed = replay_steps(history, options.first, options.last, directory, watchers, overrides, every_step=True)
+        replayed = replay_steps(
+            history,
+            options.first,
+            options.last,
+            directory,
+            watchers,
+            overrides,
+            every_step=True,
+            as_if_not_left_out=options.first in left_out(history),
+        )
     except BdbQuit:
         print("The debugger was left; the replay ends here.", file=STDOUT, flush=True)
         return
@@ -112,7 +121,7 @@ def described(
 ) -> Iterator[str]:
     """Yield the lines that tell what the steps came to, and which samples they had."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
-    yield f"Replayed steps {replayed.first:,} to {replayed.last:,} of {history.directory}, from {origin}"
+    yield f"Replayed steps {replayed.first:,} to {options.last:,} of {history.directory}, from {origin}"
     lookup, gone = SampleLookup(history), left_out(history)
     for record in replayed.steps():
         rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(record["learning_rates"]))

@@ -15,6 +15,7 @@ from ...checkpoints.run_names import CHECKPOINTS, CONFIG
 from ...config.check import Config, load_config
 from ...errors import CheckpointError, ConfigError
 from ...loggers.json_lines import FILE_NAME
+from ...run_directory import find_run
 from ...state import State
 
 KEPT = ("state", "fingerprint", "numerics", "versions", "config")
@@ -67,13 +68,11 @@ class RunHistory:
 
     @classmethod
     def at(cls, path: str) -> "RunHistory":
-        """Return the history of the run at a path: its directory, or a file or checkpoint in it."""
+        """Return the history of a run: its directory, a file or checkpoint in it, or a name below runs/, the newest."""
         found = Path(path)
-        if not found.exists():
-            raise ConfigError(f"There is no run at {path}: expected a run directory, such as runs/NAME/version_0.")
-        if found.is_file():
-            return cls(found.parent)
-        return cls(found.parent.parent if found.absolute().parent.name == CHECKPOINTS else found)
+        if found.absolute().parent.name == CHECKPOINTS:
+            return cls(found.parent.parent)
+        return cls(found if (found / CONFIG).is_file() else find_run(path).path)
 
     @cached_property
     def checkpoints(self) -> list[CheckpointRecord]:

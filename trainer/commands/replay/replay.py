@@ -15,6 +15,7 @@ from ....callbacks.progress_bar import ProgressDisplay
 from ....callbacks.straggler_monitor import StragglerMonitor
 from ....callbacks.throughput_monitor import ThroughputMonitor
 from ....callbacks.timer import Timer
+from ...checkpoints.run_names import REPLAY
 from ...config.build import build_config
 from ...errors import ConfigError, DataError, LegatoError
 from ...loggers.json_lines import FILE_NAME
@@ -42,7 +43,7 @@ def new_directory(run: Path) -> Path:
     """
     number = 0
     while True:
-        path = run.absolute().with_name(f"{run.absolute().name}.replay-{number}")
+        path = run.absolute().with_name(f"{run.absolute().name}{REPLAY}{number}")
         try:
             path.mkdir()
         except FileExistsError:
@@ -63,6 +64,7 @@ class Replayed:
     first: int
     """The first step that was computed, which may be before those asked for."""
     last: int
+    """The last step that is what the run did."""
     directory: Path
     to_the_bit: bool
     """Whether it must have the same bits as the run."""
@@ -99,7 +101,7 @@ class Comparison:
         what = f"{shown_count(self.values, 'value')} of {shown_count(self.steps, 'step')}"
         why = self.replayed.why
         if not self.values:
-            return "Nothing to hold it against: the run has logged nothing in these steps."
+            return "Proof       none: the run has logged nothing in these steps"
         if self.first is None:
             return f"Proof       {what} in metrics.jsonl are equal to the bit"
         step, name, was, now = self.first
@@ -161,11 +163,14 @@ def replay_steps(
     watchers: Sequence[Callback],
     overrides: Sequence[str] = (),
     every_step: bool = False,
+    as_if_not_left_out: bool = False,
 ) -> Replayed:
     """Compute the steps up to `last` again, from the newest checkpoint before `first`, and write to `directory` alone.
 
-    every_step: log every step, and not only those that the run has logged. Raises ConfigError where the run was
-    resumed with another config between the two.
+    every_step: log every step, and not only those that the run has logged.
+    as_if_not_left_out: compute these steps also where the run has left them out; nothing is then compared with it.
+
+    Raises ConfigError where the run was resumed with another config between the two.
     """
     source = history.before(first)
     begins, ends = history.after(source.step + 1 if source else 1), history.after(last)
@@ -182,7 +187,7 @@ def replay_steps(
     trainer.given_dir = directory
     trainer.min_steps = trainer.min_epochs = None
     trainer.max_time = None
-    gone = [step for step in left_out(history) if not first <= step <= last]
+    gone = [step for step in left_out(history) if not (as_if_not_left_out and first <= step <= last)]
     trainer.callbacks = [*without_recorders(trainer.callbacks), LeaveOutSteps(gone), *watchers]
     configure = run.task.configure_callbacks
     run.task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
@@ -191,7 +196,8 @@ def replay_steps(
     trainer.fit(run.task, datamodule=run.data, resume=resume if resume != "auto" else None)
     if trainer.global_step < last:
         raise DataError(f"The replay ended after step {trainer.global_step}, before step {last}: the run has none.")
-    return Replayed(history, source, begun + 1, last, directory, *sameness(history, first, config))
+    compared = first - 1 if as_if_not_left_out else last
+    return Replayed(history, source, begun + 1, compared, directory, *sameness(history, first, config))
 
 
 def differs_after(history: RunHistory, record: "CheckpointRecord") -> bool:

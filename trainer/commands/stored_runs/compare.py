@@ -17,6 +17,10 @@ def run_compare(arguments: Namespace) -> None:
     if len(runs) < 2:
         raise ConfigError("legato compare needs two runs at least.")
     print(fitting("\n\n".join((states(runs), configs(runs), metrics(runs)))))
+    if arguments.bits:
+        from ..replay.bits import show_bits  # which loads torch
+
+        print(f"\n{show_bits([run.path for run in runs])}")
     if arguments.plot:
         print(f"\n{plot(runs, Path(arguments.plot), arguments.metric)}")
 

@@ -1,0 +1,58 @@
+"""`legato compare --bits`: the first step and the first tensor at which two runs differ."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from replayed_folder import RUN, json_lines, legato, make_folder, trained, tree
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return make_folder(tmp_path, monkeypatch)
+
+
+def bits(one: Path, other: Path) -> list[str]:
+    return legato("compare", str(one), str(other), "--bits").stdout.splitlines()
+
+
+def test_the_first_step_and_the_first_tensor_are_found_by_replaying_a_part() -> None:
+    """The second run leaves out step 11, and so differs in it: every weight, and the averages of batch norm."""
+    first = trained()
+    before = tree(first)
+    second = first.with_name("version_1")
+    legato("fit", "points.yaml", "trainer.leave_out_steps=[11]")
+    told = bits(first, second)
+    start = told.index("The first step at which they differ is 11.")
+    assert told[start + 1].split()[:2] == ["weights", "net.0.weight"]
+    assert told[start + 2].split()[:2] == ["gradients", "net.0.weight"]
+    assert tree(first) == before
+    third = first.with_name("version_2")
+    legato("fit", "points.yaml")
+    assert "Every bit is the same up to step 20." in bits(first, third)
+
+
+def test_a_run_of_other_code_is_named() -> None:
+    """What the code of today does not give is told from what differs by the config."""
+    trained()
+    text = Path("points.py").read_text()
+    Path("points.py").write_text(text.replace("nn.Dropout(0.2)", "nn.Dropout(0.25)"))
+    legato("fit", "points.yaml")
+    told = "\n".join(bits(RUN, RUN.with_name("version_1")))
+    assert f"{RUN} is not what its config gives today" in told or f"{RUN.absolute()} is not what" in told
+    assert "of step 1" in told
+
+
+def test_without_checkpoints_the_steps_are_computed_from_the_start() -> None:
+    first = trained("trainer.max_epochs=1")
+    legato("fit", "points.yaml", "trainer.max_epochs=1", "task.rate=0.06")
+    second = first.with_name("version_1")
+    for run in (first, second):
+        shutil.rmtree(run / "checkpoints")
+    told = bits(first, second)
+    start = told.index("The first step at which they differ is 1.")
+    assert told[start + 1].split()[0] == "weights"
+    assert told[start + 2].split() == ["gradients", "the", "same"]
+    assert json_lines(first / "metrics.jsonl")
