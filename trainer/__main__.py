@@ -12,6 +12,7 @@ from .messages import STDERR
 
 STATES = ["running", "done", "failed", "preempted", "unknown"]
 A_RUN = "a run directory, or a name below runs/, such as digits for its newest run"
+TRAINING, CONFIGS, ON_DISK = "training and evaluation", "configs", "runs on disk"
 COMMANDS = {
     "new": Command(
         "Write a small project that trains at once: NAME.",
@@ -19,17 +20,27 @@ COMMANDS = {
         "run_new",
         usage="NAME",
         own_keys={"NAME": "The folder to write, whose name becomes that of the project's package."},
+        about=TRAINING,
     ),
-    "fit": Command("Train the task.", ".commands.fit", "run_fit", without=["checkpoint"]),
+    "fit": Command("Train the task.", ".commands.fit", "run_fit", without=["checkpoint"], about=TRAINING),
     "validate": Command(
-        "Evaluate it on its validation data.", ".commands.evaluate", "run_validate", without=["resume"]
+        "Evaluate it on its validation data.", ".commands.evaluate", "run_validate", without=["resume"], about=TRAINING
     ),
-    "test": Command("Evaluate it on its test data.", ".commands.evaluate", "run_test", without=["resume"]),
+    "test": Command(
+        "Evaluate it on its test data.", ".commands.evaluate", "run_test", without=["resume"], about=TRAINING
+    ),
     "predict": Command(
-        "Write its predictions for its prediction data.", ".commands.evaluate", "run_predict", without=["resume"]
+        "Write its predictions for its prediction data.",
+        ".commands.evaluate",
+        "run_predict",
+        without=["resume"],
+        about=TRAINING,
     ),
     "config": Command(
-        "Print the resolved config, with the origin of each value, and stop.", ".commands.config", "show_config"
+        "Print the resolved config, with the origin of each value, and stop.",
+        ".commands.config",
+        "show_config",
+        about=CONFIGS,
     ),
     "sweep": Command(
         "Run a config with many values, and show which are best; the same command again goes on.",
@@ -50,6 +61,7 @@ COMMANDS = {
             Argument("--mode", choices=("min", "max"), help="whether less or more of it is better"),
         ],
         more="legato sweep digits.yaml task.lr=1e-3,1e-2 task.channels=range(8,33,8) --jobs 2",
+        about=TRAINING,
     ),
     "schema": Command(
         "Print the JSON schema of a config, with which an editor completes and checks it.",
@@ -57,9 +69,13 @@ COMMANDS = {
         "run_schema",
         usage="[CONFIG.yaml ...]",
         own_keys={"CONFIG.yaml": "Also the arguments of the classes that these configs name."},
+        about=CONFIGS,
     ),
     "check": Command(
-        "Run a few steps of every stage to find what would fail later.", ".commands.check.check", "run_check"
+        "Run a few steps of every stage to find what would fail later.",
+        ".commands.check.check",
+        "run_check",
+        about=CONFIGS,
     ),
     "plan": Command(
         "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].",
@@ -73,6 +89,7 @@ COMMANDS = {
             "length, batch_size, parameters": "Take these numbers, and build neither the data nor the task.",
             "optimizer, drop_last, shuffle": "Take these instead of what the task and its loader say.",
         },
+        about=CONFIGS,
     ),
     "samples": Command(
         "Tell which samples a step of a run had: RUN step=N [replica=R] [--show]; or when: RUN index=N.",
@@ -88,6 +105,7 @@ COMMANDS = {
             "until=N": "Up to this step.",
             "key=value": "Overrides of the run's config.",
         },
+        about=ON_DISK,
     ),
     "replay": Command(
         "Compute steps of a run again: RUN step=N [until=M] [--debug] [save=DIR]; RUN steps=A..B callbacks.NAME...",
@@ -104,6 +122,7 @@ COMMANDS = {
             "jobs=N, devices=0,1": "Replay a range in this many pieces at once, on these devices.",
             "key=value": "Overrides of the run's config.",
         },
+        about=ON_DISK,
     ),
     "export": Command(
         "Write a checkpoint to one file: its weights (x.safetensors), or its model (x.onnx, x.pt2).",
@@ -118,6 +137,7 @@ COMMANDS = {
             "A model is the task's forward, with example_input_array as its input, or the inputs of the data's first\n"
             "batch; its first dimension may vary. The file is loaded again, and its outputs compared with the task's."
         ),
+        about=ON_DISK,
     ),
     "convert": Command(
         "Write a checkpoint as Lightning's file, or the reverse: CHECKPOINT OUT.ckpt, or FILE.ckpt DIRECTORY.",
@@ -127,6 +147,7 @@ COMMANDS = {
             Argument("source", metavar="SOURCE", help="a checkpoint, or a run directory: its newest one; or x.ckpt"),
             Argument("target", metavar="TARGET", help="the file of Lightning's to write, x.ckpt; or the checkpoint"),
         ],
+        about=ON_DISK,
     ),
     "runs": Command(
         "List runs: state, step, best value, duration, and by what they differ.",
@@ -144,6 +165,7 @@ COMMANDS = {
             ),
             Argument("--json", action="store_true", help="all of it as JSON, for programs"),
         ],
+        about=ON_DISK,
     ),
     "show": Command(
         "Show one run: its state, config, metrics as charts, last error and files.",
@@ -153,6 +175,7 @@ COMMANDS = {
             Argument("run", metavar="RUN", nargs="?", default="runs", help=f"{A_RUN} (the newest below runs/)"),
             Argument("--metric", metavar="NAME", help="the metric to chart in large (the best one)"),
         ],
+        about=ON_DISK,
     ),
     "compare": Command(
         "Compare runs: configs that differ, metrics side by side, a plot.",
@@ -164,6 +187,7 @@ COMMANDS = {
             Argument("--plot", metavar="OUT.png", help="write a chart of each metric (needs matplotlib)"),
             Argument("--metric", metavar="NAME", action="append", help="plot this one only; may be given again"),
         ],
+        about=ON_DISK,
     ),
     "board": Command(
         "Look at runs in TensorBoard, on a free port of this machine, until Ctrl-C.",
@@ -173,6 +197,7 @@ COMMANDS = {
             Argument("dir", metavar="DIR", nargs="?", default="runs", help="the folder with runs below it (runs)"),
             Argument("--port", type=int, default=0, metavar="N", help="the port (a free one)"),
         ],
+        about=ON_DISK,
     ),
     "clean": Command(
         "Delete empty and failed runs, and old checkpoints; asks before.",
@@ -193,6 +218,7 @@ COMMANDS = {
             "empty: runs without a step, a checkpoint or a logged value; failed: runs that ended with an error;\n"
             "checkpoints: of other runs all but the best and the newest. A run that is under way is left alone."
         ),
+        about=ON_DISK,
     ),
     "lightning": Command(
         "Run a script written for PyTorch Lightning, unchanged: SCRIPT.py [arguments].",
@@ -220,6 +246,7 @@ COMMANDS = {
             Argument("config", metavar="CONFIG", nargs="*", help="files and overrides whose classes are meant"),
         ],
         more="legato help trainer.accumulate_grad_batches\nlegato help EarlyStopping\nlegato help task.lr digits.yaml",
+        about=CONFIGS,
     ),
 }
 

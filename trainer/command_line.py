@@ -56,6 +56,8 @@ class Command:
     """Keys of a config that mean nothing to it."""
     more: str = ""
     """What else its help says: examples."""
+    about: str = "other"
+    """What it is about: the heading above it in the list of commands."""
 
     def run(self, name: str, words: Sequence[str]) -> None:
         """Run the command with the words that follow its name."""

@@ -60,6 +60,7 @@ def folder(tmp_path, monkeypatch):
         ("legato help EarlyS", ["EarlyStopping "]),
         ("legato help trainer.accumulate_grad_batches lin", ["line.yaml "]),
         ("legato lightning li", ["line.py ", "line.yaml "]),
+        ("legato sweep line.yaml task.l", ["task.lr="]),
         ("legato completion b", ["bash "]),
         ("legato nothing li", ["line.py ", "line.yaml "]),
         ("legato fit broken.yaml 'trainer.max_e", []),  # an open quote

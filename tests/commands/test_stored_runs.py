@@ -160,8 +160,13 @@ def test_lines_fit_the_terminal():
 
 # --- show and compare -------------------------------------------------------------------------------------------------
 def test_show_tells_state_config_metrics_error_and_files(capsys):
-    make_run("a/version_0", task="legato.tasks.Digits", lr=0.25)
+    path = make_run("a/version_0", task="legato.tasks.Digits", lr=0.25)
+    start = {"arguments": ["/bin/legato", "fit", "a b.yaml"], "processes": 2, "device": "cpu", "host": {"name": "moon"}}
+    start |= {"strategy": "ddp", "git": {"commit": "0123456789abcdef", "diff_file": "uncommitted.diff"}}
+    (path / "environment.json").write_text(json.dumps({"starts": [start]}))
     text = said(capsys, "show", "a")
+    assert "by     legato fit 'a b.yaml'\n" in text
+    assert "on     2 x cpu on moon, strategy ddp, commit 0123456789 and uncommitted.diff\n" in text
     assert "run    a/version_0  (runs/a/version_0)\nstate  done, step 3, epoch 1 of 3\n" in text
     assert "best   val/loss 0.25 (min)" in text
     assert "  task.lr: 0.25\n  trainer.max_epochs: 3\n" in text
@@ -181,6 +186,7 @@ def test_show_tells_state_config_metrics_error_and_files(capsys):
 def test_a_broken_run_is_shown_as_far_as_it_goes(capsys):
     path = make_run("a/version_0")
     (path / "config.yaml").write_bytes(b"\xff")
+    (path / "environment.json").write_text('{"starts": [3]}')
     (path / "metrics.jsonl").write_bytes(b'\xff\n{"step": 1\n')
     (path / "status.json").write_text("{")
     (path / "checkpoints" / "step-00000005" / "manifest.json").unlink()

@@ -114,8 +114,8 @@ class Completer:
         what = str(one.options.get("metavar"))
         if what in ("RUN", "CHECKPOINT"):
             yield from run_names()
-        if what == "CONFIG":
-            yield from self._config(before[2:], last)
+        if what in ("CONFIG", "WORD"):
+            yield from self._config(before[1:] if what == "WORD" else before[2:], last)
         elif what in ("RUN", "DIR"):
             yield from (path for path in paths(last) if path.endswith("/"))
         elif what not in ("N", "NAME", "KEY") and not one.options.get("choices"):

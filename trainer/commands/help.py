@@ -31,8 +31,12 @@ MOST_PLACES = 4
 
 def overview(commands: Mapping[str, Command]) -> str:
     """Return the text of `legato --help`."""
-    lines = ["usage: legato COMMAND [arguments]", ""]
-    lines += [f"  {name:<12}{command.summary}" for name, command in commands.items()]
+    lines = ["usage: legato COMMAND [arguments]"]
+    for heading in dict.fromkeys(
+        sorted((one.about for one in commands.values()), key=lambda one: one == Command.about)
+    ):
+        listed = [(name, one) for name, one in commands.items() if one.about == heading]
+        lines += ["", f"{heading}:", *(f"  {name:<12}{one.summary}" for name, one in listed)]
     lines += ["", "legato COMMAND --help tells what one of them takes, legato help KEY what a key of a config means."]
     return "\n".join([*lines, "", exit_codes()])
 

@@ -1,14 +1,15 @@
 """`legato show`: one run: how it stands, its config, metrics, last error and files."""
 
+import shlex
 from argparse import Namespace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.run_record import FILES
+from ...checkpoints.run_record import FILES, read_starts
 from ...errors import ConfigError, did_you_mean
 from ...run_directory import RunDirectory, find_run
-from ...run_status import FAILED, STATUS
+from ...run_status import FAILED
 from .differences import from_defaults
 from .text import (
     chart,
@@ -27,7 +28,6 @@ from .text import (
 
 LAST_LINES = 12
 """Lines of a traceback that are shown."""
-MORE_FILES = {STATUS: "how the run stands: state, step, best value, last error"}
 
 
 def run_show(arguments: Namespace) -> None:
@@ -52,7 +52,26 @@ def heading(run: RunDirectory) -> str:
     rows.append(["begun", f"{when(run.began)}, trained for {time_taken(run.seconds)}"])
     if run.best is not None:
         rows.append(["best", f"{run.best.metric} {number(run.best.value)} ({run.best.mode})"])
+    rows += start_rows(run)
     return "\n".join(f"{name:<7}{text}" for name, text in rows)
+
+
+def start_rows(run: RunDirectory) -> list[list[str]]:
+    """Return how the run was started the last time: the command, where, and the commit of the code."""
+    try:
+        found = read_starts(run.path)[-1]
+        program, *words = map(str, found["arguments"])
+        where = [
+            f"{found['processes']} x {found['device']} on {found['host']['name']}",
+            f"strategy {found['strategy']}",
+        ]
+        code = found["git"] or {}
+        if code.get("commit"):
+            changed = f" and {code['diff_file']}" if code.get("diff_file") else ""
+            where.append(f"commit {str(code['commit'])[:10]}{changed}")
+    except (IndexError, KeyError, TypeError, AttributeError, ValueError):  # there is none, or somebody has edited it
+        return []
+    return [["by", shlex.join([Path(program).name, *words])], ["on", ", ".join(where)]]
 
 
 def error_text(run: RunDirectory) -> str:
@@ -114,4 +133,4 @@ def files_text(run: RunDirectory) -> str:
 def file_text(path: Path) -> str:
     """Return the line that says what a file of a run directory is; "" for one that Legato does not write."""
     name = path.name + "/" * path.is_dir()
-    return next((text for pattern, text in {**FILES, **MORE_FILES}.items() if fnmatch(name, pattern)), "")
+    return next((text for pattern, text in FILES.items() if fnmatch(name, pattern)), "")
