@@ -131,7 +131,13 @@ COMMANDS = {
         arguments=[
             Argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run directory: its newest one"),
             Argument("out", metavar="OUT", help="the file to write: x.safetensors, x.onnx or x.pt2"),
-            Argument("config", metavar="CONFIG", nargs="*", help="config and overrides of the model (the run's own)"),
+            Argument(
+                "config",
+                metavar="CONFIG",
+                nargs="*",
+                default=[],
+                help="config and overrides of the model (the run's own)",
+            ),
         ],
         more=(
             "A model is the task's forward, with example_input_array as its input, or the inputs of the data's first\n"
@@ -243,7 +249,9 @@ COMMANDS = {
         "run_help",
         arguments=[
             Argument("topic", metavar="KEY", nargs="?", help="a key, a class that a config may name, or a command"),
-            Argument("config", metavar="CONFIG", nargs="*", help="files and overrides whose classes are meant"),
+            Argument(
+                "config", metavar="CONFIG", nargs="*", default=[], help="files and overrides whose classes are meant"
+            ),
         ],
         more="legato help trainer.accumulate_grad_batches\nlegato help EarlyStopping\nlegato help task.lr digits.yaml",
         about=CONFIGS,

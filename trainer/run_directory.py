@@ -233,8 +233,11 @@ def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
             found = find_runs(path)
             if found:
                 return RunDirectory(found[-1].path, base if base != found[-1].path else found[-1].path.parent.parent)
-    if Path(word).is_file() and is_run(Path(word).absolute().parent):  # its config.yaml, or another file of it
-        return RunDirectory(Path(word).parent)
+    if Path(word).exists():  # a file or a checkpoint of it
+        inside = Path(word).absolute()
+        for folder in inside.parents[:3]:
+            if is_run(folder):
+                return RunDirectory(folder)
     known = [one.name for one in find_runs(root)] if root.is_dir() else []
     names = [*known, *{os.path.dirname(name) for name in known}]
     hint = did_you_mean(word, names) or (f" The newest is {known[-1]!r}." if known else "")

@@ -157,7 +157,7 @@ def test_help_does_not_import_torch() -> None:
         (["trane"], "The commands are new, fit, validate"),
         (["fit"], "No config file was given"),
         (["export", "x"], "legato export: the following arguments are required: OUT."),
-        (["export", "a", "b", "c"], "'c' is not an argument of it. It is one too many."),
+        (["convert", "a", "b", "c"], "'c' is not an argument of it. It is one too many."),
         (["fit", "lime.yaml"], "Did you mean 'line.yaml'?"),
         (["fit", "line.yaml", "--devices", "2"], "'--devices' is neither a YAML file nor key=value"),
         (["fit", "line.yaml", "trainer.max_epohcs=3"], "override: trainer.max_epohcs is no argument"),

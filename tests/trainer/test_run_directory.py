@@ -174,6 +174,8 @@ def test_a_run_is_named_by_path_or_by_name_or_by_that_of_its_newest(tmp_path, mo
     assert find_run("runs").path.samefile(new)
     write("runs/a/version_0/config.yaml", "task: {}\n")
     assert find_run("runs/a/version_0/config.yaml").path.samefile(old)
+    (old / "checkpoints" / "step-00000001").mkdir(parents=True)
+    assert find_run("runs/a/version_0/checkpoints/step-00000001").path.samefile(old)
     with pytest.raises(ConfigError, match="Did you mean 'a/version_1'"):
         find_run("a/version_11")
 
