@@ -12,7 +12,8 @@ import legato
 from legato.trainer.__main__ import main
 from legato.trainer.arguments import ARGUMENT_NAMES
 from legato.trainer.config.read import SECTIONS, parse_yaml
-from legato.trainer.config.schema import config_schema, documented_arguments
+from legato.trainer.config.schema import config_schema
+from legato.trainer.config.signatures import documented_arguments
 
 pytestmark = pytest.mark.usefixtures("config_folder")
 SCHEMA = config_schema()

@@ -1,7 +1,5 @@
 """`legato COMMAND --help` and `legato help KEY`: what commands take, and what one key of a config means. No torch."""
 
-import ast
-import inspect
 import re
 import shutil
 import textwrap
@@ -17,7 +15,7 @@ from ..checkpoints.targets import TARGET
 from ..command_line import CONFIG_WORDS, Command, CommandParser, exit_codes
 from ..config.check import launcher_arguments, trainer_arguments
 from ..config.read import MOVED, SECTION_OF, SECTIONS, dotted, read_config, ready_configs
-from ..config.signatures import NO_DEFAULT, Parameter, Sources
+from ..config.signatures import NO_DEFAULT, Parameter, Sources, documented_arguments
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
@@ -197,7 +195,7 @@ class KeyIndex:
         doc, known = self._docstring(path), None
         with suppress(LookupError, ConfigError, RecursionError):
             known = self.sources.signature(path)
-        texts = _texts_of_arguments(doc)
+        texts = documented_arguments(doc)
         parameters = {} if known is None else known.parameters
         start = f"{prefix}." if prefix else ""
         more = [
@@ -207,9 +205,7 @@ class KeyIndex:
 
     def _docstring(self, path: str) -> str:
         with suppress(LookupError, RecursionError):
-            found = self.sources.locate(path)
-            if found.kind == "class":
-                return ast.get_docstring(found.node) or ""
+            return self.sources.locate(path).docstring
         return ""
 
     def _top_level(self) -> dict[str, Parameter]:
@@ -234,13 +230,6 @@ def own_classes(section: str | None = None) -> dict[str, str]:
     """Return Legato's own classes that a config may name, in a section or in all: the path of each by its name."""
     rooms = dict.fromkeys(ROOMS.values() if section is None else [ROOMS[section]])
     return {name: f"{NAME}.{room}.{name}" for room in rooms for name in import_module(f"{NAME}.{room}").__all__}
-
-
-def _texts_of_arguments(doc: str) -> dict[str, str]:
-    """Return what the "Args:" of a docstring say of each argument."""
-    listed = inspect.cleandoc(doc.partition("Args:\n")[2])
-    found = re.findall(r"(?ms)^(\w[\w, ]*): (.*?)(?=^\w|\Z)", listed)
-    return {name.strip(): " ".join(text.split()) for names, text in found for name in names.split(",")}
 
 
 def places_of(name: str) -> list[str]:

@@ -4,7 +4,6 @@ The dialect is draft 7, which yaml-language-server knows best. Nothing but the c
 added to what Legato ships; of other classes the arguments are left open. No torch.
 """
 
-import re
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
 from .check import EXPECTED, RUN, SEED_COUNT, WORDS, Checker
 from .read import SECTION_OF, SECTIONS
-from .signatures import NO_DEFAULT, Parameter, Signature
+from .signatures import NO_DEFAULT, Parameter, Signature, documented_arguments
 from .values import is_record, kind_of
 
 Schema = dict[str, Any]
@@ -196,13 +195,6 @@ class _Writer:
         found["properties"][PARTIAL] = {"type": "boolean", "description": "Give a partial, to be called later."}
         found["properties"][POSITIONAL] = {"type": "array", "description": "Positional arguments."}
         return found
-
-
-def documented_arguments(text: str) -> dict[str, str]:
-    """Return what the section "Args:" of a docstring says of each argument, by name."""
-    _, _, section = text.partition("Args:\n")
-    found = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
-    return {name.strip(" `"): re.sub(r"\s+", " ", doc) for names, doc in found for name in names.split(",")}
 
 
 def targets_in(values: Any) -> Iterator[tuple[str, str]]:

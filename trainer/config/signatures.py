@@ -8,6 +8,7 @@ import builtins
 import functools
 import inspect
 import pkgutil
+import re
 import sys
 import traceback
 import typing
@@ -503,6 +504,13 @@ def _as_plain(value: Any) -> Any:
         fits = all(isinstance(name, str) for name in pairs) and NO_DEFAULT not in pairs.values()
         return pairs if fits else NO_DEFAULT
     return value if value is None or isinstance(value, bool | int | float | str) else NO_DEFAULT
+
+
+def documented_arguments(text: str) -> dict[str, str]:
+    """Return what the section "Args:" of a docstring says of each argument, by name."""
+    _, _, section = text.partition("Args:\n")
+    found = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
+    return {name.strip(" `"): re.sub(r"\s+", " ", doc) for names, doc in found for name in names.split(",")}
 
 
 def inspected(target: Any) -> Signature:
