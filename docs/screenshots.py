@@ -21,7 +21,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 BIN = Path(sys.executable).parent
-COLUMNS, ROWS = 100, 34
+COLUMNS, ROWS = 84, 44
 
 
 def main() -> None:
@@ -31,7 +31,8 @@ def main() -> None:
         write_program(Path(folder))
         terminal(Path(folder))
         for setting in ("task.lr=3e-3", "task.hidden=16"):
-            subprocess.run([BIN / "legato", "fit", "spirals.yaml", setting, "--quiet"], cwd=folder, check=True)
+            command = [BIN / "legato", "fit", "spirals.yaml", setting]
+            subprocess.run(command, cwd=folder, check=True, capture_output=True)
         tensorboard(Path(folder))
     for path in sorted(IMAGES.glob("*.png")):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB")
@@ -82,7 +83,8 @@ def tensorboard(folder: Path) -> None:
     try:
         wait_for(lambda: answers(port), 60)
         time.sleep(5)  # it reads the runs
-        photograph(f"http://127.0.0.1:{port}/?darkMode=false#timeseries", IMAGES / "tensorboard.png", (1280, 800), 25)
+        address = f"http://127.0.0.1:{port}/?darkMode=false&tagFilter=loss%7Cacc&smoothing=0.3#timeseries"
+        photograph(address, IMAGES / "tensorboard.png", (1500, 800), 25)
     finally:
         server.terminate()
         server.wait()

@@ -68,6 +68,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path, monkeypatch: pytest
         elif block is (scripts[-1] if scripts else None):
             reader.script("\n".join(one.text for one in scripts))
         elif block.language == "yaml":
+            monkeypatch.syspath_prepend(reader.folder)
             check_part(block)
         for command in block.commands:
             if not_run(command) is None:
