@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 from legato.callbacks import callback
 from legato.trainer.__main__ import COMMANDS
 from legato.trainer.checkpoints.run_record import FILES
+from legato.trainer.commands.help import command_help
 from legato.trainer.config.check import launcher_arguments, trainer_arguments
 from legato.trainer.config.read import MOVED, SECTION_OF, SECTIONS
 from legato.trainer.launchers import LAUNCHERS
@@ -108,19 +109,18 @@ def described(arguments: Any) -> list[str]:
 
 
 def command_line_page() -> str:
-    """Return the page of all commands."""
-    rows = [f"| `legato {name}` | {escaped(command.summary)} |" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [
-            "# Command line",
-            "",
-            "`legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]`, also `python -m legato`.",
-            "`legato COMMAND --help` says what a command takes; [exit codes](exit-codes.md).",
-            "",
-            *("| command | |", "| --- | --- |", *rows),
-            "",
-        ]
-    )
+    """Return the page of all commands, from the same texts as their `--help`."""
+    lines = [
+        "# Command line",
+        "",
+        "`legato COMMAND CONFIG.yaml [MORE.yaml ...] [key=value ...]`, also `python -m legato`. The texts are those of",
+        "`legato COMMAND --help`; [keys of a config](config.md) and [exit codes](exit-codes.md) have their own pages.",
+        "How to use them: [the command line](../how-to/command-line.md).",
+    ]
+    for name, command in COMMANDS.items():
+        text = command_help(name, command).partition("\nexit codes:")[0].partition("\nFiles are merged")[0]
+        lines += ["", f"## legato {name}", "", "```text", text.strip(), "```"]
+    return "\n".join(lines) + "\n"
 
 
 def escaped(text: str) -> str:
