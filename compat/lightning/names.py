@@ -385,7 +385,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.cli": {
-        "ModuleType": Entry("same", ".cli"),
+        "ModuleType": Entry("same", ".instantiation"),
         "ReduceLROnPlateau": Entry("same", ".cli"),
         "LRSchedulerTypeTuple": Entry("same", ".cli"),
         "LRSchedulerTypeUnion": Entry("same", ".cli"),

@@ -1,6 +1,5 @@
 """`legato board`: TensorBoard for the runs below a folder, on a free port that only this machine reaches."""
 
-import os
 import signal
 import tempfile
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...messages import STDOUT
+from ...processes.environment import get_variable, set_variable
 from ...run_directory import find_runs
 
 BOARD_EVENTS = "tensorboard"
@@ -53,7 +53,8 @@ def serve(links: Path, port: int) -> str:
     """Start TensorBoard in this process; return its address. Raises ConfigError if the port is taken."""
     from tensorboard import default, program
 
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if get_variable("TF_CPP_MIN_LOG_LEVEL") is None:
+        set_variable("TF_CPP_MIN_LOG_LEVEL", "3")
     board: Any = program.TensorBoard(default.get_plugins())
     options = ["--logdir", str(links), "--host", "127.0.0.1", "--port", str(port), "--reload_multifile", "true"]
     # In this process, where its server would be one more that has to be ended.
