@@ -110,6 +110,8 @@ def test_seed_and_run_may_stand_under_trainer() -> None:
 def test_an_interpolation_finds_defaults() -> None:
     task = check.load_config(["base.yaml", "task.label='${task.lr} ${trainer.precision} ${seed}'"]).values["task"]
     assert task["label"] == "0.001 32 0"
+    beside = check.load_config(["base.yaml", "task.free='${.lr}'", "task.table={a: '${..lr}'}"]).values["task"]
+    assert (beside["free"], beside["table"]) == (0.001, {"a": 0.001})
     assert check.load_config(["base.yaml", "task.folder='${run.root}/x'"]).values["task"]["folder"] == "runs/x"
 
 
@@ -134,6 +136,7 @@ task:
     assert (task["width"], task["lr"], task["folder"], task["label"]) == (12, 0.001, "/data/${x}/train", "007-1e-3")
     assert task["free"] == [3, "", "", 5, "1", "${env:WIDTH}", ["a", 1], None]
     assert found.origin(("task", "width")) == "more.yaml:4, from WIDTH"
+    assert found.origin(("task", "free", 0)) == "more.yaml:8"
     write("stored.yaml", found.text())
     for name in ("WIDTH", "PLACE", "TEXT", "EMPTY", "RATE"):
         monkeypatch.delenv(name)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, did_you_mean
 
 TARGET = "_target_"
 """The key under which a mapping names the class or function to call."""
@@ -18,6 +18,13 @@ PARTIAL = "_partial_"
 """The key that, if true, asks for `functools.partial` of the target, for arguments that are known later."""
 POSITIONAL = "_args_"
 """The key for a list of positional arguments."""
+
+
+def misspelt_word(name: object) -> str:
+    """Return ' Did you mean ...?' for a name that is nearly one of these words; "" for any other."""
+    words = (TARGET, PARTIAL, POSITIONAL)
+    likely = isinstance(name, str) and name.startswith("_") and name not in words
+    return did_you_mean(str(name), words, 0.8) if likely else ""
 
 
 def call_target(target: Callable[..., Any], arguments: Mapping[str, Any], partial: bool) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..checkpoints.run_names import name_problem, path_problem
-from ..checkpoints.targets import PARTIAL, POSITIONAL, TARGET
+from ..checkpoints.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
@@ -221,11 +221,13 @@ class Checker:
                 fitted[name], problems = fit_value(self.sources.type_of(known[name]), item, (*key, name), on_target)
                 if not same(item, known[name].default):
                     found += problems or _out_of_range((*key, name), item)
-            elif signature.open and isinstance(name, str):
+            elif signature.open and isinstance(name, str) and not misspelt_word(name):
                 fitted[name], problems = fit_value(Any, item, (*key, name), on_target)
                 found += problems
             else:
-                hint = _instead(key, name) or did_you_mean(str(name), known) or f" It takes {_list_names(known)}."
+                near = misspelt_word(name) if not is_entry(key) else ""
+                near = near or did_you_mean(str(name), known)
+                hint = _instead(key, name) or near or f" It takes {_list_names(known)}."
                 found.append(Problem((*key, name), f"is no argument of {owner}.{hint}"))
         later = TARGET in value and not is_entry(key)
         for name, parameter in known.items():

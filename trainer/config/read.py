@@ -61,7 +61,7 @@ _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _PURE_RESOLVERS = {"oc.select"}
 _VARIABLE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{env:([^${},]*)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
-_REFERENCE = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
+_REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}")
 _RUN_NAMES: tuple[Key, ...] = (("run", "name"), ("trainer", "run_name"))
 
 Defaults = Callable[[Any, Key], Sequence[Any]]
@@ -466,8 +466,9 @@ def _read_environment(merged: Layer) -> Layer:
         place, names = f"{merged.origin(key)}: {dotted(key)}", list[str]()
 
         def text_of(match: re.Match[str], place: str = place, names: list[str] = names) -> str:
-            names.append(match[2].strip())
             given = _variable(match, place)
+            if given is not None:
+                names.append(match[2].strip())
             return match[1][: len(match[1]) // 2] + (escape(given) if given is not None else match[3].strip())
 
         whole = _VARIABLE.fullmatch(text)
@@ -531,7 +532,7 @@ def _resolve(merged: Layer, defaults: Defaults) -> Layer:
     for key, text in found:
         _check_interpolation(key, text, merged.origin(key))
     values, known, count = deepcopy(merged.values), deepcopy(merged.values), 0
-    _add_defaults(known, [text for _, text in found], defaults)
+    _add_defaults(known, found, defaults)
     pieces = {key: _split_name(known, key, text) for key, text in found if key in _RUN_NAMES}
     container = OmegaConf.create(known)
 
@@ -562,16 +563,16 @@ def _resolve(merged: Layer, defaults: Defaults) -> Layer:
     return Layer(values, merged.origins)
 
 
-def _add_defaults(values: Any, texts: Sequence[str], defaults: Defaults) -> None:
-    """Add the defaults of keys that the texts refer to and that are not among the values."""
-    for name in dict.fromkeys(name for text in texts for name in _REFERENCE.findall(text)):
-        *above, last = name.split(".")
-        found = defaults(values, (*above, last))
-        holder = values
-        for part in above if found else ():
+def _add_defaults(values: Any, texts: Sequence[tuple[Key, str]], defaults: Defaults) -> None:
+    """Add the defaults of keys that the texts, each with its own key, refer to and that are not among the values."""
+    references = [(key, *names) for key, text in texts for names in _REFERENCE.findall(text)]
+    for key, dots, path in references:
+        wanted: Key = (*(key[: -len(dots)] if dots else ()), *path.split("."))
+        found, holder = defaults(values, wanted), values
+        for part in wanted[:-1] if found else ():
             holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
         if found and isinstance(holder, dict):
-            holder.setdefault(last, found[0])
+            holder.setdefault(wanted[-1], found[0])
 
 
 def _split_name(values: Any, key: Key, text: str) -> dict[str, bool]:

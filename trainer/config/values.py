@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from ..checkpoints.targets import TARGET
+from ..checkpoints.targets import TARGET, misspelt_word
 from ..errors import did_you_mean
 from .read import Key
 from .signatures import ANYTHING, Named
@@ -69,6 +69,8 @@ def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitte
         return value, [Problem(key, f"may not hold a `{TARGET}`: it must be {describe_type(expected)}.")]
     if kind in ("any", "opaque"):
         parts = ()
+        if fault := _nearly_a_target(value):
+            return value, [Problem(key, fault)]
     elif not _has_shape(kind, parts, value):
         return value, [Problem(key, _wrong([expected], value))]
     if kind == "path":
@@ -112,6 +114,15 @@ def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitt
         if kind in wanted and (kind in _BUILT or _has_shape(kind, typing.get_args(one), value)):
             shaped = shaped or problems
     return value, shaped or [Problem(key, _wrong(typing.get_args(expected), value))]
+
+
+def _nearly_a_target(value: Any) -> str:
+    """Return why a mapping that is to be plain data was meant to be built; "" for any other value."""
+    if not isinstance(value, dict):
+        return ""
+    if "class_path" in value and value.keys() <= {"class_path", "init_args", "dict_kwargs"}:
+        return f"is in LightningCLI's form. Write {{{TARGET}: {value['class_path']}}}, with the arguments beside it."
+    return next((f"has {name!r}.{hint}" for name in value if (hint := misspelt_word(name))), "")
 
 
 def is_target(value: Any) -> bool:
