@@ -307,6 +307,20 @@ def test_clean_asks(capsys, monkeypatch, answer, deleted):
     assert (left() == []) == deleted
 
 
+def test_clean_leaves_a_run_that_was_resumed_while_it_asked(capsys, monkeypatch):
+    path = make_run("failed/version_0", state="failed")
+
+    def resume_and_say_yes(question):
+        status = json.loads((path / "status.json").read_text())
+        (path / "status.json").write_text(json.dumps({**status, "state": "done"}))
+        return "y"
+
+    monkeypatch.setattr(sys, "stdin", type("Terminal", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("builtins.input", resume_and_say_yes)
+    assert "is left: it has changed" in said(capsys, "clean", "--only", "failed")
+    assert left() == ["failed/version_0"]
+
+
 def test_clean_leaves_a_run_that_somebody_writes_to(capsys):
     path = make_run("failed/version_0", state="failed")
     lock = RunLock(path, "validate")

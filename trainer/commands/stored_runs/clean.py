@@ -53,18 +53,21 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
     """Return what may be deleted, by kind. A run that somebody writes to is left alone."""
     found: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
-        if run.state == RUNNING or is_held(run.path) or run.path.is_symlink():
-            continue
-        if run.is_empty:
-            found.get("empty", []).append(Deletion(run, run.path, folder_size(run.path)))
-        elif run.state == FAILED:
-            whole = [one.step for one in run.checkpoints if one.complete]
-            note = f"  can be resumed from step {whole[-1]}" if whole else ""
-            found.get("failed", []).append(Deletion(run, run.path, folder_size(run.path), note))
-        else:
-            old = old_checkpoints(run)
-            found.get("checkpoints", []).extend(Deletion(run, one.path, one.size) for one in old)
+        if run.state != RUNNING and not is_held(run.path) and not run.path.is_symlink():
+            kind, listed = deletable(run)
+            found.get(kind, []).extend(listed)
     return found
+
+
+def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
+    """Return what of a run may be deleted, and of which kind that is."""
+    if run.is_empty:
+        return "empty", [Deletion(run, run.path, folder_size(run.path))]
+    if run.state == FAILED:
+        whole = [one.step for one in run.checkpoints if one.complete]
+        note = f"  can be resumed from step {whole[-1]}" if whole else ""
+        return "failed", [Deletion(run, run.path, folder_size(run.path), note)]
+    return "checkpoints", [Deletion(run, one.path, one.size) for one in old_checkpoints(run)]
 
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
@@ -97,8 +100,9 @@ def delete(listed: Sequence[Deletion]) -> int:
             print(f"{one.path} is left: {error}")
             continue
         try:
-            if not is_own(one.path):
-                print(f"{one.path} is left: it is no run directory, and no checkpoint.")
+            now = [each.path for each in deletable(RunDirectory(one.run.path))[1]]  # somebody may have resumed it
+            if one.path not in now or not is_own(one.path):
+                print(f"{one.path} is left: it has changed, or is neither a run directory nor a checkpoint.")
                 continue
             remove_folder(one.path)
             count += 1
