@@ -1,8 +1,10 @@
 """What mkdocs calls while it builds the site: pages made from the code, and links to files of the repository."""
 
+import atexit
 import html
 import posixpath
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ SHOWN_AS_TEXT = {".py": "python", ".yaml": "yaml", ".cfg": "ini", "": "text"}
 def on_config(config: Any) -> Any:
     """Let mkdocstrings read the package, whose folder is the repository itself, under its name."""
     folder = Path(tempfile.mkdtemp(prefix="legato-docs-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # the links in it, not what they lead to
     (folder / "legato").mkdir()
     for name in PACKAGE:
         (folder / "legato" / name).symlink_to(ROOT / name)
