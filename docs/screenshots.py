@@ -84,7 +84,7 @@ def tensorboard(folder: Path) -> None:
         wait_for(lambda: answers(port), 60)
         time.sleep(5)  # it reads the runs
         address = f"http://127.0.0.1:{port}/?darkMode=false&tagFilter=loss%7Cacc&smoothing=0.3#timeseries"
-        photograph(address, IMAGES / "tensorboard.png", (1500, 800), 25)
+        photograph(address, IMAGES / "tensorboard.png", (1500, 660), 90)
     finally:
         server.terminate()
         server.wait()
