@@ -20,8 +20,8 @@ class Microscope(Callback):
     `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis` of the output of each module without
     submodules, over all batches of the step.
 
-    In the steps between nothing is attached to the task. A step that is looked at takes a copy of the weights, and is
-    about twice as long (docs/benchmarks.md).
+    In the steps between nothing is attached to the task. A step that is looked at takes a copy of the weights
+    (`python -m benchmarks.replay` measures what it costs).
 
     Args:
         every_n_steps: look at each n-th optimizer step.
