@@ -343,7 +343,7 @@ def tell_failure(text: str, by_user: bool) -> None:
     place = find_place()
     if place is None or place.world_size == 1 or place.origin not in ("slurm", "mpi", "environment"):
         return
-    rendezvous.tell_failure(_find_rendezvous(place, None), place.rank, place.world_size, text, by_user)
+    rendezvous.post_failure(_find_rendezvous(place, None), place.rank, place.world_size, text, by_user)
 
 
 def leave_process_group() -> None:

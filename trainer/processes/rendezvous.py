@@ -56,7 +56,7 @@ LEAVE_SECONDS = 20.0
 """Seconds in which rank 0, which has the store, waits for the others to hear that a rank failed before it came."""
 
 
-def tell_failure(where: Rendezvous, rank: int, world_size: int, text: str, by_user: bool) -> None:
+def post_failure(where: Rendezvous, rank: int, world_size: int, text: str, by_user: bool) -> None:
     """Tell the ranks that wait at a rendezvous that this one failed before it came there.
 
     Does nothing once this process has been at one. Raises ConfigError where there is no store within LEAVE_SECONDS.
