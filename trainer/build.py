@@ -704,8 +704,6 @@ def run_settings(run: Run) -> dict[str, Any]:
         "precision": str(trainer.precision),
         "devices": f"{devices} {run.strategy.device.type}",
         "strategy": run.strategy.name,
-        "replicas": run.state.replicas,
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
     }
     return {name: value for name, value in found.items() if value is not None}
 

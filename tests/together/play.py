@@ -323,7 +323,7 @@ def check_tensorboard(run_dir: Path, points: dict[int, dict[str, float]], proble
     found: dict[tuple[int, str], list[float]] = {}
     for tag in accumulator.Tags()["scalars"]:
         for event in accumulator.Scalars(tag):
-            if not TIMES.search(tag) and not tag.startswith("best/"):
+            if not TIMES.search(tag) and not tag.startswith("~best/"):
                 found.setdefault((event.step, tag), []).append(event.value)
     expected = {(step, put_last(name)): value for step, values in points.items() for name, value in values.items()}
     doubled = sorted(key for key, values in found.items() if len(values) > 1)

@@ -25,6 +25,7 @@ OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
 """Metrics of Legato's own callbacks."""
 LAST = "~run/"
 """The group of these metrics: TensorBoard sorts groups by name, and this comes after all letters."""
+BEST = "~best/"
 STAGE = re.compile(r"(train|val|validation|test)[/_](.+?)(?:_step|_epoch)?$")
 """A metric's name as a stage and a quantity."""
 LAYOUT_TITLE = "Training and validation"
@@ -212,8 +213,8 @@ class TensorBoardLogger(Logger):
         return self._writer is not None and not (step == self._resume_step and tag in self._recorded)
 
     def log_best(self, name: str, value: float) -> None:
-        """Record a value that the HPARAMS tab shows beside the newest ones, as `best/name`."""
-        self._best[f"best/{name}"] = value
+        """Record a value that the HPARAMS tab shows beside the newest ones, as `~best/name`."""
+        self._best[f"{BEST}{name}"] = value
 
     def save(self) -> None:
         """Flush all events."""
