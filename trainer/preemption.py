@@ -9,6 +9,7 @@ import logging
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -20,8 +21,6 @@ from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, rai
 from .processes.sync import Agreement
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from .trainer import Trainer
 
 log = logging.getLogger("legato")
@@ -134,9 +133,11 @@ class Preemption:
     def save(self) -> "Path | None":
         """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
         trainer, step = self.trainer, self.trainer.global_step
-        if trainer.run_dir is None or trainer.fast_dev_run or step == self.first_step:
+        known = [Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
+        known = known if trainer.run_dir is None else [trainer.run_dir / CHECKPOINTS]
+        if not known or trainer.fast_dev_run or step == self.first_step:
             return None
-        folder = trainer.run_dir / CHECKPOINTS
+        folder = known[0]
         path = folder / directory_name(step)
         saved = False
         for callback in trainer.checkpoint_callbacks:

@@ -500,7 +500,7 @@ class Run(JoinedCall):
         """Begin or resume training."""
         self.loop.doing = "train"
         self.preemption.start()
-        if not self.task.training:
+        if not self.task.training and self.trainer.sets_training_mode:
             self.task.train()  # one that is in training mode may have frozen parts in evaluation mode
         self.loop.validated_after = self.seconds()
         self.metrics.open("train", fresh=False)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...trainer.data.combined import CombinedLoader
 from .attributes import TrainerAttributes
 
 
@@ -111,6 +112,11 @@ class FitLoop(Loop):
     def skip(self) -> bool:
         """Whether a fit would train nothing."""
         return self.done or self.trainer.limit_train_batches == 0
+
+    @property
+    def _combined_loader(self) -> CombinedLoader | None:  # private in Lightning, and asked by programs for its loaders
+        found = self.trainer.train_dataloader
+        return found if found is None or isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
 
     def setup_data(self) -> None:
         """Do nothing: loaders are made when a run begins."""

@@ -66,6 +66,7 @@ class Trainer(TrainerAttributes):
     logs_cut_epochs = True
     logs_evaluation_batches = True
     splits_names = True
+    sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True
     keeps_seed = False
@@ -170,8 +171,8 @@ class Trainer(TrainerAttributes):
         ]
 
     def new_run_dir(self) -> Path | None:
-        """Return the first logger's folder, or the next lightning_logs/version_N."""
-        if self.fast_dev_run:
+        """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers."""
+        if self.fast_dev_run or not self.loggers:
             return None
         own = getattr(self.loggers[0], "log_dir", None) if self.loggers else None
         if own is None:

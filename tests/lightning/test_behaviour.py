@@ -296,3 +296,41 @@ def test_an_epochs_schedulers_step_once_whoever_goes_on(order, tmp_path):
     resumed = second[0]()
     second[1](**options, max_epochs=4).fit(resumed, loader(), loader(2), ckpt_path="here")
     assert resumed.rates == [0.25] * 4 + [0.125] * 4
+
+
+# --- what fit leaves alone --------------------------------------------------------------------------------------------
+def test_fit_keeps_a_module_in_the_mode_that_it_is_in():
+    def training_step(self, batch, batch_idx):
+        self.modes = {*getattr(self, "modes", ()), self.training, self.layer.training}
+        return self.layer(batch).pow(2).mean()
+
+    for package in (real, room):
+        for training in (True, False):
+            module = small(package, training_step=training_step).train(training)
+            fitted(package, module, max_epochs=1)
+            assert module.modes == {training}
+
+
+def test_without_loggers_nothing_is_written_but_checkpoints(tmp_path):
+    for package in (real, room):
+        folder = tmp_path / package.__name__.partition(".")[0]
+        callback = package.callbacks.ModelCheckpoint(dirpath=folder / "kept")
+        options = {"logger": False, "enable_checkpointing": True, "default_root_dir": folder, "callbacks": [callback]}
+        fitted(package, small(package), **options)
+        assert [one.name for one in folder.iterdir()] == ["kept"]
+        assert not (tmp_path / "lightning_logs").exists()
+
+
+class Marked:
+    """What a program mixes into a callback."""
+
+    def __init__(self):
+        super().__init__()
+        self.mark = "set"
+
+
+def test_callbacks_begin_what_is_mixed_into_them():
+    for package in (real, room):
+        for name, arguments in (("EarlyStopping", {"monitor": "val"}), ("ModelCheckpoint", {})):
+            kind = type("Mixed", (getattr(package.callbacks, name), Marked), {})
+            assert kind(**arguments).mark == "set"

@@ -58,3 +58,18 @@ def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch
     plain.write_text("text")
     with get_filesystem(plain).open(str(plain), "rb") as file:
         assert file.read() == b"text"
+
+
+def test_the_loaders_of_training_are_found_where_programs_look_for_them(tmp_path):
+    seen = []
+
+    class Looks(Linear):
+        def on_train_epoch_start(self):
+            seen.extend(self.trainer.fit_loop._combined_loader.flattened)
+
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **quiet)
+    assert trainer.fit_loop._combined_loader is None
+    given = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+    trainer.fit(Looks(torch.nn.Tanh()), given)
+    assert seen == [given]

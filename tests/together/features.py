@@ -7,12 +7,18 @@ from together.scene import Counts, Draws, Logs, Reads, Saves, Says, Scene, Valid
 
 from legato.callbacks import (
     Checkpoint,
+    DeviceStatsMonitor,
     EarlyStopping,
     ExponentialMovingAverage,
+    GradientAccumulationScheduler,
+    LambdaCallback,
     LearningRateMonitor,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
     StragglerMonitor,
     ThroughputMonitor,
     Timer,
+    WeightAveraging,
 )
 from legato.trainer.loggers import JSONLinesLogger
 
@@ -57,6 +63,10 @@ def callback(make):
     return lambda scene: scene.callbacks.append(make)
 
 
+def nothing(*arguments):
+    """Do nothing, as a hook."""
+
+
 def fault(kind):
     """Return what adds a fault."""
     return lambda scene: scene.faults.append(kind)
@@ -87,6 +97,7 @@ def on_two(strategy, **more):
     return arguments(strategy=strategy, devices=2, **more)
 
 
+WHOLE = {"pipeline": "averages all weights", "elastic": "cannot hand its averages"}
 SHAPING = [
     Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
     Feature("clip", arguments(gradient_clip_val=0.3)),
@@ -100,6 +111,19 @@ SHAPING = [
     Feature("ema", callback(lambda folder: ExponentialMovingAverage(0.8))),
     Feature(
         "late ema", callback(lambda folder: ExponentialMovingAverage(0.8, start_step=3, use_buffers=True)), group="ema"
+    ),
+    Feature("weight averaging", callback(lambda folder: WeightAveraging()), group="ema", refused=WHOLE),
+    Feature(
+        "swa",
+        callback(lambda folder: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)),
+        group="ema",
+        refused=WHOLE | {"two optimizers": "one optimizer"},
+    ),
+    Feature(
+        "accumulation schedule",
+        callback(lambda folder: GradientAccumulationScheduler({0: 1, 1: 2})),
+        group="accumulation",
+        apart=("manual",),
     ),
     Feature("stop on train", callback(lambda folder: EarlyStopping("train/loss_epoch", min_delta=0.02, patience=1))),
     Feature("stop on val", callback(lambda folder: EarlyStopping("val/loss", min_delta=0.02, patience=1))),
@@ -154,6 +178,9 @@ NEUTRAL = [
     ),
     Feature("workers", data(workers=1), slow=True),
     Feature("persistent workers", data(workers=1, persistent=True), group="workers", slow=True),
+    Feature("lambda", callback(lambda folder: LambdaCallback(on_train_batch_end=nothing))),
+    Feature("exception checkpoint", callback(lambda folder: OnExceptionCheckpoint(folder / "after_error"))),
+    Feature("device stats", callback(lambda folder: DeviceStatsMonitor(cpu_stats=False))),
     Feature("timer", callback(lambda folder: Timer("00:01:00:00"))),
     Feature("max time", arguments(max_time="00:02:00:00")),
     Feature("lr monitor", callback(lambda folder: LearningRateMonitor())),

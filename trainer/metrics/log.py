@@ -367,9 +367,18 @@ class Metrics:
         """
         if self.stage != "train" or self.series is None or self.shares:
             return {}
+        newest = [one for one in self.pending if one[4] == self.step]  # of a step that may yet be dropped
+        self.pending = [one for one in self.pending if one[4] != self.step]
         self.flush()
-        shown = [one for one in self.series.values() if one.prog_bar and one.sums]
-        return {one.name.replace(OTHER, ""): total(one.kind, one.sums) for one in shown}
+        self.pending, more = newest, dict[str, dict[int, list[float]]]()
+        for (series, _, weight, replica, step), value in zip(
+            newest, to_floats([one[1] for one in newest]), strict=True
+        ):
+            if series.keeps_sums and series.kind != "metric" and step != EPOCH_END and replica != ONCE_PER_PROCESS:
+                accumulate(more.setdefault(series.name, {}), replica, series.kind, value, weight)
+        shown = [one for one in self.series.values() if one.prog_bar and (one.sums or one.name in more)]
+        sums = {one.name: joined(one.kind, one.sums, more.get(one.name, {})) for one in shown}
+        return {one.name.replace(OTHER, ""): total(one.kind, sums[one.name]) for one in shown}
 
     def read_batch(self) -> Reduced:
         """Return what this process has logged with `on_step` since the last call, in an evaluation."""

@@ -51,6 +51,7 @@ class EarlyStopping(early_stopping.EarlyStopping, Callback):
         check_on_train_epoch_end: bool | None = None,
         log_rank_zero_only: bool = False,
     ) -> None:
+        super(early_stopping.EarlyStopping, self).__init__()  # of a class that a program mixes in
         if mode not in self.mode_dict:
             raise ConfigError(f"EarlyStopping: mode must be 'min' or 'max', got {mode!r}.")
         self.monitor, self.mode, self.patience, self.verbose = monitor, mode, patience, verbose  # type: ignore[assignment]
