@@ -86,7 +86,7 @@ def replays(steps: int, rounds: int) -> None:
 
 
 class Steps(lg.Task):
-    """A step of half a million parameters."""
+    """A step of 300,000 parameters."""
 
     def __init__(self) -> None:
         super().__init__()
