@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: gpu demo test quick lint bench matrix docs docs-serve clean
+.PHONY: gpu demo test quick lint bench matrix cluster docs docs-serve clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -37,6 +37,9 @@ docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
 
 docs-serve: $(VENV)/.docs  ## show it at http://127.0.0.1:8000, built anew at each change
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
+cluster: $(STAMP)  ## run the launchers' tests on real programs: installs SLURM (Debian's, as root) and Ray, starts both on this machine
+	PYTHON=$(BIN)/python .ci/cluster
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -33,8 +33,8 @@ NOT_RUN = {
 }
 """Beginnings of commands that a test does not run, with the reason."""
 LEFT_OUT = {
-    "legato fit configs/digits.yaml launcher=slurm": "needs SLURM; tests/launchers/ runs it",
-    "legato fit configs/digits.yaml launcher=ray": "needs Ray; tests/launchers/ runs it",
+    "legato fit digits.yaml launcher=slurm": "needs SLURM; tests/launchers/ runs it",
+    "legato fit digits.yaml launcher=ray": "needs Ray; tests/launchers/ runs it",
     "legato lightning train.py": "the reader's own program; tests/lightning/ runs some",
     "legato convert": "needs a checkpoint of Lightning; tests/lightning/test_checkpoints.py goes both ways",
     "legato fit config.yaml trainer.strategy.join": "joins another machine's run; tests/elastic/ does it",

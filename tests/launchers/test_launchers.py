@@ -97,7 +97,10 @@ def launch(*words):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("launcher=slrum", "launcher must be one of slurm, ray, not the string 'slrum'. Did you mean 'slurm'?"),
+        (
+            "launcher=slrum",
+            "launcher must be one of slurm, ray, kubernetes, not the string 'slrum'. Did you mean 'slurm'?",
+        ),
         ("launcher=slurm launcher.partion=a", "no argument of the launcher 'slurm'. Did you mean 'partition'?"),
         ("launcher=ray launcher.cpus_per_process=two", "launcher.cpus_per_process must be int"),
         ("launcher=slurm launcher.time=soon", "launcher.time='soon': expected minutes, 'HH:MM:SS'"),
@@ -185,11 +188,11 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on(folder, capsys, mon
 DOCS = Path(__file__).parents[2] / "docs" / "launching.md"
 
 
-@pytest.mark.parametrize("name", ["slurm", "ray"])
+@pytest.mark.parametrize("name", ["slurm", "ray", "kubernetes"])
 def test_the_command_of_the_docs_fits_its_config(name, capsys, monkeypatch):
     text = DOCS.read_text().replace("\\\n", " ")
     (command,) = (
-        line.split() for line in text.splitlines() if line.startswith(f"legato fit configs/digits.yaml launcher={name}")
+        line.split() for line in text.splitlines() if line.startswith(f"legato fit digits.yaml launcher={name}")
     )
     monkeypatch.chdir(DOCS.parents[1])
     if name == "ray":
@@ -199,6 +202,65 @@ def test_the_command_of_the_docs_fits_its_config(name, capsys, monkeypatch):
     with pytest.raises(SystemExit) as end:
         main([*command[1:], "launcher.dry_run=true"])
     assert end.value.code == 0, capsys.readouterr().err
+
+
+# --- kubernetes -------------------------------------------------------------------------------------------------------
+def manifests(capsys, *words):
+    more = ["launcher=kubernetes", "launcher.image=me/train:1", "launcher.dry_run=true", *words]
+    assert launch(*more) == 0
+    return {one["kind"]: one for one in yaml.safe_load_all(capsys.readouterr().out)}
+
+
+GPUS = ["trainer.num_nodes=3", "trainer.accelerator=cuda", "trainer.devices=4", "launcher.claim=runs"]
+
+
+def test_an_indexed_job_has_a_pod_for_each_node(folder, capsys):
+    found = manifests(capsys, *GPUS, "launcher.memory=64Gi", "launcher.environment={A: x}", "run.name=My Run")
+    job = found["Job"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (job["completions"], job["parallelism"], job["completionMode"]) == (3, 3, "Indexed")
+    assert container["command"] == ["python", "-m", "legato", "fit", "/etc/legato/run.yaml"]
+    variables = {one["name"]: one.get("value") for one in container["env"]}
+    assert variables == {"NODE_RANK": None, "MASTER_ADDR": "my-run-0.my-run", "MASTER_PORT": "29500", "A": "x"}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    assert pod["subdomain"] == found["Service"]["metadata"]["name"] == "my-run"
+    config = yaml.safe_load(found["ConfigMap"]["data"]["run.yaml"])
+    assert (config["resume"], config["run"]["root"], "launcher" in config) == ("auto", "/runs", False)
+    assert not (folder / "runs").exists()
+
+
+def test_one_pod_meets_nobody(folder, capsys):
+    assert manifests(capsys)["Job"]["spec"]["template"]["spec"]["containers"][0]["env"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], GPUS])
+def test_the_manifests_fit_the_published_schema(folder, capsys, words):
+    validator = pytest.importorskip("kubernetes_validate")
+    found = manifests(capsys, *words)
+    for one in found.values():
+        validator.validate(one, validator.latest_version(), strict=True)
+    found["Job"]["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(validator.ValidationError):
+        validator.validate(found["Job"], validator.latest_version(), strict=True)
+
+
+def test_what_kubectl_says_is_passed_on(folder, capsys, monkeypatch):
+    words = ["launcher=kubernetes", "launcher.image=me/train:1"]
+    assert launch("launcher=kubernetes") == 2
+    assert "set launcher.image" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(folder))
+    assert launch(*words) == 1
+    assert "cannot run kubectl (No such file or directory)" in capsys.readouterr().err
+    (folder / "kubectl").write_text("#!/bin/sh\necho no such namespace >&2\nexit 1\n")
+    (folder / "kubectl").chmod(0o755)
+    assert launch(*words) == 1
+    assert "kubectl refused the manifests: no such namespace" in capsys.readouterr().err
+    (folder / "kubectl").write_text('#!/bin/sh\n/bin/cat > applied.yaml\necho "$@"\n')
+    assert launch(*words) == 0
+    assert capsys.readouterr().out == "apply --filename=-\n"
+    assert len(list(yaml.safe_load_all((folder / "applied.yaml").read_text()))) == 3
 
 
 def test_a_launcher_can_be_made_by_hand():

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .kubernetes import KubernetesLauncher as KubernetesLauncher
     from .launcher import Launcher as Launcher
     from .ray import RayLauncher as RayLauncher
     from .slurm import SlurmLauncher as SlurmLauncher
@@ -11,10 +12,11 @@ if TYPE_CHECKING:
 LAUNCHERS = {
     "slurm": ".slurm:SlurmLauncher",
     "ray": ".ray:RayLauncher",
+    "kubernetes": ".kubernetes:KubernetesLauncher",
 }
 """The class of each launcher, by its name in a config."""
 
-__all__ = ["LAUNCHERS", "Launcher", "RayLauncher", "SlurmLauncher"]
+__all__ = ["LAUNCHERS", "KubernetesLauncher", "Launcher", "RayLauncher", "SlurmLauncher"]
 
 _HOMES = {"Launcher": ".launcher", **{home.split(":")[1]: home.split(":")[0] for home in LAUNCHERS.values()}}
 

@@ -1,0 +1,207 @@
+"""Launchers on the real programs: `make cluster` starts SLURM and Ray on this machine and runs this file."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.environ.get("LEGATO_CLUSTER"), reason="needs SLURM and Ray: make cluster"),
+]
+
+SCRIPT = """
+import os, sys, time
+import legato as lg
+from launched_task import Line
+
+if os.environ["SLURM_PROCID"] == "1" and "fail" in sys.argv:
+    Line.training_step = lambda self, batch: 1 / 0
+
+class Slow(Line):
+    def setup(self, stage):
+        print("set up", flush=True)
+        time.sleep(10 if "wait" in sys.argv and not int(os.environ.get("SLURM_RESTART_COUNT") or 0) else 0)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        time.sleep(0.2 if "slow" in sys.argv else 0)
+        print("step", self.global_step, flush=True)
+
+options = {"devices": 1} if "one" in sys.argv else {}
+trainer = lg.Trainer(accelerator="cpu", strategy="ddp", max_epochs=2, requeue=True, threads=1, run_name="own",
+                     enable_progress_bar=False, **options)
+trainer.fit(Slow(), resume="auto")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a script, a config and their task, which is the current one."""
+    shutil.copy(Path(__file__).parents[1] / "launched_task.py", tmp_path)
+    (tmp_path / "own.py").write_text(SCRIPT)
+    trainer = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, "replicas": 2, "threads": 1}
+    config = {"task": {"_target_": "launched_task.Line"}, "run": {"name": "line", "root": "runs"}, "trainer": trainer}
+    (tmp_path / "line.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def said(*words, **options):
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, **options)
+    return done.returncode, done.stdout + done.stderr
+
+
+def until(what, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.3)
+
+
+class Job:
+    """A batch job that starts a script by srun in two processes."""
+
+    def __init__(self, folder, *words):
+        self.output = folder / "job.out"
+        (folder / "job.sh").write_text(f"#!/bin/bash\nsrun -n2 {sys.executable} own.py {' '.join(words)}\n")
+        options = [
+            "--parsable",
+            "--requeue",
+            "--ntasks=2",
+            "--nodes=1",
+            "--open-mode=append",
+            f"--output={self.output}",
+        ]
+        code, out = said("sbatch", *options, "job.sh")
+        assert code == 0, out
+        self.number = out.strip()
+
+    def says(self, text):
+        return self.output.exists() and text in self.output.read_text()
+
+    @property
+    def state(self):
+        return said("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self.number}")[1].strip()
+
+    @property
+    def restarts(self):
+        return int(re.search(r"Restarts=(\d+)", said("scontrol", "show", "job", self.number)[1])[1])
+
+
+@pytest.fixture
+def job(folder):
+    """Return a function that submits a job, which does not outlive the test."""
+    jobs = []
+
+    def submit(*words):
+        jobs.append(Job(folder, *words))
+        return jobs[-1]
+
+    yield submit
+    for one in jobs:
+        said("scancel", one.number)
+
+
+# --- slurm ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 2), (2, 1)])
+def test_a_submitted_run_trains(folder, nodes, devices):
+    layout = [f"trainer.num_nodes={nodes}", f"trainer.devices={devices}"]
+    code, out = said(sys.executable, "-m", "legato", "fit", "line.yaml", "launcher=slurm", *layout)
+    assert code == 0, out
+    assert f", {nodes} x {devices} processes" in out
+    output = Path(re.search(r"Output  (.*)", out)[1])
+    until(lambda: output.exists() and output.read_text().count("after 12 steps") == 2)
+    assert f"2 processes on {nodes} node" in output.read_text()
+
+
+def test_a_cancelled_job_stays_cancelled(job):
+    found = job("slow")
+    until(lambda: found.says("step 3"))
+    said("scancel", found.number)
+    until(lambda: found.state == "CANCELLED")
+    assert found.restarts == 0
+    assert found.says(f"SLURM is ending job {found.number}")
+
+
+def test_a_warning_requeues_a_job_in_its_start_up(job):
+    found = job("wait")
+    until(lambda: found.says("set up"))
+    said("scancel", "--signal=USR1", found.number)
+    until(lambda: found.restarts == 1)
+    assert found.says("the job is in the queue again")
+
+
+def test_a_warning_requeues_a_job_that_has_saved(job):
+    found = job("slow")
+    until(lambda: found.says("step 3"))
+    said("scancel", "--signal=USR1", found.number)
+    until(lambda: found.restarts == 1)
+    assert found.says("is complete. Exit code 75")
+
+
+def test_the_rank_that_failed_first_is_named(folder):
+    start = time.monotonic()
+    code, out = said("srun", "-n2", "-N1", sys.executable, "own.py", "fail")
+    assert code == 1, out
+    assert "Rank 1 of 2 failed first: ZeroDivisionError" in out
+    assert time.monotonic() < start + 100
+
+
+def test_another_number_of_devices_is_refused(folder):
+    code, out = said("srun", "-n2", "-N1", sys.executable, "own.py", "one")
+    assert code == 1, out
+    assert "trainer.devices=1 asks for 1 processes a node, but slurm started 2 processes on 1 nodes" in out
+
+
+# --- ray --------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def address():
+    """A cluster of one node that was started as in the background of a script, where Ctrl-C is ignored."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    head = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *words, "--disable-usage-stats", "--node-ip-address=127.0.0.1"],
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    )
+
+    def answers():
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", port)) == 0
+
+    until(answers)
+    time.sleep(5)  # its node joins it
+    yield f"127.0.0.1:{port}"
+    head.terminate()
+    head.wait(timeout=60)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_run_on_ray_saves_when_it_is_told_to_end(folder, address, number, code):
+    more = ["launcher=ray", f"launcher.address={address}", "trainer.max_epochs=100000"]
+    path = folder / "driver.log"
+    with path.open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "legato", "fit", "line.yaml", *more],
+            stdout=log,
+            stderr=log,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    try:
+        until(lambda: re.search(r"epoch [1-9]", path.read_text()))
+        driver.send_signal(number)
+        assert driver.wait(timeout=90) == code, path.read_text()
+    finally:
+        driver.kill()
+        driver.wait(timeout=10)
+    assert "stopped at step" in path.read_text()
+    assert list((folder / "runs" / "line" / "version_0" / "checkpoints").glob("step-*"))
