@@ -48,7 +48,7 @@ from .hooks import (
     overrides,
 )
 from .loggers.logger import Logger
-from .messages import let_be_seen
+from .messages import let_be_seen, mark_output
 from .metrics.torchmetrics import MetricStates
 from .optimization import kernels
 from .optimization.nonfinite import make_guard
@@ -112,6 +112,8 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy)
+    if strategy.place.rank > 0 and trainer.marks_output:
+        undo.callback(mark_output(strategy.place.rank))
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(strategy.teardown)

@@ -46,6 +46,8 @@ class TrainerDefaults(TrainerView):
     """Whether a run that goes on must be given the seed that it began with."""
     keeps_added_code: ClassVar[bool] = False
     """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
+    marks_output: ClassVar[bool] = True
+    """Whether what ranks other than 0 print begins with `[rank N]`, line by line."""
     records_starts: ClassVar[bool] = True
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     logs_hyperparameters: bool = True

@@ -4,7 +4,7 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TextIO
 
@@ -59,6 +59,46 @@ class Output:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+
+class RankOutput:
+    """Stream of a rank other than 0: begins each line with `[rank N]`."""
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
+        self.stream, self.prefix = stream, f"[rank {rank}] "
+        self._in_line = False
+        """Whether the newest text did not end a line."""
+
+    def write(self, text: str) -> int:
+        """Write the text, in one piece, so that lines of several processes do not mix."""
+        lines = text.splitlines(keepends=True)
+        marked = [line if index == 0 and self._in_line else self.prefix + line for index, line in enumerate(lines)]
+        if lines:
+            self._in_line = not lines[-1].endswith("\n")
+            self.stream.write("".join(marked))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write several texts."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["stream"], name)
+
+
+def mark_output(rank: int) -> Callable[[], None]:
+    """Begin each line that this process prints with its rank; return the function that ends it."""
+    made = {name: RankOutput(getattr(sys, name), rank) for name in ("stdout", "stderr") if getattr(sys, name)}
+    for name, output in made.items():
+        setattr(sys, name, output)
+
+    def undo() -> None:
+        for name, output in made.items():
+            if getattr(sys, name) is output:  # else somebody has replaced it since
+                setattr(sys, name, output.stream)
+
+    return undo
 
 
 STDOUT, STDERR = Output("stdout"), Output("stderr")

@@ -73,6 +73,7 @@ class Trainer(TrainerAttributes):
     keeps_added_code = True
     ends_epoch_with_last_batch = True
     overfits_validation = False
+    marks_output = False
     records_starts = False  # a folder holds what Lightning writes, and nothing else
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
