@@ -8,7 +8,7 @@ from together.pairs import Pair, Stage, draw, load
 pytestmark = pytest.mark.slow
 
 
-SINGLE, SEVERAL, ANEW = range(20), range(101, 108), 2
+SINGLE, SEVERAL, ANEW = range(20), range(100, 108), 2
 
 FOUND = [
     Pair("validate before", "failing save", 1028),  # TensorBoard's logger held a point that a resume had voided
