@@ -87,7 +87,7 @@ def draw(seed: int, processes: bool = True) -> Pair:
             pair = Pair(first.name, second.name, seed, chance.choice(["ddp", "elastic"]))
             if not all(can_meet(NAMED[pair.third], one) for one in (first, second)):
                 continue
-        if LOST <= {one.name for one in pair.features}:
+        if {one.name for one in pair.features} >= LOST:
             continue
         return pair
 
