@@ -43,7 +43,7 @@ def loader(batches=STEPS, size=2):
 
 def make_trainer(tmp_path, *callbacks, **options):
     chosen = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    chosen |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path} | options
+    chosen |= {"accelerator": "cpu", "devices": 1, "default_root_dir": tmp_path, "save_code": False} | options
     return lg.Trainer(callbacks=list(callbacks), **chosen)
 
 

@@ -270,6 +270,7 @@ SET_UP = 0.2
 
 
 def test_a_timer_stops_the_run_and_tells_the_times(tmp_path, caplog):
+    fit(tmp_path / "first", max_epochs=1)  # which imports what takes longer than that
     timer = Timer(timedelta(seconds=0.3))
     with caplog.at_level(logging.INFO, logger="legato"):
         trainer = fit(tmp_path, timer, task=Scripted(seconds=0.05, validation_seconds=0.05), max_epochs=50)
