@@ -8,6 +8,7 @@ README's.
 
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from rich.console import Console
 from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+import browser  # noqa: E402
+
 IMAGES = ROOT / "docs" / "images"
 BIN = Path(sys.executable).parent
 COLUMNS, ROWS = 84, 44
@@ -74,19 +78,23 @@ def terminal(folder: Path) -> None:
 
 
 def tensorboard(folder: Path) -> None:
-    """Show the runs in TensorBoard, and photograph it."""
+    """Show the runs in TensorBoard by `legato board`, and photograph it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [BIN / "tensorboard", "--logdir", "runs", "--host", "127.0.0.1", "--port", str(port)]
+    command = [BIN / "legato", "board", "runs", "--port", str(port)]
     server = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(lambda: answers(port), 60)
-        time.sleep(5)  # it reads the runs
-        address = f"http://127.0.0.1:{port}/?darkMode=false&tagFilter=loss%7Cacc&smoothing=0.3#timeseries"
-        photograph(address, IMAGES / "tensorboard.png", (1500, 660), 90)
+        address = f"http://127.0.0.1:{port}"
+        browser.wait_for(f"{address}/data/runs")
+        time.sleep(8)  # it reads the runs
+        with browser.opened(folder / "chromium") as page:
+            page.open(f"{address}/?darkMode=false&smoothing=0.3#timeseries")
+            page.texts("card-view", lambda texts: any("/acc" in text for text in texts))
+            time.sleep(5)  # its charts are drawn one by one
+            page.picture(IMAGES / "tensorboard.png")
     finally:
-        server.terminate()
+        server.send_signal(signal.SIGINT)
         server.wait()
 
 
@@ -109,12 +117,6 @@ def wait_for(condition: object, seconds: float) -> None:
         if time.monotonic() > end:
             raise TimeoutError(f"not within {seconds} s")
         time.sleep(0.2)
-
-
-def answers(port: int) -> bool:
-    """Return whether something listens on a port of this machine."""
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":

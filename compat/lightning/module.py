@@ -58,7 +58,7 @@ def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
         _given.reset(token)
 
 
-class _InitialHyperparameters:
+class InitialHyperparameters:
     """Hyperparameters as they were saved first."""
 
     _log_hyperparams = False
@@ -116,7 +116,7 @@ class _InitialHyperparameters:
         return copy.copy(found)
 
 
-class LightningModule(_InitialHyperparameters, Task):
+class LightningModule(InitialHyperparameters, Task):
     """A Task with all attributes of a LightningModule."""
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
@@ -285,7 +285,7 @@ class LightningModule(_InitialHyperparameters, Task):
         return found
 
 
-class LightningDataModule(_InitialHyperparameters, DataModule):
+class LightningDataModule(InitialHyperparameters, DataModule):
     """A DataModule with all attributes of a LightningDataModule."""
 
     name: str | None = None

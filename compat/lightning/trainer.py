@@ -31,6 +31,7 @@ from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
+from .module import InitialHyperparameters
 from .placeholders import UnsupportedError
 from .profilers import PassThroughProfiler, Profiler
 from .states import TrainerFn, TrainerState, TrainerStatus
@@ -186,7 +187,7 @@ class Trainer(TrainerAttributes):
 
         Raises RuntimeError where module and data module have saved different values under one name.
         """
-        saved = [one for one in owners if getattr(one, "_log_hyperparams", False)]
+        saved = [one for one in owners if isinstance(one, InitialHyperparameters) and one._log_hyperparams]
         if not saved:
             return None
         found: dict[str, Any] = {}

@@ -188,7 +188,7 @@ def kind_of(expected: Any) -> str:
     if issubclass(origin, Named):
         return "class" if origin.exact else "opaque"
     may_be_plain = issubclass(origin, (enum.Enum, str, int, float, dict, list, tuple))
-    return "opaque" if may_be_plain or getattr(origin, "_is_protocol", False) else "class"
+    return "opaque" if may_be_plain or typing.Protocol in origin.__bases__ else "class"
 
 
 def _path(expected: Any) -> str:
