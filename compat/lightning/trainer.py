@@ -31,7 +31,6 @@ from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
-from .module import InitialHyperparameters
 from .placeholders import UnsupportedError
 from .profilers import PassThroughProfiler, Profiler
 from .states import TrainerFn, TrainerState, TrainerStatus
@@ -187,7 +186,7 @@ class Trainer(TrainerAttributes):
 
         Raises RuntimeError where module and data module have saved different values under one name.
         """
-        saved = [one for one in owners if isinstance(one, InitialHyperparameters) and one._log_hyperparams]
+        saved = [one for one in owners if vars(one).get("_log_hyperparams", False)]
         if not saved:
             return None
         found: dict[str, Any] = {}
