@@ -165,7 +165,7 @@ def is_time(name):
 
 
 def scalars(run_dir):
-    """Return the points that TensorBoard shows: (tag, step) -> values."""
+    """Return the points that TensorBoard shows, but for `~best/`, written whenever a run ends: (tag, step) -> values."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
@@ -174,7 +174,7 @@ def scalars(run_dir):
     for tag in accumulator.Tags()["scalars"]:
         for event in accumulator.Scalars(tag):
             found.setdefault((tag, event.step), []).append(event.value)
-    return {key: values for key, values in found.items() if not is_time(key[0])}
+    return {key: values for key, values in found.items() if not is_time(key[0]) and not key[0].startswith("~best/")}
 
 
 def summary(trainer, task):
