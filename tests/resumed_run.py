@@ -165,7 +165,7 @@ def is_time(name):
 
 
 def scalars(run_dir):
-    """Return the points that TensorBoard shows, but for `~best/`, written whenever a run ends: (tag, step) -> values."""
+    """Return the points that TensorBoard shows: (tag, step) -> values. Not `~best/`, written whenever a run ends."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
