@@ -55,6 +55,7 @@ LIGHTNINGS = {
     "_AcceleratorConnector",
     "_accelerator_connector",
     "_accelerator_flag",
+    "_combined_loader",
     "_devices_flag",
     "_parallel_devices",
 }
