@@ -60,7 +60,7 @@ def test_a_profiler_that_a_user_wrote(tmp_path):
 
 
 def test_words_and_none(tmp_path, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="legato")
     assert isinstance(fit(tmp_path, None).profiler, PassThroughProfiler)
     assert "Profiler Report" not in caplog.text
     trainer = fit(tmp_path, "simple")
