@@ -9,6 +9,7 @@ from ...trainer import build, trainer
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from .accelerators import AcceleratorConnector
+from .placeholders import OwnParts
 from .plugins import Precision
 from .states import TrainerState, TrainerStatus
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from .module import LightningModule
 
 
-class TrainerAttributes(trainer.Trainer):
+class TrainerAttributes(OwnParts, trainer.Trainer):
     """Attributes that answer before, during and after a run as Lightning's do."""
 
     epoch_is_cut = False

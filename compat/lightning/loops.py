@@ -5,6 +5,7 @@ from typing import Any
 
 from ...trainer.data.combined import CombinedLoader
 from .attributes import TrainerAttributes
+from .placeholders import OwnParts
 
 
 @dataclass
@@ -30,7 +31,7 @@ def _tracker(done: int, begun: bool) -> Tracker:
     return Tracker(done + begun, done, done + begun, done)
 
 
-class Loop:
+class Loop(OwnParts):
     """What all loops have."""
 
     restarting = is_resuming = False

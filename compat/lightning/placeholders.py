@@ -1,6 +1,6 @@
 """Placeholders: names that can be imported, used as types and subclassed, and whose use raises the way out."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...trainer.errors import LegatoError
 
@@ -27,3 +27,20 @@ class Placeholder(type):
 def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
     """Return a placeholder for a name of `module`; `way_out` is the sentence that its use raises."""
     return Placeholder(name, (), {"__module__": module, "__doc__": f"Placeholder: {way_out}", "way_out": way_out})
+
+
+class OwnParts:
+    """An object whose private parts in Lightning have no counterpart; who asks for one is told what to do instead."""
+
+    if not TYPE_CHECKING:  # to a type checker every name would be there
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError for a name that is not there."""
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name.startswith("_") and not name.startswith("__"):
+                missing += (
+                    ": names that begin with an underscore are inner parts of Lightning, and Legato has other ones. "
+                    "Use the public attributes and hooks (docs/from-lightning.md); a package that needs this one "
+                    "runs under Lightning itself."
+                )
+            raise AttributeError(missing, name=name, obj=self)

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import legato.compat.lightning as L
@@ -73,3 +74,13 @@ def test_the_loaders_of_training_are_found_where_programs_look_for_them(tmp_path
     given = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
     trainer.fit(Looks(torch.nn.Tanh()), given)
     assert seen == [given]
+
+
+def test_an_unknown_private_name_is_answered_by_a_sentence():
+    trainer = L.Trainer(accelerator="cpu", logger=False)
+    for owner in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        with pytest.raises(AttributeError, match=rf"{type(owner).__name__}.*_callback_connector.*from-lightning.md"):
+            owner._callback_connector  # noqa: B018
+        assert not hasattr(owner, "_callback_connector")
+    with pytest.raises(AttributeError, match=r"no attribute 'max_epoch'$"):
+        trainer.max_epoch  # noqa: B018

@@ -49,7 +49,7 @@ model = TemporalFusionTransformer.from_dataset(training, learning_rate=0.03, **s
 trainer.fit(model, train_dataloaders=train, val_dataloaders=val)
 best = TemporalFusionTransformer.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)
 quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False}
-predicted = best.predict(val, return_y=True, trainer_kwargs=quiet)
-raw = best.predict(val, mode="raw", return_x=True, trainer_kwargs=quiet)
+predicted = best.predict(val, return_y=True, trainer_kwargs={**quiet})
+raw = best.predict(val, mode="raw", return_x=True, trainer_kwargs={**quiet})
 best.interpret_output(raw.output, reduction="sum")
 print(json.dumps({"error": float(MAE()(predicted.output, predicted.y))}))
