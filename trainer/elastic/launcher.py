@@ -59,6 +59,7 @@ def launch_elastic(
         )
     if options.join is None:
         host, port = split_address(options.listen)
+        # The store lives in the launcher, not in rank 0: a worker may die, and with the store would go the run.
         store: Any = host_store(host, port, is_loopback(host), "Choose another port in init_method.")
         address = f"{host}:{store.port}"
         log.info("Others can join this run: trainer.strategy.join=%s", address)
@@ -141,6 +142,7 @@ class ElasticWorkerGroup(WorkerGroup):
         return {"rank": member.slot, "world_size": len(self._ranks)}
 
     def _note_failure(self, member: Member, failure: Failure) -> None:
+        # a broken connection is an error of somebody else's
         raised = bool(failure.text) and not failure.communication
         if member in self.finished_members:
             self.waiting_to_exit = [other for other in self.waiting_to_exit if other != member]
@@ -150,6 +152,7 @@ class ElasticWorkerGroup(WorkerGroup):
             self._failures.append(failure)
         else:
             self.survived_failures.append(failure)
+            # told to end by a signal: what has died is not replaced any more
             replaced = self.restarts_left > 0 and not raised and not self._relay.received
             more = "; another process is being started." if replaced else f".\n\n{failure.text}" if raised else "."
             log.warning("%s The run continues without it%s", failure.summary, more)
@@ -170,6 +173,7 @@ class ElasticWorkerGroup(WorkerGroup):
 
     def _release_next(self) -> None:
         """Let one finished worker return the result, and the others exit after it."""
+        # One after the other: the first returns the result, and if it dies on the way there the next one does.
         while self.waiting_to_exit and (self.has_result or self.returning is None):
             member = self.waiting_to_exit.pop(0)
             if not self.has_result:
@@ -241,6 +245,7 @@ class HostWorkerGroup(ElasticWorkerGroup):
         """End the run after its last member: succeeded, or failed if none finished. Spare and starting workers are
         killed."""
         self.closed = True
+        # all members have died, so failures that were survived one by one are what ended the run
         if not self.registry.finished and self._preempted_at is None:
             self._failures += self.survived_failures
         self._announce_end()
@@ -255,6 +260,7 @@ class HostWorkerGroup(ElasticWorkerGroup):
     def _handle(self, what: str, member: Member, note: dict[str, Any]) -> None:
         registry = self.registry
         if member.node != self.node:
+            # any message is a first sign of life; heartbeats may not have begun
             self.guest_heartbeats.setdefault(member.node, (-1, time.monotonic()))
         if what == "begun":
             registry.begin(member, note["replicas"])
@@ -278,6 +284,7 @@ class HostWorkerGroup(ElasticWorkerGroup):
         now, registry = time.monotonic(), self.registry
         for node, count in self.store.heartbeats(self.guest_heartbeats).items():
             before, when = self.guest_heartbeats[node]
+            # heartbeats are counted and not dated, so that no clocks of two machines are compared
             self.guest_heartbeats[node] = (count, now if count != before else when)
             if now - self.guest_heartbeats[node][1] > GUEST_TIMEOUT:
                 log.warning("Launcher %d has given no sign of life for %g s.", node, GUEST_TIMEOUT)
@@ -288,8 +295,11 @@ class HostWorkerGroup(ElasticWorkerGroup):
 
     def _kill_late_members(self) -> None:
         generation = self.registry.generation
+        # the first group may take long, as processes start and import; a process that never comes there is seen at its
+        # timeout
         if generation.version == 1 or time.monotonic() < self.published_at + self.options.timeout:
             return
+        # as long again before the next look, since a kill takes a while to be noted
         self.published_at = time.monotonic()
         for member in self.store.missing(generation):
             if member in self.registry.members:
@@ -305,6 +315,8 @@ class HostWorkerGroup(ElasticWorkerGroup):
 
     def _is_survivable(self, member: Member, raised: bool) -> bool:
         takes_part = member in self.registry.members
+        # An error that a member raised would be raised again by those that repeat its step; the death of a process
+        # would not.
         return self.registry.running and not (raised and takes_part)
 
     def _rank_fields(self, member: Member) -> dict[str, Any]:

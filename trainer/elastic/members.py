@@ -80,6 +80,7 @@ class ElasticMembership(Membership):
     def connect(self, place: Place) -> Place:
         """Form the first group. A process that joins later has none until it is set up, and is never rank 0."""
         if self.joins:
+            # any rank but 0, which would write files
             return replace(place, rank=1)
         self._form(self.store.generation(1), self.timeout)  # some may take long to start
         return self.place
@@ -117,6 +118,7 @@ class ElasticMembership(Membership):
         if self.joins:
             if run.bitwise:
                 require_same_numerics(self._wait_for_facts()["numerics"], numerics)
+            # Set up before it says so: members leave their group for it, and wait until all have arrived.
             self.store.post("ready", self.member)
             self.broken = True
             return
@@ -129,6 +131,8 @@ class ElasticMembership(Membership):
     # --- while training ---------------------------------------------------------------------------------------------
     def newest(self) -> int:
         """Return the newest generation's version on rank 0, which reads it for all; 0 elsewhere."""
+        # Ranks that looked for themselves could see a new version in different steps, and their collectives would no
+        # longer pair: rank 0 looks, and the agreement of the ranks carries it.
         return self.store.version() if self.place.rank == 0 else 0
 
     def check_members(self, version: int) -> None:
@@ -156,9 +160,11 @@ class ElasticMembership(Membership):
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True
+            # An update cannot be undone, and one that broke off may have changed some weights: this process then takes
+            # those of another. Elsewhere the step is repeated from what is here.
             self.consistent = self.consistent and not _is_in_update(trace)
             # Objects in the frames (such as a Work) would keep the old group's connections open, and the others
-            # waiting.
+            # waiting: gloo closes its sockets with the last reference, not by abort() or shutdown().
             traceback.clear_frames(trace)
         return self.broken
 
@@ -166,6 +172,7 @@ class ElasticMembership(Membership):
         """Return whether an error is due to a broken connection, with a newer generation to continue in."""
         if not is_communication(error):
             return False
+        # usually the host has seen the death by now; where it has not, connections may have broken without one
         if self._newer_generation_within(GENERATION_WAIT):
             return True
         step = self.trainer.state.global_step
@@ -189,6 +196,7 @@ class ElasticMembership(Membership):
     def _recover(self) -> None:
         """Form the group of the newest generation and take over its newest state."""
         run = self.trainer.current_run
+        # all that holds the old group, then the group, then the new one: peers learn of the break when sockets close
         recovery.release(run.strategy)
         environment.leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
@@ -198,6 +206,7 @@ class ElasticMembership(Membership):
         if self.joins:
             self.store.post("joined", self.member)
         self.joins, self.consistent, self.loggers_open = False, True, self.place.rank == 0
+        # before `leave` saves: the point of a step is logged before its checkpoint
         recovery.repeat_after_step(run)
         if self.generation.order == "leave":
             self._leave()
@@ -240,9 +249,12 @@ class ElasticMembership(Membership):
         node, slot, world = nodes.index(self.member.node), self.member.slot, len(generation.members)
         self.generation, self.place = generation, Place(rank, slot, node, world, here, len(nodes), "legato")
         if world > 1:
+            # Keys of its own for each generation: gloo would else find addresses of an earlier group, and wait for
+            # processes that are gone (pytorch/pytorch#135712 is that bug in torch's elastic agent).
             store = PrefixStore(f"group/{generation.version}", self.store.entries)
             # torch numbers the groups of a process, failed ones too, and all ranks must use the same number.
             reset_group_names()
+            # short for forming, where all have arrived and only a death can hold it up; then as long as a step may take
             patience = timedelta(seconds=seconds)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
             set_group_timeout(timedelta(seconds=self.timeout))

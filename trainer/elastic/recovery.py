@@ -36,6 +36,7 @@ class MetricSnapshot:
             hooks["on_validation_start"] += (self._before_validation,)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
+        # of the first batch only: an interrupted step is repeated from its beginning
         if self.trainer.metrics.batches_of_step == 1:
             self._take(in_validation=False)
             if self.trainer.metrics.states.swaps_states:
@@ -116,12 +117,15 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consisten
     regroup(strategy, place, layout)
     own = MemberState.of(run, consistent)
     states: list[MemberState] = strategy.collectives.gather_objects(own)
+    # whole weights count most, then the furthest step, then the lowest rank: all ranks compute the same choice
     source = max(range(len(states)), key=lambda rank: (states[rank].consistent, states[rank].progress, -rank))
     newest = states[source]
     if not newest.consistent:
         raise WorkerError("No process is left whose weights are whole; go on from the newest checkpoint.")
+    # to the step that is repeated, before this state is compared with others or sent to them
     snapshot.rewind(newest.progress[0], validating)
     metrics.rewind(newest.progress[0])
+    # what was logged in another epoch, or before this one's first step, would be counted in the epoch that goes on
     if own.progress[1:3] != newest.progress[1:3] or newest.progress[2] or newest.epoch_steps == 0:
         metrics.forget_epoch()
     behind = [one.progress != newest.progress or not one.consistent for one in states]
@@ -136,6 +140,7 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consisten
     if opens_loggers:
         build.record_start(run)
         build.open_loggers(run)
+    # a logger that has just been opened drops points from this step on, as after a resume, so it has not got this one
     wrote = own.point == newest.point and not opens_loggers
     if place.rank == 0 and not wrote and newest.point is not None and newest.point[0] == run.state.global_step:
         for logger in trainer.loggers:  # the process that should have written it may have died before

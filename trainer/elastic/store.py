@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -108,11 +108,13 @@ class MembershipStore:
     # --- generations ------------------------------------------------------------------------------------------------
     def publish(self, generation: Generation) -> None:
         """Publish the next generation; versions go up by one."""
+        # first the value, then the version: a process that sees the new version must find its generation
         self.entries.set(f"generation/{generation.version}", json.dumps(asdict(generation)))
         self.entries.add("version", 1)
 
     def version(self) -> int:
         """Return the newest generation's version; 0: there is none yet."""
+        # `add` of 0 reads without waiting; `get` blocks until the key is there, and then has no number but bytes
         found: int = self.entries.add("version", 0)
         return found
 
@@ -137,6 +139,7 @@ class MembershipStore:
     # --- notes ------------------------------------------------------------------------------------------------------
     def post(self, what: str, member: Member, **more: Any) -> None:
         """Append a message for the launchers."""
+        # one key for all, as `append` is atomic on the server: no message is lost where several are sent at once
         self.entries.append("notes", json.dumps({"what": what, "member": asdict(member), **more}) + "\n")
 
     def new_messages(self) -> list[dict[str, Any]]:
@@ -159,7 +162,7 @@ class MembershipStore:
         return found
 
     def release_member(self, member: Member, returns_result: bool) -> None:
-        """Permit a finished process to exit; `answers`: it returns the result to its launcher first."""
+        """Permit a finished process to exit; with `returns_result` it sends the result to its launcher first."""
         self.entries.set(f"dismissed/{member.id}", "answer" if returns_result else "go")
 
     def released(self, member: Member) -> str | None:
@@ -192,6 +195,8 @@ def connect_to_store(address: str, timeout: float) -> "Store":
     deadline = time.monotonic() + timeout
     while True:
         try:
+            # A plain connection first: TCPStore tries again by itself, long beyond the limit it is given (13 s for 5 s,
+            # torch 2.13).
             socket.create_connection((host, port), timeout=5).close()
             return TCPStore(host, port, None, False, timedelta(seconds=60), wait_for_workers=False)
         except (OSError, DistError) as error:
@@ -249,13 +254,11 @@ class MemberRegistry:
         if member not in self.members:
             self.spares.append(member)
 
-    def remove(self, member: Member) -> bool:
-        """Record the death of a process; return whether it took part."""
+    def remove(self, member: Member) -> None:
+        """Record the death of a process."""
         self.starting.discard(member)
         self.spares = [spare for spare in self.spares if spare != member]
-        took_part = member in self.members
         self.members = [other for other in self.members if other != member]
-        return took_part
 
     def finish(self, member: Member) -> None:
         """Record that a member has finished, and with it the run: nothing can join any more."""
@@ -272,6 +275,7 @@ class MemberRegistry:
         """Return the next generation if one is due."""
         if not self.running or not self.members:
             return None
+        # once some have finished, or all save to leave, a newcomer could only wait for an end
         if not self.finished and self.generation.order != "leave":
             room = self.replicas - len(self.members)
             self.members += self.spares[:room] if room > 0 else []
@@ -282,10 +286,8 @@ class MemberRegistry:
         if self.generation.order == "leave":
             order = "leave"
         next_generation = Generation(self.generation.version + 1, tuple(self.members), order)
-        if (next_generation.members, order) == (
-            self.generation.members,
-            self.generation.order,
-        ) and not self.is_requested:
+        is_same = replace(next_generation, version=self.generation.version) == self.generation
+        if is_same and not self.is_requested:
             return None
         self.generation, self.is_requested = next_generation, False
         return next_generation

@@ -42,11 +42,14 @@ class FlatAverage:
         flat = self._room(kind, sum(sizes) + flags)
         parts = flat[: sum(sizes)].split(sizes)
         self._fill(dense, parts)
+        # The flags travel behind the gradients, so that it is one collective and not two. In their dtype: only "not
+        # zero" is read, which a sum of ones keeps in every floating point type.
         present = [parameter.grad is not None for parameter in chain(dense, sparse)]
         flat[sum(sizes) :].copy_(torch.tensor(present))
         dist.all_reduce(flat, group=self.group)
         used = (flat[sum(sizes) :] != 0).tolist()
         flat /= self.world_size
+        # the flags of the sparse ones come behind those of the dense ones
         for parameter, is_used in zip(dense, used, strict=False):
             if is_used and parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -72,6 +75,7 @@ class FlatAverage:
 
     def _average_sparse(self, parameter: nn.Parameter) -> None:
         if parameter.grad is None:
+            # gloo takes the indices of each rank, so an empty one adds nothing, but a rank must not stay away
             rows, values = torch.empty(1, 0, dtype=torch.int64), parameter.detach()[:0]
             shape, device = parameter.shape, parameter.device
             with torch.sparse.check_sparse_tensor_invariants(True):  # torch 2.12 warns of the argument
@@ -99,6 +103,7 @@ class TreeAverage:
         if key not in self.buckets:
             self.buckets[key] = make_buckets(parameters, self.layout, self.rank, BUCKET_ELEMENTS, self.group)
         for bucket in self.buckets[key]:
+            # not `begin`: it would set aside the very gradients that are averaged here
             bucket.kept = [None] * len(bucket.parameters)
             bucket.take(self.rank)
             bucket.send()

@@ -153,12 +153,15 @@ class DDPStrategy(GroupStrategy):
                 "sync_batchnorm=true ties a run to one number of processes, each with one replica; it does not go with "
                 "elastic=true or reproducible: bitwise. Leave one of the two out."
             )
+        # A group of its own: batch norm's sums wait within forward and backward, while DDP's buckets are on their way
+        # in the strategy's group. Kept for later runs, since gloo connects all pairs of ranks for each group.
         if self.batch_norm_group is None or self.batch_norm_group[0] is not dist.group.WORLD:
             self.batch_norm_group = dist.group.WORLD, dist.new_group()
         return synchronize(task, self.device, self.batch_norm_group[1])
 
     def make_reducer(self) -> None:
         """Make the reducer for the parameters that are trained now, and give every rank the weights of rank 0."""
+        # the strategy's own reference, too, must be gone before another DDP is made (see Strategy.make_reducer)
         self.ddp = None
         super().make_reducer()
         if self.task is not None and self.ddp is None and any(True for _ in trainable(self.task)):
@@ -166,6 +169,7 @@ class DDPStrategy(GroupStrategy):
 
     def _reducer_for(self, task: "Task") -> Reducer:
         trains = any(True for _ in trainable(task))
+        # with `bitwise` gradients meet in the tree; without trained parameters DDP's constructor raises
         if self.place.world_size == 1 or (task.automatic_optimization and (self.one_order or not trains)):
             return super()._reducer_for(task)
         if task.automatic_optimization:
@@ -254,7 +258,8 @@ class DDPReducer(Reducer):
         """`is_scaled`: losses are multiplied by the factor of 16-mixed."""
         super().__init__(task.parameters())
         self.task, self.module, self.collectives, self.is_scaled = task, module, collectives, is_scaled
-        # DDP divides the sum over processes by their number
+        # Losses are weighted by their share of the step's samples, so a sum over ranks is the mean that is wanted, and
+        # DDP divides it by their number. Under 16-mixed that is undone on the gradients (undo_division).
         self.scale = 1.0 if is_scaled else float(collectives.size)
         self.names = [name for name, parameter in task.named_parameters() if parameter.requires_grad]
         """The names of the parameters that DDP reduces, in its order."""
@@ -268,9 +273,11 @@ class DDPReducer(Reducer):
 
     def training_step(self, arguments: Sequence[Any]) -> Any:
         """Call the task's training_step within DDP's forward."""
+        # the step's name goes through DDP.forward, which prepares the reduction and broadcasts buffers before it
         output = self.module("training_step", *arguments)
         if type(output) is not _Nothing:
             return output
+        # this forward has prepared DDP's reducer, which waits for the gradients of the loss that it returned
         self.nothing = output.loss
         return None
 
@@ -336,6 +343,7 @@ class _Nothing(NamedTuple):
 
 def nothing_of(task: "Task") -> Tensor:
     """Return a loss whose gradient is zero for every trainable parameter."""
+    # 0 times a parameter, not zeros: DDP's reducer counts gradients by hooks, which only a graph calls
     nothing = [(parameter * 0.0).sum().float() for parameter in trainable(task)]
     return torch.stack([one.to(nothing[0].device) for one in nothing]).sum()  # parts may live on several devices
 

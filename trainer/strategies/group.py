@@ -43,6 +43,7 @@ class GroupStrategy(Strategy):
                 f"{place.local_world_size} processes on this machine, but {len(devices)} {devices[0].type} devices; "
                 f"start as many processes as there are devices."
             )
+        # there may be more processes than entries for the CPU only, whose entries are all the same device
         self.device = devices[place.local_rank % len(devices)]
         make_current(self.device)
         self.precision = Precision(precision, self.device.type)
@@ -52,7 +53,9 @@ class GroupStrategy(Strategy):
             self.meeting = join_process_group(place, self._backend(), limit, self.init_method, only)
             if own_group.find_group() is not None:
                 own_group.require_backend(self.device, self.process_group_backend)
-            if not self.elastic.changes:  # whose groups come and go
+            # elastic groups come and go with their members; elsewhere the default group is left to the script, so that
+            # a collective that the script calls once too often cannot pair with one of ours
+            if not self.elastic.changes:
                 group = own_group.legatos_group(self.timeouts["startup"])
             self.timeouts.enter("startup")
         else:
@@ -66,4 +69,5 @@ class GroupStrategy(Strategy):
     def _backend(self) -> str:
         """Return the backend of the process group: small values on the host go by gloo in any case."""
         chosen = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
+        # NCCL has no CPU tensors, but loss weights, flags and names live on the host
         return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen

@@ -106,6 +106,8 @@ class TreeReducer(Reducer):
     def release(self) -> None:
         """Drop the tree, whose buckets may be on their way."""
         self.close()
+        # gloo closes its sockets only when the last reference to the group goes, and buckets hold the group and its
+        # works
         self.tree, self.replica = GradientTree((), Layout(1, 1), 0), None
 
     def begin_replica(self, replica: int) -> None:

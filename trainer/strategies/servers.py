@@ -35,6 +35,7 @@ def build_remote_modules(task: "Task", seed: int) -> None:
 
 def make_module(name: str, make: Callable[[], nn.Module], seed: int) -> nn.Module:
     """Return a remote module with the weights that it has under every strategy; raises TaskError."""
+    # a generator of its own: the weights must not depend on which process builds the module, nor on what it drew before
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(seed, zlib.crc32(name.encode())))
         module = make() if callable(make) and not isinstance(make, nn.Module) else None

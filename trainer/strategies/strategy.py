@@ -150,8 +150,11 @@ class Strategy:
         self.own_backward = type(task).backward is not Task.backward
         self.plain_backward = not (self.own_backward or one_order or self.precision.scaler is not None)
         if one_order:
+            # small matrix kernels give other bits at another memory alignment (F.linear with narrow outputs in 12 of 15
+            # offsets)
             align_in_place([*task.parameters(), *task.buffers()])
         local_replicas = len(layout.owned(self.data_ranks.rank))
+        # one replica that nobody shares needs no snapshots of its buffers: a copy of all buffers in each step saved
         several = local_replicas > 1 or self.data_ranks.size > 1 or self.elastic.changes
         self.buffers = ReplicaBuffers(task if several else None)
         self.make_reducer()
@@ -159,6 +162,8 @@ class Strategy:
     def make_reducer(self) -> None:
         """Make the reducer for the parameters that are trained now; every rank calls it, between two steps."""
         assert self.task is not None
+        # First the old one goes: hooks on a parameter are called in the order of registration, so two trees would both
+        # send, and DDP takes its hooks off only when its C++ reducer is destroyed.
         self.reducer.close()
         self.reducer = Reducer()
         self.reducer = self._reducer_for(self.task)
@@ -184,6 +189,8 @@ class Strategy:
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
         """Call the task's training_step; `last` says that no further batch of this process is in the step."""
         assert self.task is not None
+        # not an empty context: entering and leaving one is calls in each step (tests/trainer/test_step_path.py counts
+        # them)
         if self.precision.forward_context is nothing:
             return self.task.training_step(*arguments)
         with self.precision.forward_context():
@@ -214,10 +221,12 @@ class Strategy:
             torch.autograd.backward((loss,), (one,))
             return
         inputs = None if inputs is None else [tensor for tensor in inputs if tensor.requires_grad]
+        # torch.autograd.backward raises for an empty list, and None would mean all parameters
         if inputs == []:
             return
         if self.precision.scaler is not None:
             loss = self.precision.scale(loss)
+        # with retain_graph another backward of the same step follows, so nothing may be sent yet
         if last and not retain_graph:
             self.reducer.expect_last()
         if self.own_backward:
@@ -243,6 +252,8 @@ class Strategy:
     def finish_backward(self) -> None:
         """Complete gradients and buffers after all local batches of a step that opened replicas."""
         aligns_buffers = self.reducer.finish()
+        # first this process's own first replica, then that of rank 0: the other way round the broadcast would be
+        # overwritten
         self.buffers.close_step()
         if aligns_buffers:
             self.buffers.await_others()

@@ -32,10 +32,7 @@ with warnings.catch_warnings():
 
 
 class Zero1Strategy(DDPStrategy):
-    """Distributed data parallel with the optimizer's state dealt out, whole tensors to each process.
-
-    The arguments are those of strategy ddp, without `elastic`.
-    """
+    """Distributed data parallel with the optimizer's state dealt out, whole tensors to each process."""
 
     name = "zero1"
 
@@ -68,6 +65,7 @@ class Zero1Strategy(DDPStrategy):
                 "configure_optimizers returned a ZeroRedundancyOptimizer, which strategy zero1 makes of a plain one: "
                 "return that, or use strategy ddp."
             )
+        # torch takes a class and its arguments; `optimizer.defaults` are not those (AdamW's has a key that it refuses)
         parts: Any = _Parts(optimizer)
         wrapped = ZeroRedundancyOptimizer(optimizer.param_groups, parts, self.collectives.group)
         wrapped.original = optimizer  # type: ignore[attr-defined]
@@ -96,6 +94,7 @@ class Zero1StateDicts(ShardedStateDicts):
             return super().optimizer(optimizer)
         own = {index: optimizer.optim.state[one] for one, index in _numbered(optimizer) if one in optimizer.optim.state}
         numbers = {index: with_placeholders(values) for index, values in own.items()}
+        # only descriptions are gathered (shapes and dtypes), never the states themselves
         known = {index: values for each in self.collectives.gather_objects(numbers) for index, values in each.items()}
         return {
             "state": {index: without_placeholders(known[index], own.get(index, {})) for index in sorted(known)},
@@ -109,6 +108,7 @@ class Zero1StateDicts(ShardedStateDicts):
             return
         kept = {id(one) for group in optimizer.optim.param_groups for one in group["params"]}
         own = {index for one, index in _numbered(optimizer) if id(one) in kept}
+        # other ranks' values are not even read from the files
         found = {index: load_stored(values) if index in own else {} for index, values in state["state"].items()}
         optimizer.load_state_dict({**state, "state": found})
         optimizer.state.clear()  # a second copy; the one that steps use is that of the inner optimizer

@@ -27,6 +27,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        # every rank's output depends on this rank's input through the sum, so the gradient is the sum over ranks, too
         total = gradients[0].contiguous().clone()
         dist.all_reduce(total, group=ctx.group)
         return None, total
@@ -55,15 +56,18 @@ class Synced(NORM_BASE):  # type: ignore[misc]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         over = [axis for axis in range(values.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]
+        # the number of values goes along with their sums: ranks may have batches of different sizes
         own = values.new_tensor([values.numel() / values.shape[1]])
         sums = _sum(self.process_group, torch.cat([values.sum(over), own]))
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = values - mean.view(shape)
+        # two passes, not mean(x^2) - mean(x)^2, which cancels in float32 where the mean is large
         variance = _sum(self.process_group, centred.square().sum(over)) / count
         normal: Tensor = centred * torch.rsqrt(variance + module.eps).view(shape)
         if module.affine:
             normal = normal * module.weight.to(values.dtype).view(shape) + module.bias.to(values.dtype).view(shape)
+        # torch keeps the unbiased variance (n / (n - 1)) but normalises by the biased one
         if module.track_running_stats:
             self._follow(mean.detach(), variance.detach() * (count / (count - 1).clamp(min=1)))
         return normal.to(input.dtype)
@@ -92,6 +96,7 @@ def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup)
     found = [(module, kind) for module, kind in found if not issubclass(kind, nn.SyncBatchNorm)]
     base = nn.SyncBatchNorm if device.type == "cuda" else Synced
     for module, kind in found:
+        # not another module in its place, as convert_sync_batchnorm does: `task.norm` must stay this object
         module.__class__ = synced(kind, base)
         module.process_group = group
 

@@ -37,6 +37,7 @@ class ReplicaBuffers:
 
     def begin(self) -> None:
         """Snapshot the buffers that the step begins with, if DDP has replaced them since the first replica began."""
+        # DDP broadcasts buffers within its forward, after open_replica: only now are they what all ranks begin with
         if self.begins:
             self.start, self.begins = self._copies(), False
 
@@ -44,6 +45,7 @@ class ReplicaBuffers:
         """Copy what steps have assigned to buffers into the original tensors, which DDP broadcasts."""
         for place in self.places:
             owner, name, home = place
+            # DDP has taken a reference to the tensor of the beginning; one that was assigned since it would never send
             if owner[name] is not home:
                 _put(place, owner[name])
 
@@ -73,6 +75,8 @@ class ReplicaBuffers:
 
     def rewind(self) -> None:
         """Restore the buffers that an unfinished step began with, so that it can be repeated."""
+        # A step that has been counted keeps its buffers. Until then every collective of the step may break and have it
+        # done again, in which batch norm would count it twice.
         if self.task is not None and self.step == self.task.global_step:
             self._set(self.start)
         self.start, self.step, self.first, self.begins = [], -1, [], False

@@ -37,6 +37,8 @@ class CarryStack(Generic[Value]):
         while self.waiting:
             left, sum_so_far = self.waiting[-1]
             if (
+                # siblings only: equal size, adjacent, and the left one at a multiple of the parent's size. So the shape
+                # of the tree depends on the replicas' numbers alone, not on where a process's block of them begins.
                 left.level != node.level
                 or left.start % (2 << node.level)
                 or left.start + (1 << left.level) != node.start
@@ -114,10 +116,13 @@ class Bucket:
         self.next_replica = self.owned.start
         self.missing: set[int] = set()
         """Indices of the gradients that the backward under way has not brought yet."""
+        # A process's replicas need not make whole subtrees (3 + 3 + 2 of 8): it hands over its maximal ones as they
+        # are. Every rank knows everybody's from the layout, so their shapes are never sent.
         self.nodes_of = [partial_nodes(layout.owned(rank)) for rank in range(layout.processes)]
         self.sizes = [parameter.numel() for parameter in self.parameters]
         # each partial node is a row of all gradients and, for each of them, how many processes have it
         self.length = sum(self.sizes) + len(self.sizes)
+        # rounded up, since all_gather takes equal parts; the rows are as much longer
         self.share = -(-self.length // layout.processes)
         self.outgoing = self.incoming = self.row = self.all_present = torch.empty(0)
         self.own: list[Tensor | None] = []
@@ -181,6 +186,8 @@ class Bucket:
             torch.cat([*self._flat(gradients), self._presence(gradients)], out=row[: self.length])
             if len(nodes) > 1:
                 self.outgoing.view(world, len(nodes), share)[:, index].copy_(row.view(world, share))
+        # Each process adds up 1/world of the numbers, of all nodes, then all gather the sums: twice the gradients'
+        # bytes, as in a ring's all-reduce, where an all-gather of nodes would cost world times that.
         counts = [len(own) * share for own in self.nodes_of]
         out = [len(nodes) * share] * world
         self.work = dist.all_to_all_single(self.incoming, self.outgoing, counts, out, group=self.group, async_op=True)
@@ -188,6 +195,7 @@ class Bucket:
     def hand_out(self) -> None:
         """Add up every process's partial nodes for this process's share, and send the sum to all."""
         self._wait()
+        # by rank, which is the order of the replicas: CarryStack needs them so
         every = [node for own in self.nodes_of for node in own]
         stack = ShareStack()
         for node, value in zip(every, self.incoming.view(len(every), self.share), strict=True):
@@ -200,6 +208,7 @@ class Bucket:
         """Give every parameter its sum, in the memory of this process's own gradient."""
         self._wait()
         *parts, presence = self.outgoing[: self.length].split([*self.sizes, len(self.sizes)])
+        # read back from the device (a wait) only where this process lacks some gradient
         if any(gradient is None for gradient in self.own):
             used = presence.tolist()
             own = [
@@ -266,6 +275,7 @@ def make_buckets(
     """Share parameters out to buckets, of `elements` numbers at least, in the order in which backward reaches them."""
     open_ones: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     full: list[list[nn.Parameter]] = []
+    # Backward reaches the last layers first. The order must not be that of arrival, which differs from rank to rank.
     for parameter in reversed(list(parameters)):
         kind = parameter.dtype, parameter.device
         bucket = open_ones.setdefault(kind, [])
@@ -342,6 +352,7 @@ class GradientTree:
             for bucket in self.buckets:
                 bucket.finish_alone()
             return
+        # what was sent early must have been the whole gradient, else the rest of it is lost without a word
         for bucket in self.buckets[: self.next_to_send]:
             bucket.refuse_late_gradients()
         while self.next_to_send < len(self.buckets):
@@ -357,15 +368,18 @@ class GradientTree:
         if self.replica is None:
             return
         bucket.missing.discard(index)
+        # Only in the order of the buckets, even if a later one is complete: collectives pair by their order, so every
+        # rank must call them alike.
         while self.next_to_send < len(self.buckets) and not self.buckets[self.next_to_send].missing:
             self.buckets[self.next_to_send].take(self.replica)
             self._send_next()
 
     def _send_next(self) -> None:
-        # The order of these calls is the same in all processes, whenever they come to them.
         bucket = self.buckets[self.next_to_send]
         self.next_to_send += 1
         bucket.send()
         self.travelling.append(bucket)
+        # Waiting for the oldest while newer ones travel overlaps the addition with the network. The number is fixed, as
+        # hand_out is a collective, too.
         if len(self.travelling) > TRAVELLING:
             self.travelling.popleft().hand_out()

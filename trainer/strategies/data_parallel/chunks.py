@@ -47,6 +47,7 @@ def _split(item: Any, sizes: list[int], devices: Devices) -> tuple[list[Any], bo
     if isinstance(item, Tensor):
         if item.ndim == 0 or item.shape[0] != samples:
             return _whole(item, sizes, devices), False
+        # torch's scatter is for accelerators ("Expected a non cpu device")
         if devices is None or devices[0].type == "cpu":
             return list(torch.split(item, sizes)), True
         return list(parallel.scatter(item, list(devices))), True

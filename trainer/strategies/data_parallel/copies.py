@@ -28,6 +28,7 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     """
     if devices[0].type != "cpu":
         return list(parallel.replicate(module, list(devices), detach=not torch.is_grad_enabled()))
+    # Not functional_call, which swaps the tensors of one shared module: over threads gradients were lost
     parameters, buffers = list(module.parameters()), list(module.buffers())
     trainable = [parameter for parameter in parameters if parameter.requires_grad and torch.is_grad_enabled()]
     flat: tuple[Tensor, ...] = _Broadcast.apply(len(devices), *trainable) if trainable else ()  # type: ignore[no-untyped-call]
@@ -92,6 +93,7 @@ class LogRecorder:
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for `Task.log`."""
+        # `Task.log` finds a metric's name by the object itself, which is in the task
         value = value.metric if isinstance(value, SharedMetric) else value
         if isinstance(value, Tensor):
             value = value.detach()

@@ -57,6 +57,7 @@ class DeviceThreads:
                 wait(running)
                 if running[-1].exception() is not None:
                     break
+        # also for those behind a failed one: no thread may use the task when its caller handles the error
         wait(running)
         for index, future in enumerate(running):
             error = future.exception()
@@ -140,6 +141,7 @@ class DataParallelStrategy(Strategy):
     name = "data_parallel"
 
     def __init__(self) -> None:
+        # before super().__init__(), which assigns `device`, a property here
         self.chunk_device = torch.device("cpu")
         self.threads: DeviceThreads | None = None
         super().__init__()
@@ -247,6 +249,7 @@ class DataParallelStrategy(Strategy):
         chunks = split(batch, sizes, self.devices[: len(sizes)])
         if len(chunks) == 1:
             return getattr(task, name)(*arguments)
+        # copied in each step: gradients flow back through the copy (Broadcast), and weights have changed since
         copies = copy_to_devices(task, self.devices[: len(sizes)])
         recorders = [LogRecorder() for _ in copies]
         for copy, recorder in zip(copies, recorders, strict=True):

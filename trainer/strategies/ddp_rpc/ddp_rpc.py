@@ -86,6 +86,7 @@ class RpcServers(Servers):
         """Hold this server's modules until the trainers have ended the run, whatever signals say."""
         names = dealt(task.remote_modules(), self.count)
         remote.build_served_modules(task, names[place.rank - self.trainers(place)], seed)
+        # the modules first: entering tells the trainers, by the store, that they can be called
         session = self.enter(place)
         with handling_end_signals(lambda number: None):  # trainers that are told to end save what is here
             while not session.is_over():
@@ -140,6 +141,7 @@ class DDPRPCStrategy(DDPStrategy):
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open remote calls to the servers, then the trainers' own process group."""
+        # RPC before the process group: its rendezvous needs all processes, the group has the trainers only
         self.session, self.finished = self.servers.enter(place), False
         trainers = self.servers.trainers(place)
         super().join(replace(place, world_size=trainers, local_world_size=trainers), devices, precision)
@@ -164,6 +166,7 @@ class DDPRPCStrategy(DDPStrategy):
             if self.place.rank == 0 and before is not None and not isinstance(before, Remote):
                 self.remotes[name].load_state_dict(before.state_dict())  # of an earlier run of this task
         self.state_dicts = RemoteStateDicts(task, self.remotes, self.collectives)
+        # rank 0 loads weights on the servers; no other may call a module before that
         self.collectives.barrier()
 
     def sync_batch_norm(self, task: "Task", replicas: int) -> Callable[[], None]:
@@ -217,6 +220,8 @@ class DDPRPCStrategy(DDPStrategy):
         return super().training_step(arguments, last)
 
     def _open_context(self) -> int:
+        # A context of its own for each batch: a second backward in the same context waits for ever (a distributed
+        # autograd context holds one), and a thread can have one context at a time.
         if self.context is None:
             context = dist_autograd.context()
             self.context = context, context.__enter__()
@@ -239,6 +244,7 @@ class DDPRPCStrategy(DDPStrategy):
             self.remote_optimizer.step(context)  # which hands gradients over; finish_step updates
         if last and self.ddp is not None:
             self.ddp.require_reduced()
+        # distributed backward leaves gradients in the context and not in `grad`; DDP's hooks have reduced them there
         self._take(dist_autograd.get_gradients(context), last)  # type: ignore[attr-defined]
         self._close_context()
 
@@ -253,6 +259,7 @@ class DDPRPCStrategy(DDPStrategy):
                     self.held[parameter] = gradient.clone() if before is None else before.add_(gradient)
                 else:
                     parameter.grad = gradient.clone()
+        # asked of the configuration and not of what this rank has held: all of them must meet in the same collectives
         if last and self._has_several_batches():
             self._add_held()
 
@@ -300,6 +307,8 @@ class DDPRPCStrategy(DDPStrategy):
         scale, trainers = 1.0 / self.reducer.scale, self.place.world_size
         options = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):
+            # asynchronously, since a server answers when the last trainer has come, and the dense update can run
+            # meanwhile
             waiting = [
                 rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, options))
                 for server in servers_of(self.remotes)

@@ -65,10 +65,14 @@ class Collected:
     def step(self) -> None:
         """Add the gradients of one backward of this trainer to those that it has brought."""
         with SERVER_STATE.lock:
+            # apart for each trainer, and added up by rank in finish_step: in the order of arrival the sum would vary
+            # from run to run
             own = SERVER_STATE.gradients.setdefault(self.rank, {})
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     own[parameter] = own[parameter] + parameter.grad if parameter in own else parameter.grad
+                    # DistributedOptimizer has put this context's gradient there; the next trainer's would be added to
+                    # it
                     parameter.grad = None
 
 
@@ -199,6 +203,7 @@ class Remote(nn.Module):
     def _load_from_state_dict(self, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing, *_ = rest
         missing += [prefix + key for key in self.keys if prefix + key not in state]
+        # every trainer loads a checkpoint, but one message a module is enough
         if self.leads and not missing:
             call(self.server, load_served_module, self.name, {key: state[prefix + key] for key in self.keys})
 
@@ -298,6 +303,7 @@ class RpcSession:
             warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
             options = TensorPipeRpcBackendOptions(rpc_timeout=timeout, init_method=f"{SCHEME}://")
             before: timedelta = store.timeout  # type: ignore[attr-defined]
+            # a class attribute, since torch hands a rendezvous handler nothing but the URL
             RpcSession.meeting = PrefixStore("rpc", store)
             rpc.init_rpc(name, backend.TENSORPIPE, rank, world_size, options)
             store.set_timeout(before)  # torch gives it that of RPC

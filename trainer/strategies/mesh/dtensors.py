@@ -96,6 +96,7 @@ def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict:
 
     Other values (a module's extra state) are loaded by torch.
     """
+    # with keep_vars, as the DTensors themselves are needed: without it state_dict returns detached ones
     own = task.state_dict(keep_vars=True)
     with torch.no_grad():
         plain = {}
@@ -103,6 +104,7 @@ def load_sharded_weights(task: nn.Module, weights: Mapping[str, Tensor], strict:
             target = own.get(name)
             if isinstance(target, DTensor):
                 fill(target, value)
+                # filled in place above; handed on all the same, so that `strict` finds every name
                 plain[name] = target.detach()
             else:
                 plain[name] = read_whole(value)
@@ -148,6 +150,7 @@ def replace(task: nn.Module, change: TensorChange) -> None:
     made: dict[int, Any] = {}
     kept: list[Tensor] = []  # keeps the tensors alive, so that no id is used twice
     for owner, name, tensor in list(tensor_slots(task)):
+        # tied weights: one new tensor for all the places in which the old one is used
         if id(tensor) not in made:
             made[id(tensor)] = change(tensor)
             kept.append(tensor)
@@ -161,6 +164,7 @@ def make_whole(task: nn.Module, device: torch.device) -> None:
         if not isinstance(tensor, DTensor):
             return tensor
         value = whole(tensor).to(device)
+        # to_local() of a replicated DTensor, or of a mesh with one rank, returns the shard's own memory
         if value.untyped_storage().data_ptr() == local_of(tensor).untyped_storage().data_ptr():
             value = value.clone()
         return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -218,15 +222,19 @@ def total_norm(gradients: Iterable[Tensor], ranks: int, device: torch.device) ->
     ones that each rank has whole, count once each. The gradients must not be partial sums. `device`: where the ranks
     meet if this one has no gradient.
     """
+    # With cpu_offload gradients lie on several devices. Squares are added in float64: float32 loses small parameters
+    # beside large ones, and then the result would depend on how many ranks the sum is spread over.
     shares: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients:
         local = local_of(gradient)
+        # half precision would overflow while squaring, at gradients of 256 in float16
         norm = torch.linalg.vector_norm(local, dtype=torch.float32 if local.dtype.itemsize < 4 else None)
         shares.setdefault(local.device, []).append(norm.double().square() * (parts(gradient) / ranks))
     device = next(iter(shares), device)
     total = torch.zeros((), dtype=torch.float64, device=device)  # with no gradient here, too: others may have some
     for own in shares.values():
         total += torch.stack(own).sum().to(device)
+    # on the default group, which has every rank of the mesh: one collective, whatever meshes the parameters have
     dist.all_reduce(total)
     return total.sqrt().float()
 
@@ -237,7 +245,8 @@ def parts(tensor: Tensor) -> int:
         return 1
     count = 1
     for axis, placement in enumerate(tensor.placements):
-        if not placement.is_replicate():  # torch has two kinds of shards
+        # _StridedShard (FSDP over tensor parallelism) is no Shard for isinstance, so what is not replicated is asked
+        if not placement.is_replicate():
             count *= tensor.device_mesh.size(axis)
     return count
 
@@ -291,6 +300,8 @@ class MeshScaler(torch.amp.GradScaler):
         for (device, _), own in groups.items():
             flag = flags.setdefault(device, torch.zeros((), device=device))
             unscale_each(own, flag, torch.tensor(1.0 / self.factor, device=device))
+        # over all ranks, as the loss scale must stay the same on each: an overflow in one shard skips the step
+        # everywhere
         total = sum(flags.values(), torch.zeros((), device=next(iter(flags), None)))
         dist.all_reduce(total, dist.ReduceOp.MAX)
         self.found[id(optimizer)] = total
@@ -310,6 +321,7 @@ class MeshScaler(torch.amp.GradScaler):
         elif overflowed:
             self.factor *= self.get_backoff_factor()
         elif self.good_steps == self.get_growth_interval():
+            # inf as a factor would make every loss inf or NaN from then on
             self.good_steps, larger = 0, self.factor * self.get_growth_factor()
             self.factor = larger if larger <= torch.finfo(torch.float32).max else self.factor
 
@@ -363,6 +375,7 @@ class SingleTensorSteps:
                             f"{type(optimizer).__name__}({option}=True): its kernels take tensors of one mesh, but "
                             f"under this strategy's tensor parallelism these lie on {len(meshes)}. Leave {option} out."
                         )
+                # None lets torch choose foreach where all tensors are on CUDA; False it leaves alone
                 if group.get("foreach", False) is None:
                     group["foreach"] = False
                     self.groups.append(group)

@@ -51,6 +51,8 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
     world, index = prod(sizes), sizes.data_rank(rank)
     if sizes.replicating in (1, world):
         return GroupCollectives(index, sizes.replicating)
+    # new_group is collective over the whole world: every rank must make every group, in the same order, also those that
+    # it is not in
     together: dict[tuple[int, int], list[int]] = {}
     for other in range(world):
         place = sizes.place_of(other)
@@ -192,6 +194,9 @@ class MeshStrategy(GroupStrategy):
         if not self.meta_init:
             super().build_model(task)
             return
+        # On meta a draw consumes nothing of the generator, so ranks would differ from now on: all take rank 0's state.
+        # Building there and resetting parameters shard by shard would need no whole model, but draws other numbers than
+        # one process does.
         with nullcontext() if self.place.rank == 0 else torch.device("meta"):
             task.configure_model()
         torch.set_rng_state(self.collectives.broadcast(torch.get_rng_state()))
@@ -210,16 +215,24 @@ class MeshStrategy(GroupStrategy):
         self.precision.place(task)
         values = weight_broadcast.send_off(task) if self.meta_init else None
         if not self.meta_init:
+            # before anything is cut: fully_shard takes each rank's part out of that rank's own weights, without a
+            # message
             weight_broadcast.share(task, self.collectives.broadcast_tensors)
+        # taken before the first wrapper, and closed by done() after the last: what came in between is undone at the end
         self.wrapping = Wrapping(task)
+        # inside FSDP's hooks: a block's forward is compiled, gathering it is not
         if isinstance(options, Mapping):
             kernels.compile_forwards(task, options)
+        # FSDP comes last: fully_shard takes DTensors of another axis of the same mesh, parallelize_module does not
         if self.sizes.tensor > 1:
             apply_plan(task, task.tensor_plan(), self.mesh["tensor"])
+        # The outermost block is this wrapper, not the task: fully_shard gathers in a module's forward, and a
+        # training_step that calls self.body(x) and never self(x) would let each child take itself for the root.
         self.steps = MeshSteps(task)
         if self.data_ranks.size > 1:
             axes = ("data", "shard") if self.sizes.data > 1 else ("shard",)
             self.sharding.apply(self.steps, task, self.mesh[axes], self.precision)
+            # for calls of the task itself from hooks (sanity images, generation), which do not come through MeshSteps
             task.register_forward_pre_hook(self.steps.before_forward, prepend=True)
             task.register_forward_hook(self.steps.after_forward, always_call=True)
         elif not self.meta_init:
@@ -256,6 +269,7 @@ class MeshStrategy(GroupStrategy):
         """Give every process the whole task back, on its host, or one without values; every rank calls it."""
         if self.steps is None or self.task is None:
             return
+        # evaluations may have left blocks gathered; what make_whole takes is the shards
         for module in sharded(self.steps):
             module.reshard()
         if self.whole_at_end:
@@ -280,6 +294,7 @@ class MeshStrategy(GroupStrategy):
             return super().training_step(arguments, last)
         self.reducer.set_sync(last)
         self.buffers.settle()
+        # once a step, as DDP does in its forward; accumulated batches go on with their own statistics
         if self.between_steps:
             self.align_buffers()
             self.between_steps = False
@@ -304,6 +319,8 @@ class MeshStrategy(GroupStrategy):
         """Take part in a step in which this process has no batch, with the masked batch that is still due."""
         run = None if self.task is None else self.task.trainer.current_run
         if not after_forward and run is not None and run.loop.step is not None:
+            # the other processes' forward and backward gather blocks from all ranks, so this one must go through both
+            # as well
             masked.train(run, run.loop.step.masked[-1:], last=True)
         elif last:
             self._close_step()
@@ -318,6 +335,8 @@ class MeshStrategy(GroupStrategy):
         self.between_steps = True
         root = as_sharded(self.steps)
         run = None if self.task is None else self.task.trainer.current_run
+        # Unsent gradients of the batches so far lie in FSDP's own state. Where torch has no way to drop them, a last
+        # backward sends them, and what arrives is dropped.
         if root is None or run is None or run.loop.step is None or drop_sharded_gradients(root):
             return
         masked.train(run, [*run.loop.step.batches, *run.loop.step.masked][:1], last=True)

@@ -25,6 +25,7 @@ class MeshReducer(Reducer):
 
     def set_sync(self, last: bool) -> None:
         """Choose whether the next backward sends gradients."""
+        # visits every module of the task, so only where something changes
         if self.sends is not last and self.root is not None:
             self.root.set_requires_gradient_sync(last)
         self.sends = last
@@ -35,10 +36,13 @@ class MeshReducer(Reducer):
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
                 continue
+            # with "sequence" in a plan a norm's weight sees a part of the sequence: torch leaves its gradient a partial
+            # sum
             if gradient.placements != parameter.placements:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
 
     def are_finite(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the gradient is finite in every rank's part of it."""
+        # the ranks must decide alike whether to take the step, but an inf may lie in one rank's shard only
         finite = super().are_finite(parameters)
         return not self.ranks.all_reduce(torch.tensor([float(not finite)]), "max").item()

@@ -48,11 +48,14 @@ class Sharding:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=pinned) if self.cpu_offload else OffloadPolicy()
         for block in find_sharded_blocks(task, self.blocks):
             block.register_forward_hook(owned)
+            # the hook comes before fully_shard's own: hooks run in the order of registration, and FSDP's must see the
+            # copy
             fully_shard(block, reshard_after_forward=self.reshard_after_forward, **options)
         root.register_forward_hook(owned)
         fully_shard(root, reshard_after_forward=self.reshard_after_forward, **options)
         for module in sharded(root):
-            # Sums, not means: the loss of a batch is weighted by its samples already
+            # Sums, not means: the loss of a batch is weighted by its samples already. Forced, since with a factor torch
+            # would else take ReduceOp.PREMUL_SUM, which only NCCL has.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
             if self.find_unused_parameters:
@@ -66,6 +69,7 @@ class Sharding:
                 f"half_traffic gathers weights in the type of a mixed precision, but trainer.precision is "
                 f"{precision.name}. Set precision to bf16-mixed or 16-mixed, or leave half_traffic out."
             )
+        # gradients are reduced in float32: a sum over many ranks in bf16 loses what small shards add
         return MixedPrecisionPolicy(precision.autocast_dtype, torch.float32, cast_forward_inputs=False)
 
 
@@ -112,6 +116,7 @@ def find_sharded_blocks(task: nn.Module, blocks: Blocks) -> list[nn.Module]:
             visit(child)
         own = {id(parameter): parameter.numel() for parameter in module.parameters() if id(parameter) not in taken}
         inner = module is not task and any(True for _ in module.children()) and not isinstance(module, CONTAINERS)
+        # a tied weight gathered by two blocks would be freed by the first while the second still needs it
         if inner and sum(own.values()) >= blocks and not shares(module, places):
             found.append(module)
             taken.update(own)

@@ -30,6 +30,7 @@ class Wrapping:
             own = module.__dict__
             self.added.append((own, [name for name in own if name not in names]))
             for name, keys in dicts.items():
+                # hooks are numbered; names that the task itself has added meanwhile (buffers, say) are its own
                 self.added.append((own[name], [key for key in own[name] if isinstance(key, int) and key not in keys]))
 
     def undo(self) -> None:

@@ -50,6 +50,7 @@ def bring_back(
             value = torch.empty(target.shape, dtype=target.dtype)
         else:
             value = values[index].detach().cpu().contiguous()
+        # as bytes: gloo has no broadcast for some dtypes (int16, float8), and NaN payloads must arrive as they are
         if value.numel():
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=0)
         dtensors.fill(target, value)

@@ -155,6 +155,8 @@ class DDPModelParallelStrategy(DDPStrategy):
                 f"Parts on devices of several kinds ({', '.join(kinds)}) work in one process only: torch's DDP takes "
                 f"modules whose devices are of one kind. Use devices of one kind, or one process."
             )
+        # The loss device is the last part's: logits are the largest activations of a language model, so the batch goes
+        # there once instead. self(x), generators on self.device and metrics then work unchanged.
         super().join(place, [group[-1] for group in groups], precision)
         self.devices = list(self.parts)
         if self.precision.autocast_dtype is not None:
@@ -183,6 +185,7 @@ class DDPModelParallelStrategy(DDPStrategy):
         self.task = task
         self.precision.place(task)
         self.device_hooks.close()
+        # a task that has spread itself in configure_model (or a second stage of a cut one) is left as it is
         used = {parameter.device for parameter in task.parameters()}
         if len(used) > 1:
             self._keep_placement(task)

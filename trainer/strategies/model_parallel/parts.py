@@ -157,6 +157,7 @@ def split_evenly(sizes: Sequence[int], parts: int) -> list[int]:
         grown = []
         for n in range(len(ends)):
             ways = [
+                # compared as tuples: the largest part first, the sum of squares where that is equal
                 (max(best[m][0], last), best[m][1] + last * last, (*best[m][2], n - m))
                 for m in range(part, n)
                 for last in (ends[n] - ends[m],)

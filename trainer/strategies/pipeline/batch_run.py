@@ -49,6 +49,8 @@ class BatchRun:
         counts = 0.0 if run.metrics.muted else run.metrics.samples * run.gradient_scale  # muted is what is masked
         self.share = counts / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
+        # processes of one pipeline have the same batch; pipelines that shard together must agree, or one would look at
+        # shapes (with collectives of its own) while the others train
         self.known = all(self._of_all(int(self.kind in self.stages.ready)))
         # drawn from the generator that is keyed by step and replica: the same on all processes of the pipeline
         self.key = int(torch.randint(2**62, ()))
@@ -68,6 +70,7 @@ class BatchRun:
         if not self.stages.has_first:
             return ()
         found = [self.interceptor.input_of(partial(self._step, index)) for index in range(len(self.sizes))]
+        # pieces are cut by the schedule again after they have been joined, so each must have its share of rows
         for tensor in found[0]:
             if len(found) > 1 and (not tensor.ndim or tensor.shape[0] != self.sizes[0]):
                 raise TaskError(
@@ -84,12 +87,15 @@ class BatchRun:
         self.outputs[index] = result
         losses = losses_of(result, 1)
         if not losses:
+            # a loss with a graph all the same: torch's schedule calls backward on each piece
             return output.float().sum() * 0.0
         return self.strategy.precision.scale(losses[0] * self.share)
 
     def _step(self, index: int) -> Any:
         """Call training_step with a piece of the batch, whose random numbers are the same on all processes."""
         seed_generators(mix(self.key, self.strategy.sizes.pipeline, index))
+        # in the instance, before the class's method: what is logged is told to the other stages first, which log it as
+        # well
         self.task.__dict__["log"] = self.recorders[index].log
         try:
             return self.task.training_step(self.batches[index], *self.others)

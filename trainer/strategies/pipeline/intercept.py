@@ -128,6 +128,7 @@ class BlockInterceptor:
     def _handed_through(self, index: int, args: Any, kwargs: Any) -> Any:
         self._require_chain(index, args, kwargs)
         self.next = index + 1
+        # a new object for each block, compared by identity: the same values through another operation are noticed
         self.token = torch.empty(0)
         return self.output if self.next == len(self.blocks) else self.token
 
@@ -137,6 +138,7 @@ class BlockInterceptor:
             self._require_chain(index, args, kwargs)
         elif stage in self.own_stages:
             self.result = self._compute(stage, args, kwargs)
+        # on every process alike, whether it computes or not, so that the order is checked everywhere
         self.next, self.token = index + 1, torch.empty(0)
         if self.next < len(self.blocks) and self.stage_of[self.next] == stage:
             return self.token

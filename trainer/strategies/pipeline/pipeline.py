@@ -132,6 +132,8 @@ class PipelineMeshStrategy(MeshStrategy):
         for tensor in self.owners.tensors:
             local = dtensors.local_of(tensor)
             if self.owners.is_foreign(tensor):
+                # One number expanded to the shape: names, shapes and dtypes stay for optimizers and summaries, and sums
+                # over it are finite. Tensors on meta fail where a step checks gradients.
                 set_local_data(tensor, torch.zeros((), dtype=local.dtype, device=self.device).expand(local.shape))
             elif self.sizes.shard == 1 or not isinstance(tensor, DTensor):  # what is sharded is where it belongs
                 set_local_data(tensor, local.data.to(self.device))
@@ -163,6 +165,7 @@ class PipelineMeshStrategy(MeshStrategy):
 
         def change(tensor: Tensor) -> Tensor:
             place = self.owners.place_of(tensor)
+            # one tensor at a time, so that no device holds two whole models
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             if place == self.owners.own:
                 value.copy_(dtensors.whole(tensor))
@@ -193,6 +196,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.stages is not None and stage in self.stages.modules:
             for module in sharded(self.stages.modules[stage]):
                 module.reshard()  # no backward will drop what was gathered
+        # outside of training shapes are not fixed, so they are told first
         header: list[Any] = [None if output is None else (output.shape, output.dtype)]
         dist.broadcast_object_list(header, group=self.line, group_src=source, device=torch.device("cpu"))
         if output is None:
@@ -214,13 +218,15 @@ class PipelineMeshStrategy(MeshStrategy):
             self.opening = False
             self.align_buffers()
         batch_run = BatchRun(self, self.task, arguments)
+        # Before the schedule, which sets gradients. Where all batches of a step are left out they must be None again:
+        # with zeros momentum and weight decay would still move the weights.
         fresh = [one for one in self.owners.tensors if isinstance(one, nn.Parameter) and one.grad is None]
         with self.precision.forward_context():
             self.stages.run(batch_run.given(), len(batch_run.sizes), batch_run.kind, batch_run.loss, batch_run.known)
         output = self._told(batch_run)
         if output is None and not self.lockstep:
             for parameter in fresh:
-                parameter.grad = None  # and not zero, by which momentum would move it
+                parameter.grad = None
         return output
 
     def _told(self, batch_run: BatchRun) -> Any:
@@ -277,6 +283,7 @@ class PipelineMeshStrategy(MeshStrategy):
         if self.sizes.shard > 1:  # what is sharded has met
             own = [one for one in own if not isinstance(one, DTensor)]
         for group in self._replica_groups():
+            # which parameters have a gradient differs from pipeline to pipeline, but the collectives below must not
             used = torch.tensor([parameter.grad is not None for parameter in own], dtype=torch.int32)
             dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
             for parameter, is_used in zip(own, used.tolist(), strict=True):

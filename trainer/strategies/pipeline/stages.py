@@ -106,6 +106,7 @@ class Stages:
     def pieces(self, samples: Sequence[int], wanted: int) -> int:
         """Return into how many equal pieces, at most `wanted`, batches can be cut so that the schedule takes them."""
         processes = self.group.size()
+        # torch's interleaved schedule works in rounds of as many pieces as processes, and pieces must be equal in size
         for pieces in range(min(wanted, *samples), 1, -1):
             rounds = max(1, pieces // processes) if self.schedule == "interleaved" else 1
             if pieces % rounds == 0 and not any(count % pieces for count in samples):
@@ -118,6 +119,7 @@ class Stages:
         `given`: the input, on the first stage. `kind`: the same on all processes, and other for batches of other
         shapes. `known`: whether there is a schedule for this kind.
         """
+        # Both must hold: another process may have dropped its schedule for this kind, and making one is collective
         old = self.ready.pop(kind, None)
         ready = self.ready[kind] = old if known and old is not None else self._make_ready(pieces)  # the newest last
         if len(self.ready) > KEPT_SHAPES:
@@ -126,6 +128,7 @@ class Stages:
         for module in self.modules.values():
             module.calls = 1 if known else 0
         ready.loss = loss
+        # the loss gets the piece's number for a target, and fetches what belongs to it (BatchRun.loss)
         target = torch.arange(pieces) if self.has_last else None
         with self.interceptor.computing():
             ready.schedule.step(*given, target=target, **LEAN)
