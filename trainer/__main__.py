@@ -22,12 +22,17 @@ COMMANDS = {
         own_keys={"NAME": "The folder to write, whose name becomes that of the project's package."},
         about=TRAINING,
     ),
-    "fit": Command("Train the task.", ".commands.fit", "run_fit", without=["checkpoint"], about=TRAINING),
+    "fit": Command("Train the task.", ".commands.fit", "run_fit", without=["checkpoint"], about=TRAINING, logs=True),
     "validate": Command(
-        "Evaluate it on its validation data.", ".commands.evaluate", "run_validate", without=["resume"], about=TRAINING
+        "Evaluate it on its validation data.",
+        ".commands.evaluate",
+        "run_validate",
+        without=["resume"],
+        about=TRAINING,
+        logs=True,
     ),
     "test": Command(
-        "Evaluate it on its test data.", ".commands.evaluate", "run_test", without=["resume"], about=TRAINING
+        "Evaluate it on its test data.", ".commands.evaluate", "run_test", without=["resume"], about=TRAINING, logs=True
     ),
     "predict": Command(
         "Write its predictions for its prediction data.",
@@ -35,12 +40,14 @@ COMMANDS = {
         "run_predict",
         without=["resume"],
         about=TRAINING,
+        logs=True,
     ),
     "config": Command(
         "Print the resolved config, with the origin of each value, and stop.",
         ".commands.config",
         "show_config",
         about=CONFIGS,
+        logs=True,
     ),
     "sweep": Command(
         "Run a config with many values, and show which are best; the same command again goes on.",
@@ -62,6 +69,7 @@ COMMANDS = {
         ],
         more="legato sweep digits.yaml task.lr=1e-3,1e-2 task.channels=range(8,33,8) --jobs 2",
         about=TRAINING,
+        logs=True,
     ),
     "schema": Command(
         "Print the JSON schema of a config, with which an editor completes and checks it.",
@@ -76,6 +84,7 @@ COMMANDS = {
         ".commands.check.check",
         "run_check",
         about=CONFIGS,
+        logs=True,
     ),
     "plan": Command(
         "Show what would run where: nodes=N devices=N [rank=R step=S epoch=E].",
@@ -90,6 +99,7 @@ COMMANDS = {
             "optimizer, drop_last, shuffle": "Take these instead of what the task and its loader say.",
         },
         about=CONFIGS,
+        logs=True,
     ),
     "samples": Command(
         "Tell which samples a step of a run had: RUN step=N [replica=R] [--show]; or when: RUN index=N.",
@@ -106,6 +116,7 @@ COMMANDS = {
             "key=value": "Overrides of the run's config.",
         },
         about=ON_DISK,
+        logs=True,
     ),
     "replay": Command(
         "Compute steps of a run again: RUN step=N [until=M] [--debug] [save=DIR]; RUN steps=A..B callbacks.NAME...",
@@ -123,6 +134,7 @@ COMMANDS = {
             "key=value": "Overrides of the run's config.",
         },
         about=ON_DISK,
+        logs=True,
     ),
     "export": Command(
         "Write a checkpoint to one file: its weights (x.safetensors), or its model (x.onnx, x.pt2).",
@@ -144,6 +156,7 @@ COMMANDS = {
             "batch; its first dimension may vary. The file is loaded again, and its outputs compared with the task's."
         ),
         about=ON_DISK,
+        logs=True,
     ),
     "convert": Command(
         "Write a checkpoint as Lightning's file, or the reverse: CHECKPOINT OUT.ckpt, or FILE.ckpt DIRECTORY.",

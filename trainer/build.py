@@ -112,6 +112,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy)
+    log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
     if strategy.place.rank > 0 and trainer.marks_output:
         undo.callback(mark_output(strategy.place.rank))
     threads = trainer.threads or (1 if call.bitwise else None)
@@ -241,6 +242,8 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
         trainer.run_dir, call.watchdog.token = decided.directory, decided.token
         if request.stage == "fit":
             trainer.saver.run_id = decided.identity  # unless the checkpoint to resume from has one
+        if trainer.is_global_zero:
+            log.debug("Run directory %s", decided.directory)
         if decided.source is None:
             return None, False, None
         try:
@@ -548,6 +551,8 @@ def make_training_data(call: Call) -> None:
     call.trainer.lengths["train"] = call.data.training.rounds
     call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
     call.data.samples = fingerprint.samples_of(trainer, combined(given), call.data.training.rounds)
+    if trainer.is_global_zero:
+        log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
     if call.data.training.rounds == 0:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
@@ -689,6 +694,7 @@ def open_loggers(run: Run) -> None:
         hyperparameters = {**run_settings(run), **(hyperparameters or {})}
     for logger in trainer.loggers:
         logger.open(trainer.run_dir, step if going_on else None)
+        log.debug("%s writes to %s", type(logger).__name__, logger.log_dir or trainer.run_dir)
         if trainer.config_text is not None and type(logger).log_text is not Logger.log_text:
             logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)
         if hyperparameters is not None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from .errors import ConfigError, did_you_mean
+from .messages import LEVELS, shown_from
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -22,6 +23,9 @@ EXIT_CODES = {
     75: "stopped by a signal, after a checkpoint; start it again with resume=auto",
     EXIT_INTERRUPTED: "Ctrl-C",
 }
+_OUTPUT = """output:
+  --quiet    only warnings, errors and the result: no bar, table, summary or layout
+  --verbose  also what was read and chosen: config files, the origin of each value, run directory, devices, data"""
 CONFIG_WORDS = "CONFIG.yaml [MORE.yaml ...] [key=value ...]"
 
 
@@ -58,11 +62,21 @@ class Command:
     """What else its help says: examples."""
     about: str = "other"
     """What it is about: the heading above it in the list of commands."""
+    logs: bool = False
+    """Whether it takes --quiet and --verbose."""
 
     def run(self, name: str, words: Sequence[str]) -> None:
         """Run the command with the words that follow its name."""
+        options = [word for word in words if self.logs and word in LEVELS]
+        words = [word for word in words if word not in options]
         arguments = words if self.arguments is None else parse(self, name, words)
-        getattr(import_module(self.module, __package__), self.function)(arguments)
+        with shown_from(options[-1] if options else None):
+            getattr(import_module(self.module, __package__), self.function)(arguments)
+
+    @property
+    def notes(self) -> str:
+        """What its help says at the end: examples, options of the output, exit codes."""
+        return "\n\n".join(filter(None, [self.more.strip(), _OUTPUT if self.logs else "", exit_codes()]))
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -72,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             prog=f"legato {name}",
             description=command.summary,
-            epilog=f"{command.more.strip()}\n\n{exit_codes()}".strip(),
+            epilog=command.notes,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
@@ -89,9 +103,8 @@ def parse(command: Command, name: str, words: Sequence[str]) -> argparse.Namespa
     parser = CommandParser(command, name)
     found, unknown = parser.parse_known_intermixed_args(list(words))
     if unknown:
-        flags = [flag for one in command.arguments or () for flag in one.flags if flag.startswith("-")]
         word = unknown[0].partition("=")[0]
-        hint = did_you_mean(word, flags) if word.startswith("-") else " It is one too many."
+        hint = did_you_mean(word, option_names(command)) if word.startswith("-") else " It is one too many."
         parser.error(f"{unknown[0]!r} is not an argument of it.{hint}".removesuffix("."))
     return found
 
@@ -105,4 +118,6 @@ def option_names(command: Command) -> Iterable[str]:
     """Return the options that a command takes, such as --plot."""
     for one in command.arguments or ():
         yield from (flag for flag in one.flags if flag.startswith("--"))
+    if command.logs:
+        yield from LEVELS
     yield "--help"

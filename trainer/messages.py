@@ -4,8 +4,8 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TextIO
 
 making_room: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -105,11 +105,40 @@ STDOUT, STDERR = Output("stdout"), Output("stderr")
 
 
 def let_be_seen() -> None:
-    """Log to stderr from INFO on, unless the program has configured logging itself."""
+    """Log to stderr, from INFO on or the level that the program has set, unless it has handlers of its own."""
     log = logging.getLogger("legato")
-    if not (logging.getLogger().handlers or log.handlers or log.level):
+    if not (logging.getLogger().handlers or log.handlers):
         log.addHandler(_ToStderr())
-        log.setLevel(logging.INFO)
+        log.setLevel(log.level or logging.INFO)
+
+
+LEVELS = {"--quiet": logging.WARNING, "--verbose": logging.DEBUG}
+"""Options of a command, and the level from which its messages are shown."""
+
+
+@contextmanager
+def shown_from(option: str | None) -> Iterator[None]:
+    """Show the messages that an option of LEVELS asks for, here and in the workers that are started in this context."""
+    log = logging.getLogger("legato")
+    before = log.level
+    try:
+        if option is not None:
+            let_be_seen()
+            log.setLevel(LEVELS[option])
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def shown_options() -> tuple[str, ...]:
+    """Return the option of LEVELS that is in force, as a command line would have it; () for neither."""
+    level = logging.getLogger("legato").level
+    return tuple(option for option, wanted in LEVELS.items() if wanted == level)
+
+
+def is_quiet() -> bool:
+    """Return whether only warnings are to be shown, and so no layout, bar or table either."""
+    return logging.getLogger("legato").level > logging.INFO
 
 
 class _ToStderr(logging.StreamHandler[Any]):

@@ -83,6 +83,15 @@ def test_help_of_a_command_has_what_it_takes_and_nothing_else(name: str, capsys:
     assert capsys.readouterr().out == said
 
 
+def test_options_of_the_output_are_those_of_commands_that_log(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, command in COMMANDS.items():
+        if not command.helps_itself:
+            assert main([name, "--help"]) == 0
+            assert ("--quiet " in capsys.readouterr().out) == command.logs, name
+    assert main(["fit", "line.yaml", "--quite"]) == 2
+    assert "Did you mean '--quiet'?" in capsys.readouterr().err
+
+
 def test_help_of_fit_lists_every_key_with_type_default_and_meaning() -> None:
     done = legato("fit", "--help")
     assert (done.returncode, done.stderr) == (0, "")
@@ -234,6 +243,42 @@ def test_fit_ends_with_a_summary_and_can_be_repeated_from_its_config() -> None:
     points = [[one.get("loss") for one in json_lines(file)] for file in files]
     assert points[0] == points[1]
     assert any(points[0])
+
+
+@pytest.mark.slow
+def test_quiet_leaves_the_result_and_verbose_says_what_was_read(folder: Path) -> None:
+    """In all processes: the workers have the level of the command."""
+    (folder / "more.yaml").write_text("extends: [line.yaml]\nseed: 3\n")
+    words = ["more.yaml", "trainer.strategy=ddp", "trainer.devices=2", "trainer.enable_progress_bar=true"]
+    done = forked("fit", *words, "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"\S+/runs/default/version_0  step 4 in [\d.]+ s\n", done.stdout)
+    done = forked("validate", *words, "--quiet")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(r"val_loss +[\d.e-]+\n", done.stdout)
+    done = forked("fit", "--verbose", *words)
+    assert done.returncode == 0, done.stderr
+    for said in (
+        f"Config file {folder / 'line.yaml'}, which more.yaml extends\n",
+        r"seed: 3 +# more\.yaml:2\n",
+        r"devices: 2 +# override\n",
+        f"Run directory {folder}/runs/default/version_\\d\n",
+        r"\[rank 1\] Rank 1 of 2: process \d+ on cpu\n|Rank 1 of 2: process \d+ on cpu\n",
+        "Training data: DataLoader, 2 batches of each replica\n",
+        f"JSONLinesLogger writes to {folder}/runs/default/version_\\d\n",
+        f"Checkpoint {folder}/runs/default/version_\\d/checkpoints/step-00000002\n",
+    ):
+        assert re.search(said, done.stderr), (said, done.stderr)
+    assert "which more.yaml" not in forked("fit", *words).stderr
+    quiet = "accelerator='cpu', devices=1, enable_progress_bar=False, enable_model_summary=False"
+    script = f"import line, logging, legato as lg\nlogging.getLogger('legato').setLevel('LEVEL')\nlg.Trainer({quiet}, "
+    script += "max_epochs=1).fit(line.Line())"
+    for level in ("WARNING", "DEBUG"):
+        command = [sys.executable, "-c", script.replace("LEVEL", level)]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        assert ("Run directory" in said.stderr) == (level == "DEBUG")
+        assert said.stdout == ""
+        assert said.stderr == "" or level == "DEBUG"
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_torchruns_elastic_nodes(folder):
 # --- the roll ---------------------------------------------------------------------------------------------------------
 def test_the_roll_groups_ranks_by_node_and_device():
     entries = [(0, 0, "a", "cpu"), (1, 0, "a", "cpu"), (2, 1, "b", "cuda:0 H"), (3, 1, "b", "cuda:1 H")]
-    assert describe_layout(entries, Place(world_size=4, origin="slurm"), "10.0.0.1:7").splitlines() == [
+    assert describe_layout(entries, "slurm", "10.0.0.1:7").splitlines() == [
         "4 processes on 2 nodes, started by slurm, met at 10.0.0.1:7",
         "  node 0 a: ranks 0-1 on cpu",
         "  node 1 b: rank 2 on cuda:0 H; rank 3 on cuda:1 H",

@@ -133,6 +133,7 @@ class Saver:
                         logger.save()
             if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
                 self._write(path, found, asynchronous)
+                log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
             trainer.strategy.collectives.barrier()
 
     def save_after_error(self, path: Path, weights_only: bool = False) -> bool:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config.build import build_config
 from ..messages import STDOUT
-from .load import load_or_launch, weights_of
+from .load import build_run, load_or_launch, weights_of
 
 
 def run_validate(arguments: Sequence[str]) -> None:
@@ -30,5 +29,5 @@ def run_predict(arguments: Sequence[str]) -> None:
 
 
 def _evaluate(arguments: Sequence[str], stage: str) -> tuple[Any, Any]:
-    run = build_config(load_or_launch(arguments, stage))
+    run = build_run(load_or_launch(arguments, stage))
     return run, getattr(run.trainer, stage)(run.task, datamodule=run.data, ckpt_path=weights_of(run))

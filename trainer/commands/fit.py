@@ -4,11 +4,11 @@ import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..config.build import build_config
-from ..messages import STDOUT
+from ..messages import STDOUT, is_quiet
 from ..processes.requeue import requeue_early
 from ..processes.signals import exit_at_once, handling_end_signals
-from .load import load_or_launch
+from .load import build_run, load_or_launch
+from .stored_runs.text import time_taken
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -23,12 +23,20 @@ def run_fit(arguments: Sequence[str]) -> None:
         exit_at_once(number)
 
     with handling_end_signals(end):  # until fit installs its own handlers
-        found = build_config(config)
+        found = build_run(config)
         # with a run's own config, "auto" means that run instead of the newest one of its name
         resume: Any = found.stored("auto") if found.resume == "auto" and found.directory is not None else found.resume
         found.trainer.fit(found.task, datamodule=found.data, resume=resume)
         if found.trainer.is_global_zero:
-            print(summary(found.trainer), file=STDOUT, flush=True)
+            print((last_line if is_quiet() else summary)(found.trainer), file=STDOUT, flush=True)
+
+
+def last_line(trainer: "Trainer") -> str:
+    """Return the result in one line: run directory, steps and time, best value."""
+    saved, where = trainer.checkpoint_callback, "" if trainer.run_dir is None else f"{trainer.run_dir}  "
+    text = f"{where}step {trainer.global_step} in {time_taken(trainer.elapsed)}"
+    score = getattr(saved, "best_model_score", None)
+    return text if score is None else f"{text}, best {getattr(saved, 'monitor', '')} {float(score):.6g}"
 
 
 def summary(trainer: "Trainer") -> str:

@@ -44,14 +44,12 @@ def command_help(name: str, command: Command) -> str:
     if command.arguments is not None:
         return CommandParser(command, name).format_help().rstrip()
     lines = [f"usage: legato {name} {command.usage}", "", command.summary]
-    if command.more:
-        lines += ["", command.more.strip()]
     if command.own_keys:
         size = max(map(len, command.own_keys)) + 2
         lines += ["", "arguments:", *(f"  {one:<{size}}{text}" for one, text in command.own_keys.items())]
     if command.usage == CONFIG_WORDS:
         lines += ["", *_config_help(command)]
-    return "\n".join([*lines, "", exit_codes()])
+    return "\n".join([*lines, "", command.notes])
 
 
 def _config_help(command: Command) -> Iterator[str]:

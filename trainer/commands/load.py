@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.build import build_config
 from ..config.check import load_config
 from ..errors import ConfigError
+from ..messages import is_quiet, shown_options
 
 if TYPE_CHECKING:
     from ..config.build import ConfiguredRun
@@ -23,10 +24,23 @@ def load_or_launch(arguments: Sequence[str], command: str) -> "Config":
 
         launcher = make_launcher(config)
         assert launcher is not None
+        launcher.flags = shown_options()
         if config.directory is not None:
             _resolve_own_run(config, command)
         sys.exit(launcher.launch(command, config))
     return config
+
+
+def build_run(config: "Config") -> "ConfiguredRun":
+    """Build the objects of a config; with --quiet without the callbacks that only show something."""
+    from ...callbacks.model_summary import ModelSummary
+    from ...callbacks.progress_bar import ProgressDisplay
+
+    run = build_config(config)
+    if is_quiet():
+        shown = (ModelSummary, ProgressDisplay)
+        run.trainer.callbacks = [one for one in run.trainer.callbacks if not isinstance(one, shown)]
+    return run
 
 
 def weights_of(run: "ConfiguredRun") -> Any:

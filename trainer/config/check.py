@@ -3,6 +3,7 @@
 Nothing is imported for it but a class whose parameters its source does not determine.
 """
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,8 @@ from ..strategies import STRATEGIES
 from .read import MOVED, SECTION_OF, SECTIONS, Key, Layer, dotted, dump_yaml, escape, own_directory, read_config
 from .signatures import NO_DEFAULT, Parameter, Signature, Sources
 from .values import Fitted, OnTarget, Problem, describe, describe_type, fit_value, is_target, same
+
+log = logging.getLogger("legato")
 
 _PACKAGE_NAME = __name__.partition(".")[0]
 _ARGUMENTS = f"{_PACKAGE_NAME}.trainer.arguments.TrainerArguments"
@@ -85,7 +88,10 @@ def load_config(arguments: Sequence[str]) -> Config:
     Raises ConfigError for mistakes; the message names up to five.
     """
     layer = read_config(arguments, Checker({}).default_of)
-    return replace(check_config(layer), directory=own_directory(arguments, layer))
+    found = replace(check_config(layer), directory=own_directory(arguments, layer))
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("Config without defaults, and the origin of each value:\n%s", found.given_text().rstrip())
+    return found
 
 
 def check_config(layer: Layer) -> Config:

@@ -6,6 +6,7 @@ keys and Python objects are rejected.
 """
 
 import difflib
+import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,9 @@ import yaml
 from ..checkpoints.run_names import CONFIG, is_run_directory
 from ..checkpoints.targets import TARGET
 from ..errors import ConfigError, did_you_mean
+from ..messages import LEVELS
+
+log = logging.getLogger("legato")
 
 Key = tuple[str | int, ...]
 """The path of a value in a config: ("callbacks", "checkpoint", "monitor")."""
@@ -285,6 +289,7 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     if found in above:
         circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
         raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
+    log.debug("Config file %s%s", found, f", which {_shown(above[-1])} extends" if above else "")
     try:
         layer = parse_yaml(found.read_bytes().decode(), _shown(found))
     except UnicodeDecodeError as error:
@@ -411,6 +416,8 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 def _word_instead(argument: str, arguments: Sequence[str]) -> str:
     """Suggest a correction, as a sentence, for an argument that is neither a file nor an override."""
+    if (meant_option := did_you_mean(argument, LEVELS)) and argument.startswith("--"):
+        return meant_option
     if argument.startswith("="):
         return f" Name a key before the {argument!r}."
     option = re.fullmatch(

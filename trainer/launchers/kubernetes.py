@@ -160,7 +160,7 @@ class KubernetesLauncher(Launcher):
         container: dict[str, Any] = {
             "name": "legato",
             "image": self.image,
-            "command": [self.python, "-m", __name__.partition(".")[0], command, f"{_MOUNTED}/run.yaml"],
+            "command": [self.python, "-m", __name__.partition(".")[0], command, *self.flags, f"{_MOUNTED}/run.yaml"],
             "env": [
                 *(place if machines.nodes > 1 else []),
                 *({"name": key, "value": str(value)} for key, value in self.environment.items()),

@@ -15,6 +15,8 @@ class Launcher:
 
     name = ""
     """Its name in a config."""
+    flags = tuple[str, ...]()  # not annotated: it is no key of a config
+    """Options that the command is started with, such as --quiet."""
 
     def launch(self, command: str, config: "Config") -> int:
         """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if that is impossible."""

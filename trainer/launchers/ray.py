@@ -143,7 +143,7 @@ class RayLauncher(Launcher):
         host, port = ray.get(nodes[0].meeting_place.remote())
         print(f"Ray  {machines.nodes} x {machines.processes} processes, node 0 is {host}", flush=True)
         running = {
-            node.run.remote(command, config, machines.nodes, index, host, port): index
+            node.run.remote([command, *self.flags], config, machines.nodes, index, host, port): index
             for index, node in enumerate(nodes)
         }
         return _wait(nodes, running, signals)
@@ -201,8 +201,8 @@ class RayNode:
         with socket.create_server(("", 0)) as server:
             return host, server.getsockname()[1]
 
-    def run(self, command: str, config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
-        """Run the command as node `rank` of `nodes`; return its exit code and the last lines of its output."""
+    def run(self, command: list[str], config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
+        """Run a command and its options as node `rank` of `nodes`; return its exit code and its last lines."""
         if not Path(self.folder).is_dir():
             return (
                 1,
@@ -213,7 +213,7 @@ class RayNode:
             path.write_text(config, encoding="utf-8")
             # by `env`, because environment variables are set in processes/environment.py only
             place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
-            words = ["env", *place, self.python, "-c", _COMMAND, command, str(path)]
+            words = ["env", *place, self.python, "-c", _COMMAND, *command, str(path)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
             self.process = subprocess.Popen(words, cwd=self.folder, **pipes)
             last: list[str] = []

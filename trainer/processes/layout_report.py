@@ -8,7 +8,7 @@ import torch
 
 from ..arguments import TrainerArguments
 from ..errors import ConfigError
-from ..messages import STDERR
+from ..messages import STDERR, is_quiet
 from .environment import Place
 
 if TYPE_CHECKING:
@@ -63,21 +63,26 @@ def report_layout(strategy: "Strategy") -> None:
     place, device = strategy.place, strategy.device
     if not strategy.meeting:  # a group that existed before, one process, or an elastic run, which logs its generations
         return
+    entries = strategy.collectives.gather_objects(entry_of(place, device))
+    if place.rank == 0 and not is_quiet():
+        print(describe_layout(entries, place.origin, strategy.meeting), file=STDERR, flush=True)
+
+
+def entry_of(place: Place, device: torch.device) -> ProcessEntry:
+    """Return what the layout tells of this process."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    own: ProcessEntry = (place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip())
-    entries = strategy.collectives.gather_objects(own)
-    if place.rank == 0:
-        print(describe_layout(entries, place, strategy.meeting), file=STDERR, flush=True)
+    return place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip()
 
 
-def describe_layout(entries: Sequence[ProcessEntry], place: Place, meeting: str) -> str:
-    """Return the layout as text: a line for the run, and one for each node."""
+def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) -> str:
+    """Return the layout as text: a line for the run, and one for each node; `origin`: what started the processes."""
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:
         nodes.setdefault((entry[1], entry[2]), []).append(entry)
     where = f", met at {meeting}" if meeting else ""
     nodes_there = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    lines = [f"{len(entries)} processes on {nodes_there}, started by {place.origin}{where}"]
+    count = f"{len(entries)} process{'es' * (len(entries) != 1)}"
+    lines = [f"{count} on {nodes_there}, started by {origin}{where}"]
     for (index, host), members in nodes.items():
         lines.append(f"  node {index} {host}: {'; '.join(_ranges(members))}")
     return "\n".join(lines)

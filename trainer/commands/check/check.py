@@ -26,6 +26,7 @@ from ...arguments import ARGUMENT_NAMES, TrainerArguments
 from ...checkpoints import contents, manifest, store
 from ...errors import ConfigError, LegatoError, TaskError
 from ...hooks import CALLBACK_HOOKS, TASK_METHODS, check_names, overrides
+from ...messages import is_quiet
 from ...processes import environment, transport
 from ...run import Request
 from ...trainer import Trainer
@@ -40,7 +41,9 @@ def run_check(arguments: Sequence[str]) -> None:
     from ...config.build import build_config
     from ...config.check import load_config
 
-    logging.getLogger("legato").setLevel(logging.WARNING)  # no messages of the trial runs
+    quiet, log = is_quiet(), logging.getLogger("legato")
+    if log.level != logging.DEBUG:
+        log.setLevel(logging.WARNING)  # no messages of the trial runs, whose layout the report tells
     config = load_config(arguments)
     if environment.find_place(config.values["trainer"]["cluster"]) is None:
         environment.warm_up()  # start the workers' imports while this process imports
@@ -52,7 +55,8 @@ def run_check(arguments: Sequence[str]) -> None:
     place = environment.find_place(found.trainer.cluster)
     if place is not None and place.rank > 0:  # rank 0 prints the report
         raise SystemExit(0 if report.ok else 2)
-    print(report.text())
+    if not quiet:
+        print(report.text())
     if not report.ok:
         count = len(report.problems)
         listed = "\n".join(f"  {index + 1}. {_indented(one)}" for index, one in enumerate(report.problems))

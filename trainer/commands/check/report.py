@@ -12,6 +12,7 @@ from ....callbacks.callback import Callback
 from ....callbacks.checkpoint import Checkpoint
 from ....tasks.task import Task
 from ...errors import did_you_mean
+from ...processes.layout_report import describe_layout
 from ...trainer import Trainer
 from ..plan.state_size import format_bytes
 from .trial import RankRecord, needs_every_gradient
@@ -62,7 +63,9 @@ class Report:
         yield "Worked", ", ".join(self.tried) or "nothing"
         records = self.records
         if records:
-            yield "Processes", str(len(records))
+            places = [one.place for one in records if one.place is not None]
+            lines = describe_layout(places, records[0].origin, "").splitlines() if places else [str(len(records))]
+            yield "Processes", f"\n{'':<16}".join(lines)
         if self.seconds is not None:
             total = next((one.total_steps for one in records if one.total_steps is not None), None)
             whole = "" if total is None else f"; {_duration(self.seconds * total)} for {total:,} steps"

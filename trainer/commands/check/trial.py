@@ -19,6 +19,7 @@ from ....callbacks.progress_bar import ProgressDisplay
 from ... import loggers
 from ...arguments import ARGUMENT_NAMES
 from ...elastic.membership import Elasticity
+from ...processes.layout_report import entry_of
 from ...strategies.strategy import trainable
 from ...trainer import Trainer
 
@@ -48,6 +49,10 @@ class RankRecord:
     """Peak memory of the process."""
     device_bytes: int | None = None
     """Peak memory of tensors on any of its devices; None on the CPU."""
+    place: tuple[int, int, str, str] | None = None
+    """Rank, node, host and device."""
+    origin: str = ""
+    """What started the process."""
 
 
 MOST_STEPS, SECONDS = 20, 3.0
@@ -73,7 +78,9 @@ class Recorder(Callback):
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Reset the record."""
-        self.record, self.step = RankRecord(rank=trainer.global_rank), -1
+        strategy = trainer.strategy
+        own = entry_of(strategy.place, strategy.device)
+        self.record, self.step = RankRecord(trainer.global_rank, place=own, origin=strategy.place.origin), -1
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Watch which parameters get gradients, by hooks that run before the reduction over ranks."""
