@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: gpu demo test quick lint bench matrix cluster docs docs-serve clean
 

@@ -34,8 +34,10 @@ from .transport import Failure, Settings, pack, pickled_by_value, place_classes,
 
 log = logging.getLogger("legato")
 
-# Imports that every worker needs; torch._dynamo since the first optimizer imports it, which takes a second.
+# Imports that every worker needs, made once in the server that forks them; torch._dynamo since the first optimizer
+# imports it, which takes a second. Legato's own last: 0.2 s for each worker, of which there may be many for a core.
 PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", __name__]
+PRELOAD += ["legato.trainer.trainer", "legato.trainer.strategies.ddp"]
 PRELOAD.insert(0, f"{__package__}.fork_server")  # first, before slow imports: it blocks signals in the server
 _CAUSE_WAIT = 2.0  # seconds in which the rank that caused a broken connection may still report why
 _GRACE = 5.0  # seconds between SIGTERM and SIGKILL: a process that waits in a collective does not handle the first
