@@ -47,6 +47,7 @@ class Writer:
         Every one of `ranks` calls this, and uses them for nothing else until the save is done.
         """
         self.wait()
+        # in the caller's step, where a value that cannot be stored names its path and the call that saved it
         flat = flatten(contents)
         flat.assign_writers(ranks)
         self._snapshot(flat)
@@ -104,6 +105,7 @@ class Writer:
                 start = places[identity]
                 copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[identity] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
+        # training goes on with these very tensors as soon as this returns
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
             torch.cuda.synchronize(device)
         for file, named in flat.tensors.items():

@@ -66,10 +66,13 @@ def commit(
     needed = sum(ranks.gather_objects(flat.nbytes))
     begun = False
 
+    # Each of the three ends with a gather of errors: no rank goes on to the next while another has failed, and the
+    # directory is swapped in only when every rank's files are synced.
     def begin() -> None:
         nonlocal begun
         if first:
             _check_place(directory, extra_files)
+            # only now: a place that was refused belongs to somebody else, and nothing is cleared up there
             begun = True
             _open_stage(directory, stage, needed, owner.sweeps)
 
@@ -80,6 +83,7 @@ def commit(
         if first:
             files = {name: found for written in sums for name, found in written.items()}
             write_bytes(stage / manifest.MANIFEST, manifest.dump_manifest(files, owner.run))
+            # names before the rename: a file system may keep a rename through a power cut and lose what it points to
             sync_folder(stage)
             _swap_in(stage, directory)
 
@@ -254,6 +258,7 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     with suppress(FileNotFoundError):
+        # from now on the rest is no checkpoint, wherever the process dies
         (path / manifest.MANIFEST).unlink(missing_ok=True)
         for entry in os.scandir(path):
             if entry.is_dir(follow_symlinks=False):
@@ -274,6 +279,7 @@ def make_folder(path: Path) -> None:
 
 def sync_folder(path: Path) -> None:
     """Sync a folder, and so the names in it."""
+    # fsync of a file does not sync its name, which is in the folder
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -48,6 +48,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     if not weights_only:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed
+        # whatever is collective here is called on every rank, in this order
         found |= {
             "state": trainer.state.to_dict(),
             "run_id": trainer.saver.run_id,
@@ -67,6 +68,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         }
         if trainer.ends_epoch_with_last_batch:
             found[STEPS_FIRST] = True
+    # last: a hook may look at all of it, and replace some
     known = set(found)
     run.hooks.call("on_save_checkpoint", found)
     if trainer.keeps_added_code:

@@ -60,6 +60,7 @@ class HashedFile:
         self.sum = FileSum(0, "")
         self._size = 0
         self._hash = hashlib.sha256()
+        # O_EXCL and O_NOFOLLOW: never through a link, nor into a file that another process has begun
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def write(self, data: memoryview | bytes) -> None:
@@ -144,6 +145,8 @@ def read_verified(path: Path, expected: FileSum) -> dict[str, Tensor]:
             tensors = _read_tensors(file, expected.size)
         damaged = file.sum != expected
     except (OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        # a flipped bit in the header fails in any of these ways: only the hash says whether the file is damaged or
+        # never was one
         damaged = file_sum(path) != expected
         if not damaged:
             raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
@@ -165,6 +168,7 @@ def _read_tensors(file: "HashedReader", size: int) -> dict[str, Tensor]:
         shape, dtype = entry["shape"], TYPES[entry["dtype"]]
         if not all(type(number) is int and number >= 0 for number in (*shape, start, stop)):
             raise ValueError(f"{name!r} has no place in it")
+        # without gaps or overlaps, as the format demands, so that each byte of the file belongs to one tensor
         if start != end or stop - start != math.prod(shape) * dtype.itemsize or stop > size - 8 - length:
             raise ValueError(f"{name!r} of shape {shape} does not lie at {start}..{stop}")
         tensors[name] = torch.empty(shape, dtype=dtype)
@@ -287,6 +291,7 @@ class FlatState:
             writers: dict[Any, int] = {}
             for rank, regions in enumerate(everyone):
                 if (file, name) in regions:
+                    # on a mesh with a replicated axis several ranks hold the same region
                     writers.setdefault(regions[file, name], rank)
             mark["parts"] = [[rank, *map(list, region)] for region, rank in writers.items()]
             if writers.get(own.get((file, name))) != ranks.rank:
@@ -419,6 +424,7 @@ def _encode_numpy(value: Any, path: ValuePath, flat: FlatState) -> Any:
 
 
 def _encode_tensor(kind: str, value: Tensor, path: ValuePath, flat: FlatState) -> Any:
+    # a wrapper subclass (of quantization, say) has no memory of its own whose bytes could be written
     wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
     if wrapped or value.layout != torch.strided or value.is_quantized or value.is_meta:
         what = type(value).__name__ if wrapped else "meta tensor" if value.is_meta else f"{value.layout} tensor"

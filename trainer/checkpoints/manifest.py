@@ -58,6 +58,7 @@ def parse_manifest(data: bytes) -> Manifest:
         raise CheckpointError(
             f"{MANIFEST}: format {written} is newer than this Legato reads ({FORMAT}); update Legato."
         )
+    # `type`, not isinstance: true is an int, and equal to 1
     if type(written) is not int or written not in (1, FORMAT):
         raise CheckpointError(f"{MANIFEST}: format must be {FORMAT} or 1, got {str(written)[:40]}.")
     texts = ["legato", "torch", "sha256", *(["run"] if written > 1 else [])]

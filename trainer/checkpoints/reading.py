@@ -66,12 +66,14 @@ def _read_share(
     try:
         readers = {name: _reader(name, size, in_parts) for name in files if SHARD_FILE.fullmatch(name)}
         own = {name: files[name] for name, reader in readers.items() if reader == rank}
+        # a file whose tensors belong to other ranks now is read for its hash alone
         keep = [name for name in own if not _is_shared(name, in_parts) or _file_rank(name) == rank]
         held = store.read_parts(source, own, keep)
         if rank == 0:
             contents = store.read_rest(source, files, held, in_parts)
     except CheckpointError as caught:
         error = caught
+    # before any of it is used, so that rank 0 can choose another checkpoint for all
     problems = [problem for problem in ranks.gather_objects(error) if problem is not None]
     if problems:
         raise error or problems[0]
@@ -122,6 +124,7 @@ def broadcast_contents(
         if rank != source and len(parts) > 1:
             for part, sent in zip(parts, message.split([part.numel() for part in parts]), strict=True):
                 part.copy_(sent)
+    # the reader keeps its own, with what it has in shards
     if flat is not None and files is not None:
         return dict(contents)
     return unflatten(tree, received, files, None if files is not None else ())
@@ -129,6 +132,7 @@ def broadcast_contents(
 
 def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Group small tensors into messages; large ones get a message each."""
+    # small ones together, as each broadcast costs a round trip; large ones alone, without a copy
     small = [tensor for tensor in tensors if 0 < tensor.nbytes < SENT_AT_ONCE]
     messages, waiting = [[tensor] for tensor in tensors if tensor.nbytes >= SENT_AT_ONCE], 0
     for tensor in small:

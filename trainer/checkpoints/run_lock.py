@@ -87,6 +87,8 @@ class RunLock:
         began = time.monotonic()
         while self._file is None:
             try:
+                # Opened again in each round, as the holder may have removed the file: a flock on a file without a name
+                # keeps nobody out. Closed in programs that are started, which would otherwise share the flock.
                 file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except OSError as error:
                 raise ConfigError(f"{self.folder} cannot be written to: {error.strerror}.") from error
@@ -122,12 +124,13 @@ class RunLock:
         if holder and self._is_alive(holder, file, bool(locked)):
             raise ConfigError(self._refusal(holder))
         self.record = _own_record(self.stage)
+        # in place: a file that is swapped in by a rename would be another one, without the flock
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(self.record).encode(), 0)
         if locked is None:
             os.fsync(file)
             time.sleep(CONTEST_WAIT)
-            if (winner := _read_path(self.path)) != self.record:
+            if (winner := _read_holder(self.path)) != self.record:
                 raise ConfigError(self._refusal(winner))
         return True
 
@@ -147,6 +150,7 @@ class RunLock:
             "%s names process %s on %s; looking on for up to %g s whether it is at work.",
             self.path, holder.get("pid"), holder.get("host"), DEAD_AFTER,
         )  # fmt: skip
+        # that it changes counts, not when: the clocks of two machines are not compared
         seen, deadline = os.fstat(file).st_mtime_ns, time.monotonic() + DEAD_AFTER
         while time.monotonic() < deadline:
             time.sleep(GLANCE)
@@ -180,7 +184,7 @@ class RunLock:
                 self.take()
             except ConfigError as error:
                 raise CheckpointError(str(error)) from error
-        elif (found := _read_path(self.path)) != self.record:
+        elif (found := _read_holder(self.path)) != self.record:
             raise CheckpointError(f"This run has lost its folder: {self._refusal(found)}")
 
     def release(self) -> None:
@@ -190,6 +194,8 @@ class RunLock:
             self._beating.join()
             self._beating = None
         if self._file is not None:
+            # removed while it is still locked: a process that opened it just now finds, once it has the flock, that it
+            # is gone
             if self.record and _is_at(self._file, self.path) and _read_holder(self._file) == self.record:
                 with suppress(OSError):  # a file that stays is unlocked, since the flock goes
                     self.path.unlink(missing_ok=True)
@@ -260,7 +266,7 @@ def _close_all() -> None:
 
 def belongs_to_training(folder: Path) -> bool:
     """Return whether a training run holds a folder, or died holding it."""
-    return bool(_read_path(folder / LOCK).get("stage") == "fit")
+    return bool(_read_holder(folder / LOCK).get("stage") == "fit")
 
 
 def is_held(folder: Path) -> bool:
@@ -272,6 +278,7 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return True
     try:
+        # shared, so that two processes that only look do not take each other for the holder
         locked, holder = _flock(file, "shared"), _read_holder(file)
         if locked is False:
             return True
@@ -303,25 +310,18 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _read_holder(file: int) -> dict[str, Any]:
+def _read_holder(file: int | Path) -> dict[str, Any]:
     """Return the holder's record in a file; {} if there is none."""
     try:
-        found = json.loads(os.pread(file, 4096, 0))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_path(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(file.read_bytes() if isinstance(file, Path) else os.pread(file, 4096, 0))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _own_record(stage: str) -> dict[str, Any]:
-    record = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid()), "boot": _boot()}
+    pid = os.getpid()
+    record = {"host": socket.gethostname(), "pid": pid, "started": _state_and_start(pid)[1], "boot": _boot()}
     return {**record, "space": _space(), "stage": stage, "since": time.strftime("%Y-%m-%d %H:%M:%S")}
 
 
@@ -338,23 +338,18 @@ def _exists(holder: dict[str, Any]) -> bool | None:
         return False
     except OSError:  # it exists, and belongs to another user
         return True
-    return _started(pid) == started and not _is_dead(pid)
+    # numbers are given again, but not with the same start; a zombie has ended, and only its parent does not know
+    state, since = _state_and_start(pid)
+    return since == started and state not in ("Z", "X")
 
 
-def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since boot; "" if unknown."""
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """Return the state of a process, and when it was started, in ticks since boot; "" if unknown."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], fields[19]
     except (OSError, IndexError):
-        return ""
-
-
-def _is_dead(pid: int) -> bool:
-    """Return whether a process has ended without its parent having waited for it (a zombie)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (OSError, IndexError):
-        return False
+        return "", ""
 
 
 def _boot() -> str:

@@ -120,9 +120,12 @@ class Saver:
             if trainer.strategy.task is None:
                 self._write(path, contents_after_workers(trainer, weights_only), False)
                 return
+            # First the point of this step, then its checkpoint: a run killed in between would lose the point, or log it
+            # twice.
             step = trainer.global_step
             if trainer.training and step and step % trainer.log_every_n_steps == 0:
                 trainer.log_step()
+            # on all ranks: a resume from weights that are NaN could only go on with NaN
             trainer.current_run.require_finite()
             if trainer.current_run.metrics.shares:
                 trainer.current_run.metrics.share()
@@ -149,6 +152,8 @@ class Saver:
             log.warning("%s was not saved after the error: that takes all processes, and some may have failed.", path)
             return False
         run.preemption.leave_evaluation()
+        # in the middle of a step: its gradients and logged values are dropped, since a resume repeats it from its first
+        # batch
         if run.metrics.step == trainer.global_step:
             run.strategy.abandon_step()
             run.metrics.rewind(trainer.global_step)
@@ -163,11 +168,15 @@ class Saver:
         ranks, owner = self.trainer.strategy.state_dicts.writers, Owner(self.run_id, self._owns(path.parent))
         if self.trainer.running:
             self.require_run_dir()
+        # a process that stood still for long on a shared file system may have lost its folder to a run on another
+        # machine
         for lock in self.locks.values():
             lock.check()
         if asynchronous:
             self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the save before, and raises its error
             return
+        # not `wait`, which would raise: this save may be the last chance (a SIGTERM), so the earlier error comes after
+        # it
         self.writer.join()
         try:
             store.write(path, found, ranks=ranks, owner=owner)

@@ -114,6 +114,7 @@ class StoredTensor:
             inside = all(0 <= start <= start + count <= whole for start, count, whole in _zip(offset, size, shape))
             if not inside or list(size) != files.shape(file, name):
                 raise ValueError(f"the part of {name!r} in {file} does not fit into a tensor of shape {shape}")
+        # enough, as DTensor cuts into a grid: blocks at different places whose sizes add up leave no gap
         if len({offset for _, offset, _ in parts}) < len(parts) or self.numel() != sum(
             math.prod(size) for _, _, size in parts
         ):
@@ -183,6 +184,8 @@ def without_placeholders(known: Mapping[str, Any], own: Mapping[str, Any]) -> di
         if isinstance(value, Placeholder):
             kept = own.get(name)
             if kept is None:
+                # an empty shard: all ranks describe the same tensors, in the same order, and this one writes no bytes
+                # of it
                 kept = torch.empty((0,) * len(value.shape), dtype=value.dtype)
             value = shard_block(kept) or ShardBlock(kept.detach(), value.shape, (0,) * len(value.shape))
         found[name] = value

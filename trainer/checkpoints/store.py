@@ -197,13 +197,10 @@ def _steps(root: Path) -> list[Path]:
         name = path.name.removeprefix(".").removesuffix(f".{commit.REPLACED}")
         if path.name not in (name, commit.temporary_path(root / name, commit.REPLACED).name) or path.is_symlink():
             continue
-        if path.is_dir() and (STEP_NAME.fullmatch(name) or _looks_like_a_checkpoint(path)):
+        files = path / manifest.MANIFEST, path / manifest.STATE_FILE
+        if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
             found[name] = path
     return sorted(found.values(), key=checkpoint_step)
-
-
-def _looks_like_a_checkpoint(path: Path) -> bool:
-    return (path / manifest.MANIFEST).is_file() and (path / manifest.STATE_FILE).is_file()
 
 
 def checkpoint_step(path: Path) -> int:
@@ -224,10 +221,8 @@ def resolve(path: Path, check: Check = verify) -> Path:
     Raises CheckpointError with the paths that were tried.
     """
     path = path if path.name else path.absolute()
-    for itself in (
-        path,
-        commit.temporary_path(path, commit.REPLACED),
-    ):  # the second: a process died while it replaced it
+    # the second: a process died while it replaced the checkpoint
+    for itself in (path, commit.temporary_path(path, commit.REPLACED)):
         if (itself / manifest.MANIFEST).is_file():
             return itself
     if path.is_file():
@@ -308,6 +303,7 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     identity = identity_of(directory)
 
     def is_own(path: Path) -> bool:
+        # a folder of a callback's own may hold checkpoints of several runs
         if manifest.load_manifest(path).run != identity or check(path) is False:
             return False
         verify(path)
@@ -319,17 +315,17 @@ def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = 
     return max((path for path in found if path is not None), key=checkpoint_step, default=None)
 
 
-def newest_checkpoint(root: Path, name: str, check: Check = verify) -> tuple[Path, Path] | None:
-    """Return the newest run directory of a name with a checkpoint that passes `check`, and that checkpoint."""
+def newest_checkpoint(root: Path, name: str) -> tuple[Path, Path] | None:
+    """Return the newest run directory of a name with a complete checkpoint, and that checkpoint."""
     for directory in reversed(versions(root, name)):
-        found = newest_in(directory, check)
+        found = newest_in(directory)
         if found is not None:
             return directory, found
     return None
 
 
 def newest_locked(
-    root: Path, name: str, saver: "Saver", check: Check, folders: Sequence[Path] = ()
+    root: Path, name: str, saver: "Saver", check: Check, folders: Sequence[Path]
 ) -> tuple[Path, Path] | None:
     """Return what `newest_checkpoint` does, after the directory was locked; `folders`: where else it may have saved.
 
@@ -338,6 +334,7 @@ def newest_locked(
     for directory in reversed(versions(root, name)):
         elsewhere = bool(folders) and bool(identity_of(directory))
         if any((directory / CHECKPOINTS).glob("*")) or belongs_to_training(directory) or elsewhere:
+            # before it is read: a run that is just ending may still write a newer checkpoint, or remove this one
             saver.hold(directory, "fit")
             found = newest_in(directory, check, folders)
             if found is not None:
@@ -350,9 +347,9 @@ def find(
     root: Path,
     name: str,
     resume: str | Path | None,
-    saver: "Saver | None" = None,
-    check: Check = verify,
-    folders: Sequence[Path] = (),
+    saver: "Saver",
+    check: Check,
+    folders: Sequence[Path],
 ) -> tuple[Path | None, Path | None]:
     """Return the directory and the checkpoint for `resume`; None for a new directory, or for no checkpoint.
 
@@ -363,10 +360,7 @@ def find(
     if resume is None:
         return None, None
     if resume == "auto":
-        if saver is None:
-            found = newest_checkpoint(root, name, check)
-        else:
-            found = newest_locked(root, name, saver, check, folders)
+        found = newest_locked(root, name, saver, check, folders)
         if found is None:
             log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", root / name)
         return found if found is not None else (None, None)
@@ -406,7 +400,7 @@ class StoredRun:
         place = self.directory if self.directory is not None else self.root / self.name
         raise CheckpointError(f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
 
-    def to_resume(self, check: Check, folders: Sequence[Path] = ()) -> tuple[Path | None, Path | None]:
+    def to_resume(self, check: Check, folders: Sequence[Path]) -> tuple[Path | None, Path | None]:
         """Return the run directory and the checkpoint to resume from; None for both if there is no checkpoint."""
         assert self.directory is not None
         found = newest_in(self.directory, check, folders)
@@ -439,6 +433,7 @@ class StoredRun:
                     f"{newest} does not say which checkpoint is the best. Set checkpoint=last or to a path."
                 )
             return "last", newest
+        # the callback itself knows which is best, but must not take over the state of another run
         ranking = copy.copy(callback)
         ranking.load_state_dict(state)
         ranking.dirpath = newest.parent
