@@ -107,6 +107,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     call.watchdog.place = located(find_place(trainer.cluster) or Place())
     undo.enter_context(call.watchdog)
     place = membership.connect(call.watchdog.place)
+    # after connecting, so that a mistake is told on every rank, and none waits for the others
     check_place(trainer, strategy, trainer.device_list, place)
     if trainer.deterministic or call.bitwise:
         undo.enter_context(deterministic_cublas(trainer.device_list[0].type))
@@ -125,6 +126,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     membership.adopt_settings()
     restore.start_state(trainer, saved if call.stage == "fit" else None)
     state.left_out = sorted({*state.left_out, *(trainer.leave_out_steps or ()), *request.left_out})
+    # the user's wish comes back: None again, so that the next run chooses for its own processes
     undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
     strategy.layout = Layout(state.replicas, strategy.data_ranks.size)
@@ -137,6 +139,8 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         call.script_collectives.start(strategy.collectives)
         call.agreement.count = lambda: call.script_collectives.count
         call.agreement.require_same = call.script_collectives.require_same
+    # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
+    # that was killed
     trainer.saver.join(trainer.run_dir)
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
         store.write_identity(trainer.run_dir, trainer.saver.run_id)
@@ -237,6 +241,7 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
         decided = strategy.collectives.broadcast(decided)
+        # an exception that rank 0 alone raised would leave the others waiting in the next collective
         if decided.problem is not None:
             raise decided.problem
         trainer.run_dir, call.watchdog.token = decided.directory, decided.token
@@ -388,6 +393,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         call.datamodule.setup(stage)
     for hook in call.hooks.of_task["setup"]:
         hook(stage)
+    # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
         strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
@@ -408,6 +414,8 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     make_loaders(call)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
     optimization = make_optimizers(call) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
+    # Of settings as configure_optimizers returned them, before anything is restored: a learning rate of step 5,000 is
+    # no difference to the one of the config.
     described = fingerprint.fingerprint_of(trainer, optimization) if stage == "fit" else {}
     transfer = make_transfer(call)
     one_order = call.bitwise or call.members_change
@@ -797,8 +805,9 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}
     name = options.pop("name", None)
     if name == "auto":
-        name = "ddp" if len(trainer.device_list) * trainer.num_nodes > 1 else "single"
-        name = "ddp" if delegate_place(trainer) > 1 else name
+        place = find_place(trainer.cluster) or Place()
+        several = len(trainer.device_list) * trainer.num_nodes > 1 or place.world_size > 1
+        name = "ddp" if several else "single"
     if name not in STRATEGIES:
         known = ("auto", *STRATEGIES)
         hint = did_you_mean(str(name), known)
@@ -813,14 +822,6 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     except ConfigError as error:
         raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
     return found
-
-
-def delegate_place(trainer: "Trainer") -> int:
-    """Return how many processes a launcher has started us among; 1 where none has."""
-    from .processes.environment import find_place
-
-    place = find_place(trainer.cluster)
-    return 1 if place is None else place.world_size
 
 
 def make_loggers(wanted: Any, write_csv: bool) -> list[Logger]:

@@ -66,6 +66,7 @@ def close(run: Call, errors: Errors) -> None:
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
+    # collective, so only where all ranks come here; and before the hooks, which find the whole task
     if errors.first is None:
         attempt(run.strategy.finish)
     if errors.first is not None:
@@ -89,6 +90,7 @@ def close(run: Call, errors: Errors) -> None:
         error, errors.first = errors.first, named(run, errors.first)
         if error is not errors.first:
             errors.first.__cause__ = error
+    # the trainer outlives the run, and would keep loaders, with their workers and their dataset, alive
     run.data.training, run.data.evaluations, run.loop.step = None, {}, None
     run.watchdog.succeeded = errors.first is None
     attempt(write_status, run, errors.first)

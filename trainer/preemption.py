@@ -57,6 +57,7 @@ class Preemption:
             raise_for_signal(self.signal)
 
     def _record(self, number: int) -> None:
+        # a handler only records, as collectives cannot be called here: the ranks agree at their next meeting
         self.signal = max(self.signal, number)
         if not self.started and not self.leaving:
             self.leaving = True

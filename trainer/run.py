@@ -469,6 +469,7 @@ class Run(JoinedCall):
         """
         self.strategy.timeouts.end_startup()
         checks, agreement, step = self.trainer.nan == "raise", self.agreement, self.state.global_step
+        # on a mesh values are shared out over fewer ranks than those that must agree on stopping
         together = self.strategy.data_ranks is self.strategy.collectives
         contribution = (
             agreement.contribution(step, self.trainer.should_stop, self.preemption.signal) if together else []
@@ -581,6 +582,7 @@ class Run(JoinedCall):
         if every is None:
             return self.seconds() - self.loop.validated_after >= (seconds or 0.0)
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
+        # a step of several batches may pass over the one after which validation is due
         return rounds % every < rounds_of_step
 
     def validation_ends_epoch(self) -> bool:
@@ -685,6 +687,7 @@ class Run(JoinedCall):
     def in_order(self, outputs: Iterable[tuple[int, int, int, Any]]) -> list[Any]:
         """Return every rank's outputs in the order of the data; with several loaders a list for each."""
         ranks = self.strategy.data_ranks.gather_objects(list(outputs))
+        # by loader, batch and replica: never by the outputs themselves, which need not compare
         every = sorted((item for rank in ranks for item in rank), key=lambda item: item[:3])
         loaders = len(self.data.evaluations["predict"].loaders)
         lists = [[item[3] for item in every if item[0] == index] for index in range(loaders)]

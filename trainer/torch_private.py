@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial, wraps
+from itertools import repeat
 from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
 from types import TracebackType
@@ -52,6 +53,8 @@ class Shortcut:
     def is_there(self) -> bool:
         """Whether this torch has the names. May be read in the middle of a run, so the probe draws no random number."""
         try:
+            # asked for first within an epoch, after its random numbers were set: opening a loader draws a seed, and the
+            # first run of a process would have other random numbers than the second
             with torch.random.fork_rng(devices=()):
                 return self.probe()
         except (AttributeError, ImportError, TypeError, ValueError):
@@ -174,6 +177,7 @@ def _told_apart(method: Any) -> Any:
         try:
             return method(group, *arguments, **options)
         finally:
+            # gloo counts these in the same sequence as collectives
             _apart[group.group_name] = _apart.get(group.group_name, 0) + _sequence_number(group) - before
 
     return call
@@ -215,6 +219,8 @@ def reset_group_names() -> None:
     from torch import distributed
 
     if GROUP_NAMES.usable:
+        # A rank that joins starts at 0. Others that have tried once more would look for each other under another name,
+        # and all would wait for the timeout.
         _c10d()._world.group_count = 0
     else:
         store = distributed.HashStore()  # type: ignore[attr-defined]
@@ -277,6 +283,8 @@ def drop_sharded_gradients(root: Any) -> bool:
     blocks = [module for module in root.modules() if isinstance(module, FSDPModule)]
     for group in [group for block in blocks for group in _groups_of(block)]:
         for parameter in group.fsdp_params:
+            # the newest backward has left its gradient here, earlier ones in the other place, in the type of the
+            # reduction
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
                 whole.grad = None
@@ -554,6 +562,7 @@ class _Intercepted:
 def intercept_calls(module: nn.Module, call: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[[], None]]:
     """Replace a module's call, hooks included, by `call`; return the original call, and an undo function."""
     if CALLS.usable:
+        # nn.Module.__call__ takes _compiled_call_impl first, before any hook of the module runs
         compiled: Any = module._compiled_call_impl
 
         def undo() -> None:
@@ -618,6 +627,7 @@ def check_input(module: Any, forward: Callable[[Tensor], Tensor], input: Tensor)
     module.training = False
     try:
         with torch.no_grad():
+            # an empty batch, in evaluation: the check is made, and running statistics stay
             forward(input[:0].float())
     finally:
         module.training = training
@@ -633,38 +643,31 @@ FOREACH = Shortcut(
 
 def add_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Add each of `others` to its partner in place."""
-    if FOREACH.usable:
-        torch._foreach_add_(tensors, others)
-    else:
-        for tensor, other in zip(tensors, others, strict=True):
-            tensor.add_(other)
+    _for_each("add_", tensors, others)
 
 
 def multiply_each(tensors: list[Tensor], factor: float) -> None:
     """Multiply tensors in place."""
-    if FOREACH.usable:
-        torch._foreach_mul_(tensors, factor)
-    else:
-        for tensor in tensors:
-            tensor.mul_(factor)
+    _for_each("mul_", tensors, factor)
 
 
 def divide_each(tensors: list[Tensor], divisor: float) -> None:
     """Divide tensors in place."""
-    if FOREACH.usable:
-        torch._foreach_div_(tensors, divisor)
-    else:
-        for tensor in tensors:
-            tensor.div_(divisor)
+    _for_each("div_", tensors, divisor)
 
 
 def copy_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
     """Copy each of `others` to its partner."""
+    _for_each("copy_", tensors, others)
+
+
+def _for_each(name: str, tensors: list[Tensor], others: list[Tensor] | float) -> None:
     if FOREACH.usable:
-        torch._foreach_copy_(tensors, others)
-    else:
-        for tensor, other in zip(tensors, others, strict=True):
-            tensor.copy_(other)
+        getattr(torch, f"_foreach_{name}")(tensors, others)  # one kernel for many small tensors
+        return
+    partners = repeat(others, len(tensors)) if isinstance(others, float) else others
+    for tensor, other in zip(tensors, partners, strict=True):
+        getattr(tensor, name)(other)
 
 
 UNSCALE = Shortcut(

@@ -90,6 +90,7 @@ class Trainer(TrainerDefaults):
                             self.begin_epoch()
                             for step in run.steps_left():
                                 self.train_step(step)
+                                # before a validation, which may save: a checkpoint comes after the point of its step
                                 if state.global_step % self.log_every_n_steps == 0:
                                     self.log_step()
                                 if run.validation_is_due():
@@ -165,6 +166,7 @@ class Trainer(TrainerDefaults):
                 if optimization.clears_late and item is step.batches[0]:
                     optimization.zero_gradients(step, late=True)
                 losses = losses_of(output, len(optimization.loss_inputs))
+                # by samples: accumulation, a short last batch and uneven shares need no case of their own
                 weight = item.samples * run.gradient_scale / step.samples
                 for index, loss in enumerate(losses):
                     for hook in hooks["on_before_backward"]:

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, DataError, did_you_mean
@@ -287,6 +285,7 @@ class CombinedPart:
                     f"but its length is {self.positions}. Combined loaders are dealt out by length: use a sampler that "
                     f"draws exactly len(sampler) indices."
                 )
+            # an order of a custom sampler is as long as its dataset; batches of a step may need those of several passes
             while len(self.orders) >= self.orders_kept:
                 del self.orders[next(iter(self.orders))]
             self.orders[own_epoch] = found
@@ -395,7 +394,7 @@ class CombinedSource:
 
     def order(self, epoch: int) -> CombinedOrder:
         """Return the order of an epoch."""
-        return CombinedOrder(self.length, 1, _positions_themselves, epoch=epoch, parts=self.parts)
+        return CombinedOrder(self.length, 1, lambda positions: positions, epoch=epoch, parts=self.parts)
 
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the combined batches of a process from `start_step` on, in the order of `Deal.spans`."""
@@ -418,7 +417,3 @@ def is_dealable_by_batch(loader: Any) -> bool:
     return isinstance(loader, CombinedLoader) and all(
         is_dealable(part) and MapLoader(part, 0).count_batches() for part in loader.flattened
     )
-
-
-def _positions_themselves(positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return positions

@@ -230,6 +230,7 @@ class MapLoader:
                 return EpochOrder(length, size, lambda positions: positions)
             key = epoch_key(self.seed, epoch)
             return EpochOrder(length, size, lambda positions: permutation(positions, length, key))
+        # a sampler may draw from the global generators or from one of its own: both get the epoch's key
         key = mix(SAMPLER_STREAM, self.seed, epoch)
         seed_generators(key)
         seed_samplers(key, sampler)
@@ -256,6 +257,7 @@ class MapLoader:
     def batches_of(self, order: EpochOrder, deal: Deal, dealing: Dealing, start_step: int, epoch: int) -> Iterator[Any]:
         """Yield the collated batches of a process from `start_step` on, in the order of `Deal.spans`."""
         replicas = dealing.replicas
+        # made once: persistent workers belong to this object, and would otherwise start again in each epoch
         if self.sibling is None or self.batches is None:
             self.batches = DealtBatches(deal, replicas, order.order)
             self.batches.whole = self.own_batches

@@ -75,6 +75,7 @@ def permutation(positions: Integers, length: int, key: int) -> Integers:
     values = _encrypt(values, network)
     limit = np.uint64(length)
     outside = np.flatnonzero(values >= limit)
+    # cycle walking: what lands outside is encrypted again until it lies within, which keeps the map one to one
     while outside.size:
         walked = _encrypt(values[outside], network)
         values[outside] = walked
@@ -105,6 +106,7 @@ def _table(length: int, key: int) -> Integers:
 
 def _encrypt(values: UInt64Array, network: _Network) -> UInt64Array:
     """Apply the network once to each value of [0, rows x columns)."""
+    # target < modulus and the hash's remainder < modulus, so one subtraction suffices for the sum
     row, column = np.divmod(values, network.columns)
     for index, key in enumerate(network.keys):
         source, target, modulus = (row, column, network.columns) if index % 2 else (column, row, network.rows)

@@ -73,6 +73,7 @@ class StreamData:
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
         position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
         while end is None or position < end:
+            # before the batch is read, since loading draws from the same generators; workers are keyed when they open
             if keyed:
                 seed_generators(key + position)
             batch = next(batches, _END)
@@ -105,6 +106,7 @@ class StreamData:
     def open(self, epoch: int, start_step: int) -> Iterator[Any]:
         """Return an iterator over the stream, positioned at `start_step` by its own state or by skipping batches."""
         skipped = start_step * self.dealing.accumulate * self.dealing.layout.replicas
+        # for one opening: the next epoch begins at its own beginning, from a sampler that its epoch seeds
         restored, self.restored = self.restored, {}
         if restored.get("epoch") != epoch:
             restored = {}

@@ -55,6 +55,7 @@ class WorkerSetup:
             self.then(worker_id)
 
     def _on_signal(self, number: int, _: object) -> None:
+        # another parent: the trainer has ended, and this worker with it, though it cannot have heard of it
         if not self.attends.value or os.getppid() != self.trainer:
             signal.signal(number, signal.SIG_DFL)  # nobody else handles it: end as by default
             os.kill(os.getpid(), number)
@@ -118,6 +119,7 @@ def _attends() -> Any:
     """Return the flag, shared with forked loader workers, that tells whether this process handles signals."""
     from multiprocessing.sharedctypes import RawValue
 
+    # without a lock, as it is read in a signal handler, which could wait for itself
     return RawValue("b", 0)
 
 

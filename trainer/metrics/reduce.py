@@ -217,6 +217,7 @@ class Exchange:
         numbers = [self.numbers.get(row[0].description, -1) for row in rows]
         new = -1 in numbers
         # number of rows, whether a series is new, `extra`, and (number, replica, value, weight, step) per row
+        # everything as float64, in which the numbers of series and steps are exact up to 2^53
         sent = [float(len(rows)), float(new), *extra]
         if not new and len(rows) <= self.rows:
             for number, row in zip(numbers, rows, strict=True):

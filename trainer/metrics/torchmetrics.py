@@ -1,4 +1,4 @@
-"""States of logged torchmetrics objects, reduced over ranks merged_updates in as few collectives as possible.
+"""States of logged torchmetrics objects, reduced over ranks in as few collectives as possible.
 
 With `reproducible: bitwise` every replica has its own states, which are swapped into the metric objects in turn and
 merged in replica order. The same holds for the rest of an epoch after a resume with several states that cannot be
@@ -76,7 +76,7 @@ class MetricStates:
         with torch.inference_mode(False):  # evaluation runs in inference mode, but training metrics need normal tensors
             for path, metric in self.with_states.items():
                 if replica not in self.kept[path]:
-                    metric.reset()  # before remote are loaded: reset may recurse into nested metrics
+                    metric.reset()  # before any is loaded: reset may recurse into nested metrics
             for path, metric in self.with_states.items():
                 if replica in self.kept[path]:
                     load_states(metric, self.kept[path][replica])
@@ -191,6 +191,7 @@ class MetricStates:
         self.store_replica()
         self.replica = replica
         found = {path: self._own(path) for path in self.kept}
+        # also when it has none any more: other ranks must hear of a reset
         self.sent |= {path for path, own in found.items() if any(states[COUNT] for states in own.values())}
         return {path: own for path, own in found.items() if path in self.sent}
 
@@ -325,6 +326,8 @@ def read_values(metrics: list[Any], collectives: "Collectives", world: int, keep
             if operation is None or not isinstance(state, Tensor):
                 gathered.append((metric, name))
             else:
+                # Counts may exceed 2^24, above which float32 skips integers; all states of one kind then travel
+                # together.
                 wide = torch.float64 if state.is_floating_point() or operation == "mean" else torch.int64
                 fixed.setdefault((operation, wide), []).append((metric, name))
     for (operation, wide), states in fixed.items():

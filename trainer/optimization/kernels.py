@@ -152,6 +152,7 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
     else:
         modules = modules_named(task, names, "trainer.compile.blocks")
     for module in modules:
+        # in place: torch.compile(module) returns a wrapper whose state_dict has `_orig_mod.` in every name
         module.compile(**chosen)
 
 

@@ -98,6 +98,7 @@ class SkippingGuard(StepGuard):
     def drops_step(self) -> bool:
         """Return whether the step is skipped. Raises NonFiniteError after too many in a row."""
         state = self.state
+        # On reduced gradients: all ranks see the same values, and skip the same steps without asking each other.
         if self.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
             state.skipped_in_a_row = 0
             return self._is_dropped()

@@ -118,6 +118,7 @@ class Optimization:
         if not late:
             if self.guard is not None:
                 self.guard.begin_step()
+            # callbacks unfreeze between epochs; to compare all parameters in every step would cost each run
             if strategy.reducer.has_frozen or self.epoch != self.state.epoch:
                 self.epoch = self.state.epoch
                 if strategy.reducer.is_outdated():
@@ -135,6 +136,7 @@ class Optimization:
     def _call_zero_grad(self, step: StepInput) -> None:
         batch_idx = step.batches[0].batch_idx if step.batches else self.state.epoch_rounds
         replica, samples, in_batch = self.metrics.replica, self.metrics.samples, self.metrics.in_batch
+        # what a hook logs here belongs to the whole step, with its number of samples as the weight
         self.metrics.leave_batches(step.samples)
         for optimizer in self.optimizers:
             self.hooks.call("on_before_zero_grad", optimizer)
@@ -149,8 +151,10 @@ class Optimization:
         strategy = self.strategy
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
+        # before clipping and unscaling, which would hide what was not finite
         if self.guard is not None and self.guard.drops_step():
             return ()
+        # with nothing to prepare the list itself: no generator in the step
         return self._prepared(step) if self.prepares_steps else self.optimizers
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
@@ -171,6 +175,7 @@ class Optimization:
 
     def prepare(self, optimizer: Optimizer) -> None:
         """Unscale and clip the gradients of an optimizer, and call the hooks that look at them."""
+        # the true gradients first: clipping and hooks would otherwise see them times the loss scale
         self.strategy.precision.unscale(optimizer)
         self.hooks.call("on_before_optimizer_step", optimizer)
         limit, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
@@ -219,6 +224,8 @@ class Optimization:
             raise TaskError("manual_backward needs automatic_optimization = False; otherwise return the loss.")
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
+        # torch.amp.GradScaler keeps one scale for all optimizers: it may change only when all have used the present
+        # one, or the second one's gradients are divided by a factor that they were not multiplied with
         if self.stepped:
             self.update_scale()
         self.hooks.call("on_before_backward", loss)

@@ -56,6 +56,7 @@ def find_place(cluster: str = "auto") -> Place | None:
     other.
     """
     worker = os.environ.get("LEGATO_WORKER")
+    # with its process id: what a worker starts (a loader's worker, a program) inherits the variable and is no member
     if worker is not None and worker.split(":")[0] == str(os.getpid()):
         return _from_environment("legato")
     if cluster == "off":
@@ -67,6 +68,7 @@ def find_place(cluster: str = "auto") -> Place | None:
 
 
 def _from_launcher(worker: str | None) -> Place | None:
+    # before SLURM's and MPI's: torchrun in such a job has their variables, too, but its own processes are the members
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return _from_environment("torchrun")
     # A process started by a worker of Legato inherits RANK without being a member of the group.
@@ -443,6 +445,8 @@ def run_workers(
     node_rank, host, port = _node(nodes) if nodes > 1 else (0, "127.0.0.1", 0)
     store: Any = None
     if node_rank == 0:
+        # Here and not in rank 0, which may die: the workers of a restart meet at the same store. No worker is forked
+        # from this process, since a child of the process that serves a TCPStore may hang (in 6 of 12 rounds in a test).
         store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
         port = store.port
     environment = dict(os.environ)
@@ -534,4 +538,5 @@ def _set_worker_environment(
     )
     if elastic_worker and is_loopback(host):
         _keep_to_loopback()
+    # OpenMP has read its variable already, in the fork server, when torch was imported
     torch.set_num_threads(threads)

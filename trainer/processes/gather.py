@@ -73,6 +73,7 @@ def gather(
     shapes = [[described[index].shape for described in every] for index in range(len(own))]
     gathered = _exchange([tensor.detach() for tensor in tensors], shapes, ranks)
     if any(one.with_gradient for one in own):
+        # made on every rank, before any backward: a new group is collective, too
         channel = _channel(strategy, group)
         for index, (tensor, one) in enumerate(zip(tensors, own, strict=True)):
             if one.with_gradient:
@@ -178,6 +179,7 @@ def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks:
             [_bytes_of(tensors[i], shape) for i in some for shape in [shapes[i][rank]]]
             for rank in range(len(shapes[0]))
         ]
+        # padded to the longest: all_gather takes equal sizes, and gloo aborts the process (SIGABRT) where they differ
         row = torch.zeros(
             -(-max(map(sum, sizes)) // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT, dtype=torch.uint8, device=device
         )

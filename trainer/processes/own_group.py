@@ -79,6 +79,7 @@ def legatos_group(limit: timedelta | None = None) -> Any:
     from ..torch_private import set_group_timeout
 
     world = distributed.group.WORLD
+    # a new default group has new ranks: those of an earlier run are closed with the last reference
     if world not in _groups:
         _groups.clear()
         backends = ",".join(f"{device}:{name}" for device, name in devices_of_group().items())

@@ -117,6 +117,7 @@ def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelt
     deadline = time.monotonic() + timeout.total_seconds()
     while True:
         try:
+            # a plain connection first: TCPStore tries again by itself, long beyond its limit (13 s for 5 s, torch 2.13)
             socket.create_connection((where.host, where.port), timeout=5).close()
             return TCPStore(where.host, where.port, world_size, False, timeout, wait_for_workers=False)
         except (OSError, DistError) as error:
@@ -141,6 +142,7 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
     if is_loopback(bind_to) and not one_node and not is_loopback(host):
         bind_to = ""  # Debian resolves a machine's own name to a loopback address, which other nodes cannot reach
     listener = socket.socket(family, socket.SOCK_STREAM)
+    # a restart must get the port again while connections of the run before it are in TIME_WAIT
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         try:
@@ -155,6 +157,7 @@ def host_store(host: str, port: int, one_node: bool, remedy: str) -> "Store":
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be opened ({error.strerror})"
         raise ConfigError(f"Port {port} of {host}, where the ranks are to meet, {reason}. {remedy}") from error
     port = listener.getsockname()[1]
+    # on a socket that is bound here: TCPStore itself would listen on all interfaces
     return TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
@@ -163,6 +166,7 @@ def _await_all_ranks(store: "Store", rank: int, world_size: int, where: Rendezvo
     from torch.distributed import DistError
 
     try:
+        # counted, not set: two processes of one rank would otherwise meet, and gloo hangs while it connects them
         if store.add(f"rank {rank}", 1) > 1:
             remedy = (
                 f"If no other run uses {where.path}, an earlier one has left it: delete it."

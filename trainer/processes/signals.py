@@ -118,6 +118,9 @@ class SignalWatch:
 
     def __enter__(self) -> "SignalWatch":
         if threading.current_thread() is threading.main_thread():
+            # Python runs handlers in the main thread between two bytecodes; one that waits in gloo, in a C library, or
+            # in a loop that swallows exceptions is deaf to signals. The C level writes each number to this pipe at
+            # once.
             self._reader, self._writer = os.pipe()
             os.set_blocking(self._writer, False)
             self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
@@ -180,6 +183,7 @@ class SignalWatch:
 
     def _due(self) -> int:
         """Return the signal by which to end this process now; 0: none."""
+        # what is being written is worth more than an early end; a save that makes no progress is not waited for
         if SAVES.has_progressed(self.grace) or (SAVES.under_way and self._waits_for_ranks()):
             return 0
         if len(self.presses) > 1:

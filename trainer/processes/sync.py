@@ -50,6 +50,7 @@ class Timeouts:
 
         from ..torch_private import set_group_timeouts
 
+        # set on each process group, so only where it changes
         changes, self.phase = self.limits[phase] != self.limits[self.phase], phase
         if changes and distributed.is_initialized():
             set_group_timeouts(self.limits[phase])
@@ -131,6 +132,7 @@ class Agreement:
         now = time.monotonic()
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
         count = float(self.count())
+        # all by one maximum: with the count and its negative the largest and the smallest count, which must be equal
         numbers = [float(wants_stop), float(signal), now - self._started, pace, float(self.newest()), count, -count]
         return [*numbers, *self.contribute()]
 
@@ -177,6 +179,7 @@ class Agreement:
         """Return the maximum of each number over the ranks."""
         if self.processes == 1:
             return list(numbers)
+        # float64: the numbers of steps and seconds stay exact beyond 2^24
         highest: list[float] = self.collectives.all_reduce(torch.tensor(numbers, dtype=torch.float64), "max").tolist()
         return highest
 

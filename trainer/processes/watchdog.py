@@ -84,6 +84,8 @@ class Waiting:
         `count`: number of collectives of the script on this rank. The rank with the most checks all ranks.
         """
         stack, worked, now = stack_of(self.thread), time.process_time(), time.monotonic()
+        # A backward computes or waits, and its stack looks alike: only processor time tells. Collectives are counted,
+        # since in a loop of short ones the stack is the same at each look.
         idle = worked - self.worked < IDLE * (now - self.looked_at)
         place = stack[:1], count, collectives_called()
         stays = place == self.place
@@ -169,6 +171,7 @@ class Watchdog:
             now, moment = self._progress(), time.monotonic()
             if now != place:
                 changes += self.begun
+                # without start-up and the first step, which compiles and fills loaders
                 self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
@@ -274,6 +277,8 @@ class Watchdog:
             if group is not self.store_of:
                 self.store, self.store_of = None, group
                 if group is not None:
+                    # a connection of its own: the main thread may hang in a wait on the other one, which serves one
+                    # call at a time
                     store = default_store()
                     if store is not None:
                         self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]

@@ -101,6 +101,7 @@ def launch_workers(
                 failure = group.find_failure()
                 if failure is None:
                     return group.value()
+                # a mistake in config or task would fail again in the same way
                 final = isinstance(failure, (SystemExit, KeyboardInterrupt, ConfigError, TaskError))
                 if group.restarts_left <= 0 or final or relay.received:
                     raise failure
@@ -138,6 +139,7 @@ class SignalRelay:
 
     def __enter__(self) -> "SignalRelay":
         if threading.current_thread() is threading.main_thread():
+            # the caller's own SignalWatch hears nothing meanwhile: it would end this process while workers still save
             self._wakeup = signal.set_wakeup_fd(-1)
             for number in END_SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:  # SIGINT is ignored in background jobs, and stays so
@@ -285,6 +287,8 @@ class WorkerGroup:
         """Return the exception to raise for this attempt; None if every worker succeeded."""
         # A failure after the request to stop is a consequence.
         stopped_at = self._stopped_at or float("inf")
+        # Errors of their own before broken connections: the rank that failed is often not the first to report, as the
+        # others notice within 0.01 s that it is gone.
         first = min(self._failures, key=lambda one: (one.when > stopped_at, one.communication, one.when), default=None)
         if first is None:
             return SystemExit(RESUME_ME) if self._preempted_at is not None else None
@@ -308,6 +312,7 @@ class WorkerGroup:
             return True
         if not self._failures:
             return False
+        # a rank that lost a connection knows no cause: whoever has it gets _CAUSE_WAIT seconds to report it
         if any(not (failure.communication or failure.interrupted) for failure in self._failures):
             return True
         first = self._failures[0]
