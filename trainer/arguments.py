@@ -4,19 +4,17 @@ The docstrings are the reference page, the text of `legato --help` and the hints
 no torch, so that a misspelt key is refused before torch is loaded.
 """
 
-import ast
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
-from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import did_you_mean
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..callbacks.callback import Callback
     from .loggers.logger import Logger
     from .strategies.strategy import Strategy
@@ -264,24 +262,6 @@ def _with_named_arguments(init: Callable[..., None]) -> Callable[..., None]:
         init(self, **arguments)
 
     return checked
-
-
-def describe_arguments(kind: type) -> str:
-    """Return a dataclass's fields with the first paragraph of the text below each, as docstrings list them.
-
-    "" where its source is not at hand, as in an archive.
-    """
-    try:
-        module = ast.parse(Path(inspect.getfile(kind)).read_text(encoding="utf-8"))
-    except (OSError, SyntaxError):
-        return ""
-    lines = ["Args:"]
-    found = (node.body for node in module.body if isinstance(node, ast.ClassDef) and node.name == kind.__name__)
-    for node, text in pairwise(next(found, [])):
-        if isinstance(node, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            first = inspect.cleandoc(str(text.value.value)).partition("\n\n")[0]
-            lines.append(f"    {ast.unparse(node.target)}: {' '.join(first.split())}")
-    return "\n".join(lines)
 
 
 # Wrapped here and not in the class, whose source config/check.py reads as that of a plain dataclass.

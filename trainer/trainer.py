@@ -14,7 +14,6 @@ from torch import Tensor
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import build, lifecycle, masked
-from .arguments import TrainerArguments, describe_arguments
 from .build import check_arguments, make_callbacks, make_loggers, make_strategy
 from .checkpoints.saver import Saver
 from .data.randomness import seed_generators
@@ -35,8 +34,8 @@ Source = str | Path | None
 """A checkpoint, a folder with some, or a word such as "auto", "last" or "best"."""
 
 
-class Trainer(TrainerDefaults):
-    """Trains, validates, tests and predicts. Its arguments are the fields of `arguments.TrainerArguments`."""
+class Trainer(TrainerDefaults):  # noqa: D101 - inherited
+    # Its arguments are the fields of `arguments.TrainerArguments`; its docstring is that of TrainerDefaults.
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -343,6 +342,3 @@ class Trainer(TrainerDefaults):
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
         self.saver.remove(Path(path))
-
-
-Trainer.__doc__ = f"{Trainer.__doc__}\n\n{describe_arguments(TrainerArguments)}"  # for help() and notebooks

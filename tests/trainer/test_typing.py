@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from sources import copy_sources
 
 import legato as lg
 from legato.trainer.arguments import ARGUMENT_NAMES
+from legato.trainer.config.check import trainer_arguments
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "tests" / "typed_project.py"
@@ -46,12 +48,15 @@ def test_names_that_are_imported_late_are_imported_for_type_checkers(room):
         assert getattr(module, name).__module__ == f"{module.__name__}{home}"
 
 
-def test_the_signature_of_the_trainer_and_its_texts_can_be_asked_for():
+def test_editors_show_the_trainers_arguments_with_their_texts():
     assert tuple(inspect.signature(lg.Trainer).parameters) == ARGUMENT_NAMES
-    text = inspect.getdoc(lg.Trainer)
-    for name in ARGUMENT_NAMES:
-        assert f"\n    {name}: " in text, name
-    assert "max_epochs: Stop after this many epochs." in text
+    source = ast.parse((ROOT / "trainer" / "defaults.py").read_text())  # as written: editors import nothing
+    (block,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "TrainerDefaults")
+    shown = re.split(r"\n {4}(?=\w+: )", ast.get_docstring(block).partition("Args:")[2])[1:]
+    texts = {one.name: one.doc.partition("\n\n")[0] for one in trainer_arguments()}
+    wanted = [f"{name}: {text}" for name, text in texts.items()]
+    assert [" ".join(one.split()) for one in shown] == [" ".join(one.split()) for one in wanted]
+    assert inspect.getdoc(lg.Trainer) == ast.get_docstring(block)
 
 
 # --- a user's project -------------------------------------------------------------------------------------------------
