@@ -151,6 +151,7 @@ class Checkpoint(Retention):
             trainer.saver.hold_for_all(self.dirpath)
             if trainer.global_step == 0:
                 self._refuse_foreign(trainer)
+        # only rank 0 reads the folder: what is there decides what is deleted, and must be the same list on all
         self.scores = trainer.broadcast(self._present(trainer))
         newest = next(reversed(self.scores), "") if self._newest_step == trainer.global_step else ""
         self._newest_name = newest if self.filename is not None else self._name(trainer)
@@ -230,6 +231,7 @@ class Checkpoint(Retention):
             trainer.saver.hold_for_all(self.dirpath, patient=True)
         present = self._present(trainer)
         interrupted = self._begun_step == trainer.global_step and self._begun_name not in present
+        # as if the save had not begun, so that `save` writes it again
         newest = min(self._newest_step, trainer.global_step - 1) if interrupted else self._newest_step
         found = trainer.broadcast((present, newest, self._saved_at, interrupted))
         self.scores, self._newest_step, self._saved_at, interrupted = found
@@ -263,12 +265,14 @@ class Checkpoint(Retention):
         name = self._name(trainer, plain=always)
         if not always and not self.keeps(name, score):
             return
+        # collective, and after `keeps`, which decides alike on all ranks: every rank comes here or none
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
             log.warning("Step %d is not saved: its weights are not finite and would replace finite ones.", step)
             return
         if self.asynchronous:
             self._prune(trainer)  # at most one save is in flight, so the previous one is complete by now
-        # before the save: the saved state must list the checkpoint that it is part of
+        # Before the save, as the saved state must list the checkpoint that it is part of. Undone if the save fails: a
+        # later one would otherwise count it among the best, and delete a whole one for it.
         before = self._newest_step, self._newest_name, dict(self.scores)
         self.scores.pop(name, None)  # the newest is the last
         self._newest_step, self._newest_name, self.scores[name] = step, name, score

@@ -97,6 +97,7 @@ class BaseFinetuning(Callback):
 
         if isinstance(module, batch_norms()):
             norm: Any = module
+            # its running statistics stay as they are; in training mode it still normalises by those of its batch
             norm.track_running_stats = trained
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad = trained
@@ -148,6 +149,7 @@ class BaseFinetuning(Callback):
 
     def extend_optimizers(self, task: "Task", optimizers: "list[Any]") -> None:
         """Add the parameter groups of the saved run."""
+        # before optimizers are loaded: a state with more groups than the task has made would be refused
         self._given_groups, parameters = [len(one.param_groups) for one in optimizers], dict(task.named_parameters())
         for optimizer, groups in zip(optimizers, self._added, strict=False):
             for group in groups:

@@ -9,7 +9,7 @@ from typing import Any
 log = logging.getLogger("legato")
 
 LEAST_STEPS, LEAST_SECONDS = 20, 5.0
-"""What is measured before it is judged."""
+"""Least steps and seconds to measure before the wait is judged."""
 WARM_UP = 5
 """Batches that are not counted: workers start, kernels are chosen."""
 MOST_SHARE = 0.25

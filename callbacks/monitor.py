@@ -46,6 +46,7 @@ class Monitor:
     def end_validation(self, trainer: "Trainer") -> bool:
         """Return whether this validation logged the metric."""
         found = trainer.callback_metrics.get(self.name)
+        # by identity: every publish makes new tensors, also of an equal value
         fresh = found is not None and found is not self._before
         self.from_validation |= fresh
         if not trainer.sanity_checking:

@@ -17,7 +17,7 @@ class OnExceptionCheckpoint(CheckpointCallback):
     """Saves the last finished step to `dirpath/filename` when the run ends by an exception, on one process."""
 
     file_extension = ""
-    """What is added to `filename`."""
+    """Suffix of `filename`."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename or not is_name(filename):

@@ -64,6 +64,7 @@ class StragglerMonitor(Callback):
         self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, -1
         agreement = trainer.current_run.agreement
         rank, ranks = trainer.global_rank, trainer.world_size
+        # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
         agreement.contribute = lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)]
         agreement.on_result = lambda seconds_of: self._compare(seconds_of, rank)
 
@@ -90,8 +91,10 @@ class StragglerMonitor(Callback):
         if trainer.world_size == 1 or step == self._step:
             return
         if self._began is not None:
+            # without a gradient (a frozen step) only loading was own work
             self._spans.append((self._began, self._ready or self._loaded))
         if self._last is not None and len(self._hooks) > 1:
+            # a hook on every parameter costs each step; the order of gradients stays that of the first step
             self._set_hooks([self._last])
         elif self._ready is None:  # that parameter has been frozen
             self._set_hooks([])
@@ -185,4 +188,5 @@ class CudaClock:
 
     def seconds(self, begin: "torch.cuda.Event", end: "torch.cuda.Event") -> float | None:
         """Return the seconds between two events; None if the later one has not happened yet."""
+        # never waits for the device: an event that has not happened is left out
         return begin.elapsed_time(end) / 1000 if end.query() else None

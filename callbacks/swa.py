@@ -18,8 +18,8 @@ class StochasticWeightAveraging(WeightAveraging):
     """Averages the weights at the beginning of the last epochs, and leaves the mean in the task after `fit`.
 
     From the first of these epochs on the learning rate goes to `swa_lrs` and stays there, whatever the task's scheduler
-    says. The statistics of batch norms are computed anew for the averaged weights, by one more pass over the training
-    data. Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).
+    says. The statistics of batch norms are computed for the averaged weights, by one more pass over the training data.
+    Izmailov et al., Averaging Weights Leads to Wider Optima and Better Generalization (arXiv:1803.05407).
 
     Args:
         swa_lrs: the learning rate, or one for each parameter group.
@@ -95,6 +95,8 @@ class StochasticWeightAveraging(WeightAveraging):
             return
         if not self._rates_before:
             self._rates_before = [float(group["lr"]) for group in trainer.optimizers[0].param_groups]
+        # A function of the epoch, and no scheduler of its own: a checkpoint then holds the scheduler that
+        # configure_optimizers makes, and a resume needs nothing but this callback's state.
         self._set_rates(trainer)
         if epoch > self._last_epoch:
             self._last_epoch = epoch
@@ -135,7 +137,7 @@ class StochasticWeightAveraging(WeightAveraging):
                 self._measure_batch_norms(trainer, task)
 
     def _measure_batch_norms(self, trainer: "Trainer", task: "Task") -> None:
-        """Compute the statistics of batch norms anew, as the mean over a pass over the training data."""
+        """Compute the statistics of batch norms as the mean over a pass over the training data."""
         import torch
 
         from ..trainer.torch_private import batch_norms
@@ -145,6 +147,7 @@ class StochasticWeightAveraging(WeightAveraging):
         momenta = [module.momentum for module in norms]
         for module in norms:
             module.reset_running_stats()
+            # torch then keeps the mean over all batches instead of a moving average
             module.momentum = None
         if norms:
             with torch.no_grad():

@@ -29,6 +29,7 @@ class ThroughputMonitor(Callback):
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log, once per logging step."""
         step = trainer.state.global_step
+        # called for each batch of a step, of which the last one counts
         if step % trainer.log_every_n_steps or step == self._step:
             return
         now = time.perf_counter()

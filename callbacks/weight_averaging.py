@@ -87,6 +87,7 @@ class WeightAveraging(Callback):
             for name, tensor in self._averaged(task).items():
                 # in float32 at least: the update by (1 - decay) is mostly below bfloat16's resolution
                 kind = torch.promote_types(tensor.dtype, torch.float32)
+                # the first update copies, so that an average does not begin at the random weights' mean with zero
                 if name not in self.averages:
                     self.averages[name] = tensor.detach().to(kind, copy=True)
                 else:

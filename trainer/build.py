@@ -457,6 +457,7 @@ def prepare_data(call: Call) -> None:
         if call.datamodule is not None:
             call.datamodule.prepare_data()
         call.task.prepare_data()
+    # the others wait while one process downloads, instead of reading half a file
     call.strategy.collectives.barrier()
 
 
@@ -633,6 +634,7 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
     for callback in trainer.callbacks:
         callback.extend_optimizers(task, optimizers)
+    # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
     optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.use_guard(make_guard(optimization, call))
@@ -670,6 +672,7 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         else:
             batch = to_device(batch, device)
         batch = precision.convert_batch(batch)
+        # last, as any step before may return a view at an odd offset
         if bitwise:
             batch = with_allocated_memory(batch)
         return batch if after is None else after.on_after_batch_transfer(batch, dataloader_idx)
@@ -725,7 +728,7 @@ def run_settings(run: Run) -> dict[str, Any]:
 
 
 def progress(trainer: "Trainer") -> dict[str, Any]:
-    """Return where a run stands, for its record."""
+    """Return the progress of a run, for its record."""
     state, callback = trainer.state, trainer.checkpoint_callback
     found: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, "elapsed": state.elapsed}
     found |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
@@ -756,7 +759,7 @@ NONE_FOR_DEFAULT = (
     *("val_check_interval", "num_sanity_val_steps", "log_every_n_steps", "gradient_clip_algorithm", "precision"),
     *("default_root_dir", "deterministic", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
 )
-"""Where None is Lightning's default, and so may be given without a wish."""
+"""Arguments for which None, Lightning's default, means the default here."""
 
 
 def check_arguments(trainer: "Trainer") -> None:

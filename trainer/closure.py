@@ -35,7 +35,7 @@ class ClosureStep:
         self.calls = 0
         """How often the closure was called in this step."""
         self.output: Any = None
-        """What training_step returned last."""
+        """The last output of training_step."""
 
     def __call__(self, step: StepInput, arguments: Sequence[Any]) -> Any:
         """Finish a step; return the output of its last batch. `arguments`: those of its training_step.
@@ -81,6 +81,8 @@ class ClosureStep:
         for item in step.batches:
             run.metrics.return_to_batch(item.replica, item.samples)
             if run.data.keys_forward:
+                # the same random numbers at each call: a line search compares losses, which dropout would otherwise
+                # change
                 seed_generators(mix(run.state.seed, run.state.global_step, item.replica, item.batch_idx))
             batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
             arguments = (batch, item.batch_idx)[: run.arity]
@@ -91,7 +93,6 @@ class ClosureStep:
     def _run(
         self, run: Run, step: StepInput, item: ReplicaBatch, arguments: Sequence[Any], clears: bool
     ) -> Tensor | None:
-        """Run the forward and backward of a batch; return its part of the step's loss."""
         strategy, hooks, last = run.strategy, run.hooks, item is step.batches[-1]
         self.output = strategy.training_step(arguments, last)
         if clears:

@@ -59,9 +59,9 @@ class Command:
     without: Sequence[str] = ()
     """Keys of a config that mean nothing to it."""
     more: str = ""
-    """What else its help says: examples."""
+    """More text for its help: examples."""
     about: str = "other"
-    """What it is about: the heading above it in the list of commands."""
+    """Heading above it in the list of commands."""
     logs: bool = False
     """Whether it takes --quiet and --verbose."""
 

@@ -1,4 +1,4 @@
-"""What a subclass of Trainer may choose otherwise: state, strategies, callbacks, run directory, points of the log.
+"""Choices that a subclass of Trainer may override: state, strategies, callbacks, run directory, points of the log.
 
 A Trainer for programs that were written for another library overrides these; they change nothing by themselves. Editors
 and help() show the docstring of the class for the Trainer, which has none of its own.

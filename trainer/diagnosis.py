@@ -33,6 +33,7 @@ def bad_weights(run: "Call") -> list[str]:
     names = [] if are_finite(trained.values()) else [name for name, value in trained.items() if not are_finite([value])]
     if run.strategy.place.world_size == 1:
         return names
+    # names are gathered only where some rank has any: one number is cheaper in each save
     if not run.strategy.collectives.all_reduce(torch.tensor([float(bool(names))]), "max").item():
         return []
     return names or next(names for names in run.strategy.collectives.gather_objects(names) if names)
@@ -70,6 +71,7 @@ def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:
         findings = [f"The diagnosis failed with {type(problem).__name__}: {problem}."]
     first = 2**62 if run.metrics.bad_loss is None else run.metrics.bad_loss[0]
     ranks = run.strategy.collectives.gather_objects((first, not findings, run.strategy.place.rank, findings))
+    # the earliest bad loss, then a rank with findings, then the lowest: all ranks choose the same
     _, _, rank, findings = min(ranks, key=lambda one: one[:3])
     if not findings:
         return error

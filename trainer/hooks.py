@@ -92,6 +92,7 @@ class Hooks(dict[str, Calls]):
 
 def overrides(instance: object, base: type, name: str) -> bool:
     """Return whether `instance` overrides the method `name` of `base`; None does not count, as in Lightning."""
+    # on the instance first: programs assign methods to a task (`task.validation_step = None`)
     own = vars(instance)[name] if name in vars(instance) else getattr(type(instance), name, None)
     return own is not None and (name in vars(instance) or own is not getattr(base, name))
 
@@ -140,6 +141,7 @@ def _check_arguments(instance: object, base: type, name: str) -> None:
         own = signature(getattr(instance, name))
     except (TypeError, ValueError):
         return  # a builtin without signature
+    # a hook may do without the arguments that have defaults
     for arguments in (given, needed):
         try:
             own.bind(*arguments)

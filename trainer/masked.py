@@ -33,6 +33,7 @@ def train(run: "Run", batches: Sequence[ReplicaBatch], last: bool) -> None:
             output = strategy.training_step((batch, item.batch_idx)[: run.arity], meet)
             losses = losses_of(output, len(inputs))
             for index, loss in enumerate(losses):
+                # times zero and not left out: FSDP's backward gathers and reduces from all ranks
                 strategy.backward(loss * 0.0, meet, inputs[index], index + 1 < len(losses))
 
 
@@ -71,11 +72,11 @@ def repeat(run: "Run") -> bool:
 
 @contextmanager
 def _discarding_effects(run: "Run", item: ReplicaBatch) -> Iterator[None]:
-    """Discard logged values and restore buffers and metrics on exit."""
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()
     metrics.muted = True
+    # numbers of its own: those of the batches that count must not depend on who has masked ones
     seed_generators(mix(state.seed, MASKED, state.global_step, item.replica, item.batch_idx))
     try:
         yield

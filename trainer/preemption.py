@@ -92,6 +92,7 @@ class Preemption:
         agreement, rounds, place = self.agreement, 0, None
         agreement.begin_evaluation()
         for item in batches:
+            # rounds are counted, not batches: ranks have different numbers of batches in one
             if (item.dataloader_idx, item.batch_idx) != place:
                 place = item.dataloader_idx, item.batch_idx
                 if rounds >= agreement.next_round:

@@ -47,7 +47,7 @@ class Profiler:
     dirpath: str | Path | None = None
     filename: str | None = None
     stage: str | None = None
-    """What is profiled: "fit", "validate", "test" or "predict"."""
+    """The profiled stage: "fit", "validate", "test" or "predict"."""
     rank: int | None = None
     """The local rank of this process."""
 

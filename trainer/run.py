@@ -59,7 +59,7 @@ class RewindRequested(BaseException):
 
 @dataclass
 class Request:
-    """What fit, validate, test or predict was asked to do."""
+    """Arguments of one call of fit, validate, test or predict."""
 
     stage: str
     task: Task
@@ -67,7 +67,7 @@ class Request:
     loaders: dict[str, Any] = field(default_factory=dict)
     """Loaders that were handed over, by "train", "validation", "test", "predict"."""
     resume: Any = None
-    """Where to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
+    """Source to resume from: "auto", a checkpoint, a folder with some, or a `StoredRun`."""
     weights: Any = None
     """The checkpoint that an evaluation takes its weights from: a word, a path, or a `StoredRun`."""
     source_is_chosen: bool = False
@@ -138,7 +138,7 @@ class Request:
 
 @dataclass
 class LoopState:
-    """What changes during a run, besides the state that is saved."""
+    """Mutable state of a run that is not saved."""
 
     doing: str
     """The current stage: "train", "sanity_check", "validation", "test" or "predict"."""
@@ -187,7 +187,7 @@ class RunData:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Call:
-    """What one call of fit, validate, test or predict owns from its first moment, before its processes meet."""
+    """Parts of one call of fit, validate, test or predict from its first moment, before its processes meet."""
 
     is_complete: ClassVar[bool] = False
     trainer: "Trainer"
@@ -359,9 +359,9 @@ class Run(JoinedCall):
     arity: int
     """How many of (batch, batch_idx) training_step takes."""
     gradient_scale: float
-    """What the strategy multiplies gradients by, beyond their mean over the samples of a step."""
+    """Factor by which the strategy multiplies gradients, beyond their mean over the samples of a step."""
     fingerprint: dict[str, Any]
-    """What defines the run, see checkpoints.fingerprint."""
+    """Settings that define the run; see checkpoints.fingerprint."""
     other_dtypes: list[Any]
     """The dtypes of weights that differ from the checkpoint's."""
     numerics: dict[str, Any]
@@ -374,6 +374,8 @@ class Run(JoinedCall):
         for hook in self.hooks["on_train_batch_start"]:
             if hook(batch, batch_idx) == -1:
                 self.loop.epoch_skipped = True
+        # A rank that went on alone would wait for this one in its backward. Asked of the store and only by the rank
+        # that leaves: a collective would cost every step of every run that has this hook.
         if self.loop.epoch_skipped:
             self.watchdog.require_all_leave(batch_idx)
             self.metrics.step = -2  # the step that had begun is none
@@ -391,6 +393,7 @@ class Run(JoinedCall):
         if self.optimization.stepped:
             self.optimization.update_scale()
         if self.optimization.schedulers:
+            # after the counts: a scheduler is due by the number of finished steps
             self.optimization.step_schedulers("step", state.global_step)
             if self.trainer.ends_epoch_with_last_batch and state.epoch_rounds >= self.trainer.num_training_batches:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
@@ -419,6 +422,7 @@ class Run(JoinedCall):
         if trainer.is_global_zero:
             trainer.saver.wait()
             source = trainer.saver.discard_after(min(steps) - 1)
+        # rank 0 knows the files; all ranks must go back to the same checkpoint, or none
         source = trainer.broadcast(source)
         if source is None:
             return False
@@ -435,6 +439,7 @@ class Run(JoinedCall):
             for hook in self.hooks["on_train_batch_end"]:
                 hook(outputs, batch, item.batch_idx)
             return
+        # a step's last batch is that of other processes: what hooks log here has no sample behind it
         self.metrics.muted = True
         for hook in self.hooks.after_every_step:
             hook(None, None, self.state.epoch_rounds - 1)
@@ -529,6 +534,7 @@ class Run(JoinedCall):
 
         Raises DataError if there was no step.
         """
+        # streams are compared where they end: to agree on every step would cost a collective a step
         if self.training_data.amount_read:
             self.watchdog.require_same_end(self.training_data.amount_read)
         self.refuse_empty_epoch()
@@ -551,14 +557,15 @@ class Run(JoinedCall):
         """Call the hooks that end an epoch, with its values published; training's late hooks come after them."""
         self.metrics.suffix, self.metrics.in_step = "", False
         name = f"on_{word}_epoch_end"
+        # reduced for hooks alone: without one the values are reduced once, in end_epoch
         if self.hooks[name]:
             self._show(self.metrics.reduce_epoch(keep=True))
+        # later values are those of an epoch's end, which count only if it ends here: a resume would log them again
         if word == "train":
             self.metrics.begin_closing()
         (self.hooks.call_early if word == "train" else self.hooks.call)(name)
 
     def _show(self, reduced: Reduced) -> None:
-        """Publish values to callbacks and the progress bar, and not to loggers."""
         self.trainer.publish(reduced, write=False)
 
     def refuse_empty_epoch(self) -> None:
@@ -595,6 +602,7 @@ class Run(JoinedCall):
 
     def seconds(self) -> float:
         """Return the seconds of the run so far, which are the same on every rank."""
+        # the agreed clock: ranks that decide by their own part ways over a millisecond
         return self.agreement.now() if self.metrics.processes == 1 else self.trainer.elapsed
 
     def note_validation(self) -> None:

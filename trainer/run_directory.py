@@ -26,7 +26,7 @@ AT_START = {
     *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, "tensorboard", "config_given.yaml", "environment.json", "README.txt"),
     *("metrics.csv", "hparams.yaml"),
 }
-"""What a run that has done nothing may have left, besides names that begin with a dot."""
+"""Files that a run without any result may leave, besides names that begin with a dot."""
 NO_STATUS = "unknown"
 """State of a run that has left no status file: of an evaluation, or of a Legato that wrote none."""
 KILLED = "It ended without a word: killed, out of memory, or its machine went down."
@@ -62,10 +62,10 @@ class RunDirectory:
         self.name = path.name if root is None or path == root else os.path.relpath(path, root)
         """Its path below the folder in which it was looked for."""
 
-    # --- how it stands ----------------------------------------------------------------------------------------------
+    # --- its state --------------------------------------------------------------------------------------------------
     @cached_property
     def status(self) -> dict[str, Any]:
-        """What the run itself has written of how it stands; see `run_status.py`."""
+        """The run's own record of its state; see `run_status.py`."""
         return read_status(self.path)
 
     @cached_property
@@ -100,7 +100,7 @@ class RunDirectory:
 
     @property
     def error(self) -> str:
-        """What ended it, if it failed or was preempted; else ""."""
+        """Error or signal that ended it, if it failed or was preempted; else ""."""
         if self.state == FAILED and self.status.get("state") == RUNNING:
             hang = " It left reports of where it hung in hang/." if (self.path / "hang").is_dir() else ""
             return KILLED + hang

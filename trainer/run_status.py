@@ -1,4 +1,4 @@
-"""RunStatus: `status.json` in a run directory, which says how the run stands: running, done, failed or preempted.
+"""RunStatus: `status.json` in a run directory, with the state of the run: running, done, failed or preempted.
 
 Rank 0 writes it when the training begins and when it ends, by an atomic replacement. A process that is killed writes
 nothing, so "running" holds only while somebody has the directory's lock; `run_directory.py` reads both.
@@ -26,12 +26,12 @@ class RunStatus:
 
     def __init__(self) -> None:
         self._values: dict[str, Any] | None = None
-        """What was written when the training began; None before."""
+        """The record written when the training began; None before."""
 
     def begin(self, directory: Path, progress: Mapping[str, Any]) -> None:
         """Write that the run is under way.
 
-        progress: where it stands: "step", "epoch", "elapsed" in seconds over all resumes, and whatever else is known.
+        progress: "step", "epoch", "elapsed" in seconds over all resumes, and further values.
         """
         first = read_status(directory).get("created")
         now = time.time()

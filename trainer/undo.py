@@ -58,6 +58,7 @@ class Undo:
     def enter_context(self, context: AbstractContextManager[T]) -> T:
         """Enter a context that is left when the run is closed."""
         entered = context.__enter__()
+        # without the run's error: a context must undo, not suppress it
         self.actions.append((context.__exit__, (None, None, None)))
         return entered
 

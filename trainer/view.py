@@ -161,7 +161,7 @@ class TrainerView(TrainerArguments):
 
     @property
     def metrics(self) -> "Metrics":
-        """Where logged values go."""
+        """Collector of logged values."""
         return self.current_run.metrics
 
     @property

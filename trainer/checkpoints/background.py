@@ -97,6 +97,7 @@ class Writer:
             if _identity(tensor) not in places:
                 places[_identity(tensor)] = end
                 end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        # only copies into pinned memory run behind the host; one wait at the end serves all
         memory = self._memory_of(end, any(tensor.is_cuda for tensor in tensors))
         copies: dict[object, Tensor] = {}
         for tensor in tensors:

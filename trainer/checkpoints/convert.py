@@ -155,7 +155,6 @@ def _average_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _log_takeover(trainer: "Trainer", saved: Mapping[str, Any], found: Mapping[str, Any], left: list[str]) -> None:
-    """Log once what is taken over from the file and what is not."""
     state, run = trainer.state, trainer.current_run
     taken = ["weights", f"{len(found.get('optimizer_states', ()))} optimizer(s)"]
     taken += ["learning rate schedulers"] if found.get("lr_schedulers") else []
@@ -287,7 +286,6 @@ def _optimizer_steps(contents: Mapping[str, Any]) -> int:
 
 
 def _loops(contents: Mapping[str, Any], ended: bool) -> dict[str, Any]:
-    """Return the nested counts of Lightning's loops."""
     state = contents["state"]
     automatic = _setting(contents, "training", "automatic_optimization", True)
     rounds, step = state["rounds"], state["global_step"]

@@ -203,6 +203,7 @@ def compare(
             continue
         for group, (one, other) in enumerate(zip(in_group_order(before, now), now["groups"], strict=False)):
             place = f"{now['class']}{number}" + (f".param_groups[{group}]" if len(now["groups"]) > 1 else "")
+            # a scheduler sets initial_lr to lr: one change of the config is told once
             same_rate = one.get("lr") == other.get("lr")
             for change in _changed_values(
                 one, {name: other[name] for name in other if same_rate or name != "initial_lr"}, f"{place}."

@@ -91,6 +91,7 @@ def _plain_names(path: Path, weights: dict[str, Tensor], names: Collection[str])
     if names and set(names) <= weights.keys():
         return weights
     plain = {_uncompiled(name): value for name, value in weights.items()}
+    # again and again, as wrappers may be nested
     while plain and not (names and set(names) <= plain.keys()) and all(name.startswith(DDP_PREFIX) for name in plain):
         plain = {_uncompiled(name.removeprefix(DDP_PREFIX)): value for name, value in plain.items()}
     if len(plain) != len(weights):

@@ -1,4 +1,4 @@
-"""What checkpoints leave out, as it is code: hyperparameters, and values that a program's hooks add.
+"""Values that checkpoints leave out, as they are code: hyperparameters, and what a program's hooks add.
 
 It stays with the task or data module that has it. A checkpoint names it, with the id of that object, so that it is
 found again while the object lives in this process; `load_from_checkpoint` takes a copy.

@@ -71,6 +71,7 @@ def parse_manifest(data: bytes) -> Manifest:
     if lacking := sorted({MODEL_FILE, TENSORS_FILE, STATE_FILE} - files.keys()):
         raise CheckpointError(f"{MANIFEST}: files lacks {', '.join(lacking)}.")
     own = body.pop("sha256")
+    # the sums of files say nothing of the manifest itself, which names their sizes and the run
     if own != _own_sum(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
     return Manifest(files, body.get("run", ""))

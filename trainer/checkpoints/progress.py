@@ -25,6 +25,7 @@ class SaveProgress:
             self._change(-1)
 
     def _change(self, count: int) -> None:
+        # a save in the background and one of the main thread may begin at once
         with self._lock:
             self.under_way += count
         self.record()

@@ -64,6 +64,7 @@ def _read_share(
     held: dict[str, dict[str, Tensor]] = {}
     contents: dict[str, Any] = {}
     try:
+        # one reader for each file, so that no byte is read or hashed twice in the job
         readers = {name: _reader(name, size, in_parts) for name in files if SHARD_FILE.fullmatch(name)}
         own = {name: files[name] for name, reader in readers.items() if reader == rank}
         # a file whose tensors belong to other ranks now is read for its hash alone
@@ -131,7 +132,6 @@ def broadcast_contents(
 
 
 def _messages(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Group small tensors into messages; large ones get a message each."""
     # small ones together, as each broadcast costs a round trip; large ones alone, without a copy
     small = [tensor for tensor in tensors if 0 < tensor.nbytes < SENT_AT_ONCE]
     messages, waiting = [[tensor] for tensor in tensors if tensor.nbytes >= SENT_AT_ONCE], 0

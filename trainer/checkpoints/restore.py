@@ -314,6 +314,7 @@ def in_parameter_order(
         lacks, unknown = sorted(new - old), sorted(old - new)
         parts = [_few("it lacks", lacks)] * bool(lacks) + [_few("it has unknown", unknown)] * bool(unknown)
         raise CheckpointError(f"The checkpoint's {kind} is of other parameters: {'; '.join(parts)}.")
+    # groups are told by the names in them: their order, and that of parameters, may have changed
     places = {frozenset(group): index for index, group in enumerate(before)}
     for group in now:
         if frozenset(group) not in places:

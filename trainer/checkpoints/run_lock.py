@@ -303,7 +303,6 @@ def _flock(file: int, kind: str) -> bool | None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Return whether an open file is still the one at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except OSError:
@@ -376,6 +375,7 @@ def is_local(folder: Path) -> bool:
     real = os.path.realpath(folder)
     best, kind = "", ""
     for fields in mounts:
+        # mountinfo writes a space as \040; the longest mount point above the folder is its own
         point = fields[4].encode().decode("unicode_escape")
         if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
             best, kind = point, fields[fields.index("-") + 1]

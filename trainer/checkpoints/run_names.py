@@ -13,7 +13,7 @@ CONFIG = "config.yaml"
 IDENTITY = ".run"
 """File name of the run's identity in its directory; see `saver.new_identity`."""
 REPLAY = ".replay-"
-"""What stands between the name of a run directory and the number of a replay, in the name of its directory."""
+"""Separator between the name of a run directory and the number of a replay, in the name of its directory."""
 LONGEST = 255
 """Maximum bytes of a file's name, on all usual file systems."""
 

@@ -51,6 +51,7 @@ class Saver:
     # --- the right to write -----------------------------------------------------------------------------------------
     def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
         """Lock a folder until `release`; raises ConfigError if another run holds it."""
+        # one lock for a folder, through whatever link it was named
         folder = folder.resolve()
         if folder not in self.locks:
             lock = RunLock(folder, stage)
@@ -104,6 +105,7 @@ class Saver:
         if folder is None or self._run_dir is None:
             return
         with suppress(OSError):
+            # not whether it exists: another run may have made a folder of this name since
             if os.path.samestat(folder.stat(), self._run_dir):
                 return
         raise run_directory_gone(folder)
@@ -246,6 +248,7 @@ class Saver:
             except CheckpointError as error:
                 log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
                 continue
+            # only now that one to go back to is known to be whole
             for later in (one for one in by_step if store.checkpoint_step(one) > step):
                 self.discard(later)
             return path

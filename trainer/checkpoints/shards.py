@@ -31,6 +31,7 @@ class ShardBlock:
 
 def shard_block(tensor: Tensor) -> ShardBlock | None:
     """Return this process's shard of a DTensor; None for any other tensor."""
+    # not imported for this: a program that has no DTensors need not wait for it
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is None or not isinstance(tensor, distributed.DTensor):
         return None

@@ -220,6 +220,7 @@ def resolve(path: Path, check: Check = verify) -> Path:
 
     Raises CheckpointError with the paths that were tried.
     """
+    # "." has no name, and so no place beside it
     path = path if path.name else path.absolute()
     # the second: a process died while it replaced the checkpoint
     for itself in (path, commit.temporary_path(path, commit.REPLACED)):
@@ -443,6 +444,7 @@ class StoredRun:
         while ranking.best_model_path:
             best = Path(ranking.best_model_path)
             try:
+                # the newest was verified when it was found
                 if best != newest:
                     verify(best)
             except CheckpointError as error:

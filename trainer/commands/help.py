@@ -53,7 +53,6 @@ def command_help(name: str, command: Command) -> str:
 
 
 def _config_help(command: Command) -> Iterator[str]:
-    """Yield the lines about a config and its keys."""
     yield "Files are merged left to right, then overrides such as trainer.max_epochs=3 and callbacks.NAME=null."
     yield "A file may extend others: extends: [base.yaml]. ${trainer.max_epochs} is replaced by that value."
     yield f"Ready configs, found from any folder: {', '.join(ready_configs()) or 'none'}."
@@ -84,7 +83,7 @@ def _paragraphs(text: str, indent: int) -> Iterator[str]:
 # --- one key ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class KeyHelp:
-    """What is known of one key of a config, or of a class that it may name."""
+    """Facts about one key of a config, or about a class that it may name."""
 
     key: str
     doc: str

@@ -136,6 +136,7 @@ class _InstanceBuilder:
             raise ConfigError(f"{place}: {value[TARGET]!r} returned {kind}, not {expected}, which is required here.")
         configs = {name: self._config_of(one) for name, one in arguments.items()}
         if nested and not isinstance(made, _PLAIN):
+            # the object is kept as well, so that its id is not given to another one
             self.made[id(made)] = made, {TARGET: value[TARGET], **({PARTIAL: True} if partial else {}), **configs}
         elif isinstance(made, Hyperparameters):
             made.record_configs(

@@ -41,7 +41,7 @@ FOREIGN_KEYS = {
 }
 """Replacements for keys of a LightningCLI's or Hydra's config."""
 STANDARD_TARGETS = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
-"""What a config may build of the standard library: with all of it, a config could run any program."""
+"""Classes of the standard library that a config may build; with all of it a config could run any program."""
 _HYDRAS = {
     "_recursive_": "Leave it out: a nested `_target_` is always built.",
     "_convert_": "Leave it out: lists and mappings are always plain ones.",
@@ -103,6 +103,7 @@ def check_config(layer: Layer) -> Config:
             values[name] = {one: item for one, item in section.items() if item is not None}
     checker = Checker(values)
     problems = list(checker.problems())
+    # Importing a class imports torch: only where its source does not tell, and only if nothing else is wrong.
     if not problems and checker.unread:
         checker.may_import = True
         problems = list(checker.problems())
@@ -201,6 +202,7 @@ class Checker:
             signature = self.sources.signature(path, self.may_import) if related is not False else None
         except (LookupError, ConfigError, RecursionError) as error:
             return value, [Problem((*key, TARGET), f"cannot be imported: {error}{self._path_meant(path)}")]
+        # None means that the source does not tell: no mistake until the class itself is looked at
         if related is False:
             message = f"{path!r} is not a subclass of {_short(expected)}, which is required here."
             return value, [Problem((*key, TARGET), message)]

@@ -56,7 +56,7 @@ SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
 """Keys whose value may be a name alone, short for a mapping with that `name`."""
 PROJECT_MARKS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
-"""What the top folder of a project has."""
+"""Files and folders that mark the top folder of a project."""
 READY = Path(__file__).resolve().parents[2] / "configs"
 """The folder of the configs that come with Legato; a file that is not found as given is looked up here."""
 MAX_VALUES = 100_000  # aliases of aliases can expand to more values than fit in memory
@@ -167,6 +167,7 @@ class _NodeReader:
         return self.origin or f"{self.name}:{node.start_mark.line + 1}"
 
     def value(self, node: yaml.Node, key: Key, place: str) -> Any:
+        # an alias is one node in the tree, but is counted each time it is used
         self.count += 1
         if self.count > MAX_VALUES or len(key) > _MAX_DEPTH:
             raise ConfigError(f"{place}: the file holds more than {MAX_VALUES} values or is nested too deeply.")
@@ -193,6 +194,7 @@ class _NodeReader:
             raise ConfigError(f"{self.place(node)}: {tag} is refused: a config is plain text, numbers and lists.")
         try:
             value = self.loader.construct_object(node)
+            # lone surrogates (an escape such as "\ud800") pass YAML, but no file can be written with them
             str(value).encode()
         except (ValueError, KeyError, IndexError) as error:
             text = ascii(node.value)[:60]
@@ -303,7 +305,9 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     names = [names] if isinstance(names, str) else names
     if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
         raise ConfigError(f"{layer.origin(('extends',))}: extends must be a list of files, such as [base.yaml].")
+    # relative to the file that names them, not to the current folder: a config means the same from anywhere
     bases = [_read_config_file(found.parent / name, (*above, found)) for name in names]
+    # the file itself comes last, and wins over what it extends
     return reduce(merge, [*bases, Layer(values, layer.origins)])
 
 

@@ -102,7 +102,6 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
         return sum(count_samples(piece) for piece in _pieces(self.iterables, batch) if piece is not None)
 
     def _rows(self) -> Iterator[list[Any]]:
-        """Yield lists with one batch of each loader."""
         iterators = [_opened(loader) for loader in self.flattened]
         done: set[int] = set()
         while True:
@@ -191,7 +190,6 @@ def _fill(loaders: Any, pieces: Iterator[Any]) -> Any:
 
 
 def _pieces(loaders: Any, batch: Any) -> Iterator[Any]:
-    """Yield each loader's part of a combined batch."""
     if isinstance(loaders, Mapping):
         for key, part in loaders.items():
             yield from _pieces(part, batch[key])
@@ -309,6 +307,7 @@ class CombinedPart:
         return found
 
     def _samples_of_pass(self, own_epoch: int, first: int, last: int) -> int:
+        # batches of a sampler of one's own may have any size, which only their order tells
         if self.source.own_batches:
             return self.order(own_epoch).samples(first, last)
         return self.span(last - 1).stop - self.span(first).start

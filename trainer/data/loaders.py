@@ -109,6 +109,7 @@ def _error_of_a_dead_worker(batches: Any, error: Exception) -> DataError | None:
     named = set(re.findall(r"\d+", message)) if by_torch else set[str]()  # torch expects nothing of these any more
     suspect = isinstance(error, (OSError, EOFError)) or by_torch
     while workers and suspect and time.monotonic() < deadline:
+        # looked at again and again, as the system tells of an exit a moment after the pipe breaks
         for worker, is_needed in loader_workers(batches):
             # a worker whose stream has ended may exit
             if (is_needed or str(worker.pid) in named) and not worker.is_alive():
@@ -129,7 +130,6 @@ def _read_by(batches: Any) -> str:
 
 
 def _shared_memory_is_full(of_rank: str) -> DataError:
-    """Return the error for workers that could not allocate shared memory for a batch."""
     there = os.statvfs(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else None
     sizes = "" if there is None else (
         f" (it has {there.f_blocks * there.f_frsize / 2**20:,.1f} MiB, {there.f_bavail * there.f_frsize / 2**20:,.1f} "
@@ -301,6 +301,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     """Call `set_epoch` on the loader and on its samplers and dataset where they have it."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    # the loader's sampler is its batch sampler's as well
     seen: set[int] = set()
     for part in (*parts, getattr(loader, "dataset", None)):
         if part is not None and id(part) not in seen and callable(getattr(part, "set_epoch", None)):

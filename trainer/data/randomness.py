@@ -105,6 +105,7 @@ class KeyedDataset(Dataset[Any]):
         if self._generator_seed is not None:
             seed_generators(mix(self._generator_seed, indices.epoch, indices.position))
         dataset, samples = self._wrapped_dataset, list[Any]()
+        # as torch's own fetcher does: a dataset that reads a batch at once must not be read sample by sample
         fetch = getattr(dataset, "__getitems__", None)
         try:
             if fetch:

@@ -241,6 +241,7 @@ class Deal:
                 if start < samples:
                     found.append(BatchSpan(replica, round, start, min(start + size, samples)))
         if leaders is not None:
+            # process 0 has the longest block of replicas, and so at least as many batches as this one in every step
             masked = self.spans(step, leaders)
             found += masked[: len(masked) - len(found)]
         return found

@@ -131,6 +131,7 @@ class StreamData:
                 "%s has no state_dict: reading %d batches again to get back to step %d of epoch %d.",
                 type(self.loader).__name__, skipped, start_step, epoch,
             )  # fmt: skip
+        # under the keys that they had, or reading them again would leave another state behind in a loader that draws
         for position in range(skipped):
             if self.dealing.keyed:
                 seed_generators(self.key(epoch) + position)
@@ -170,6 +171,7 @@ class OwnShares(StreamData):
             )
         length = length_of(loader)
         self.share = (limit if isinstance(limit, int) else None) if length is None else apply_limit(limit, length)
+        # collective, so in __init__, where all ranks come by
         longest = int(ranks.all_reduce(torch.tensor(UNKNOWN if self.share is None else self.share), "max"))
         self.longest = None if longest == UNKNOWN else longest
 

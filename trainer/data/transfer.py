@@ -36,6 +36,7 @@ def with_allocated_memory(batch: Any) -> Any:
 def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
     """Reallocate tensors that are not aligned as torch allocates them, such as weights in a memory-mapped file."""
     for tensor in tensors:
+        # through .data, so that the parameter stays the same object for optimizers and hooks
         if tensor.data_ptr() % ALIGNMENT:
             tensor.data = tensor.data.clone()
 

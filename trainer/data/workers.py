@@ -49,6 +49,8 @@ class WorkerSetup:
                 signal.signal(number, self._on_signal)
         if _dump is not None:  # inherited from the trainer by fork
             faulthandler.register(DUMP, _dump)
+        # a thread of multiprocessing's sends memory after the trainer has ended, and prints a traceback that nobody can
+        # act on
         sys.excepthook = functools.partial(_report_unless_disconnected, sys.excepthook)
         replace_feeder_error(functools.partial(_send_error, self.keeps_state))
         if self.then is not None:
@@ -82,6 +84,7 @@ def _send_error(keeps_state: bool, queue: "Queue[Any]", drop: Callable[[], None]
         ForkingPickler.dumps(batch)
     except Exception:  # the exception's class cannot be pickled; its traceback is text and says all
         batch.exc_type = RuntimeError
+    # in the batch's place: the trainer waits for this number
     queue.put((number, (batch, *state) if keeps_state else batch))
 
 

@@ -191,7 +191,6 @@ class ElasticWorkerGroup(WorkerGroup):
         raise NotImplementedError
 
     def _kill(self, member: Member) -> None:
-        """Kill a worker of this launcher."""
         for rank, process in list(self._pending.values()):
             if rank == member.id:
                 _send_signal(process, signal.SIGKILL)

@@ -194,7 +194,6 @@ class ElasticMembership(Membership):
 
     # --- from one group to the next ---------------------------------------------------------------------------------
     def _recover(self) -> None:
-        """Form the group of the newest generation and take over its newest state."""
         run = self.trainer.current_run
         # all that holds the old group, then the group, then the new one: peers learn of the break when sockets close
         recovery.release(run.strategy)

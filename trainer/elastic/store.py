@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 GroupOrder = Literal["train", "wait", "leave", "over", "lost"]
-"""What the members of a generation do: form a group and train; wait for the next generation; form one, save and exit;
-exit, as the run is done; exit, as the run has failed."""
+"""Instruction to the members of a generation: form a group and train; wait for the next generation; form a group, save
+and exit; exit, as the run is done; exit, as the run has failed."""
 
 
 @dataclass(frozen=True)

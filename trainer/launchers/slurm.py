@@ -131,7 +131,6 @@ class SlurmLauncher(Launcher):
         return "\n".join(lines) + "\n"
 
     def _options(self, machines: Machines, name: str, folder: Path) -> Iterator[str]:
-        """Yield the options of sbatch."""
         found: dict[str, Any] = {
             "job-name": self.job_name or name.replace("/", "-"),
             "nodes": machines.nodes,
@@ -188,7 +187,6 @@ def seconds_of(text: str) -> int:
 
 
 def _submit(path: Path) -> str:
-    """Submit a script and return the job's id."""
     try:
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
     except OSError as error:

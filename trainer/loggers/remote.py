@@ -1,4 +1,4 @@
-"""What loggers of tracking services share: the id of a run, kept beside it, and checkpoints that are sent once."""
+"""Common parts of tracking services' loggers: the id of a run, kept beside it, and checkpoints that are sent once."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -191,6 +191,7 @@ class Metrics:
     def log_dict(self, values: Mapping[str, Any], batch_size: int | None, options: Options) -> None:
         """Record several values with the same options: equal to `log` for each, in a quarter of the time."""
         known, in_step = self.series, self.in_step
+        # the rare cases go through `log`; what follows checks once for all values (1.2 to 2.8 us for each of 100)
         if known is None or self.muted or self.suffix or options[6]:
             for name, value in values.items():
                 self.log(name, value, batch_size, options)
@@ -287,6 +288,8 @@ class Metrics:
         pending = [one for one in pending if (one[0].keeps_sums or one[4] == newest) and one[4] != dropped]
         values = to_floats([one[1] for one in pending])
         if self.shares and self.stage == "train":
+            # Not into the sums yet: a step that breaks off is repeated, and would count twice. They are counted when
+            # all ranks have them, before the update (share_step).
             self.unshared += [
                 Row(series, replica, value, weight, step)
                 for (series, _, weight, replica, step), value in zip(pending, values, strict=True)
@@ -339,7 +342,6 @@ class Metrics:
         self._refuse_bad_loss(first)
 
     def _first_bad_loss(self) -> float:
-        """Return the first step of this process with a non-finite loss, or NEVER."""
         self._read_losses()
         return NEVER if self.bad_loss is None else float(self.bad_loss[0])
 
@@ -654,6 +656,7 @@ class Metrics:
             return {"series": series, "states": self.states.all()}
         self.flush()
         own = [one for one in known.values() if one.on_epoch and not one.alone]
+        # `_gather` looks up other ranks' series in self.series, which is validation's if that saves
         stage, self.series = self.series, known
         gathered, _ = self._gather(rows_of(own, {one.name: one.sums for one in own}), absent=not own, extra=())
         self.series = stage

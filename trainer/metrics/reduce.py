@@ -237,6 +237,7 @@ class Exchange:
                 self.numbers[description] = len(self.descriptions)
                 self.descriptions.append(description)
         if most > self.rows:
+            # twice, so that a run that logs ever more names needs few of these exchanges
             self.rows = 2 * most
         return [[(self.numbers[row[0]], *row[1:]) for row in rank] for rank in gathered], extras
 

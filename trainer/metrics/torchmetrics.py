@@ -156,7 +156,6 @@ class MetricStates:
             self._merge_replicas()
 
     def _merge_replicas(self) -> None:
-        """Merge this process's replicas into one state per metric."""
         self.store_replica()
         self.swaps_states = False
         with torch.inference_mode(False):
@@ -177,6 +176,7 @@ class MetricStates:
             own = {path: self._own(path) for path in paths}
         else:
             own = {path: {self.replicas[0]: states_of(self.by_path[path])} for path in paths}
+        # by pickle: list states differ in length from rank to rank
         ranks = collectives.gather_objects(own)
         return {path: {replica: states for rank in ranks for replica, states in rank[path].items()} for path in paths}
 

@@ -88,7 +88,6 @@ def class_of(optimizer: Optimizer) -> str:
 
 
 def _matmul_settings() -> dict[str, Any]:
-    """Return the process-wide switches by which torch chooses kernels."""
     backends: Any = torch.backends
     attention = {name: getattr(backends.cuda, f"{name}_sdp_enabled", None) for name in ATTENTION}
     tf32 = []
@@ -173,6 +172,7 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
             forward = torch.compile(kind.forward, **chosen)
             members = {"forward": lambda self, *a, _forward=forward, **k: _forward(self, *a, **k)}
             kinds[kind] = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
+        # a class and not a wrapper: names in the state dict, hooks and `isinstance` stay
         module.__class__ = kinds[kind]
 
 
@@ -243,6 +243,7 @@ def _recomputing(kind: type[nn.Module]) -> type[nn.Module]:
             return kind.forward(self, *arguments, **options)
         # the second forward must not update running statistics again
         contexts = (nullcontext(), _on_copies_of_buffers(self))
+        # The reentrant way needs an input that requires a gradient, and gives shared weights theirs twice.
         return checkpoint(kind.forward, self, *arguments, use_reentrant=False, context_fn=lambda: contexts, **options)
 
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "__doc__": kind.__doc__})

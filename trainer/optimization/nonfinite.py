@@ -18,7 +18,7 @@ log = logging.getLogger("legato")
 
 
 class Checks(Protocol):
-    """What a guard asks of the run: collective checks of what was logged."""
+    """Methods of the run that a guard calls: collective checks of logged values."""
 
     def check_losses(self) -> None:
         """Raise NonFiniteError if a loss since the last look was not finite."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class OptimizingTrainer(Protocol):
-    """What optimization asks of the trainer."""
+    """Attributes of the trainer that optimization uses."""
 
     gradient_clip_val: float | None
     gradient_clip_algorithm: Literal["norm", "value"]
@@ -96,6 +96,7 @@ class Optimization:
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """For each loss the parameters that its gradient reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
+            # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
 
     def use_guard(self, guard: "StepGuard | None") -> None:

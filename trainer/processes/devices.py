@@ -41,7 +41,6 @@ def make_current(device: torch.device) -> None:
 
 
 def _wanted(devices: int | str | list[int], there: int, kind: str, limited: bool) -> int:
-    """Return the number of devices asked for."""
     if isinstance(devices, list):
         return len(devices) or 1
     if devices == "auto" or devices in (-1, "-1"):

@@ -45,7 +45,7 @@ class Place:
     local_world_size: int = 1
     nodes: int = 1
     origin: str = "alone"
-    """What started the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
+    """Origin of the group: "alone", "legato", "torchrun", "slurm", "mpi", "environment" (RANK set by hand), or
     "script" (init_process_group; a local rank of -1 is not known yet)."""
 
 
@@ -358,7 +358,6 @@ def leave_process_group() -> None:
 
 
 def _find_rendezvous(place: Place, init_method: str | None) -> Rendezvous:
-    """Return the rendezvous of the ranks of `place`."""
     parts = urlsplit(init_method or "env://")
     known = place.nodes == 1 and place.origin in ("legato", "slurm", "mpi", "torchrun")
     if parts.scheme == "file" and parts.path and not parts.query:

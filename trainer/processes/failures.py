@@ -63,6 +63,7 @@ def end_process(error: BaseException, tell: bool = True) -> NoReturn:
         os.write(2, f"{type(error).__name__}: {error}\n".encode())
     for child in multiprocessing.active_children():
         child.kill()
+    # not sys.exit, which raises in this thread only, and joins threads that may never end
     os._exit(1)
 
 

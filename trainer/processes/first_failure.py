@@ -1,4 +1,4 @@
-"""Which of several ranks failed first: told through their store, where no launcher of Legato's collects failures."""
+"""Exchange of the first failure among ranks through their store, where no launcher of Legato collects failures."""
 
 import atexit
 import json
@@ -29,6 +29,7 @@ def with_first_failure(error: BaseException, store: Any, rank: int, world_size: 
             atexit.register(_stay, store, world_size)  # runs before what was registered earlier closes the store
         if is_communication(error):
             return WorkerError(_ask(store, rank, world_size), rank)
+        # `add` is atomic on the server: of two that fail at once one is the first
         if store.add("failure/number", 1) == 1:
             store.set("failure/first", json.dumps([rank, _sentence(error)]))
         store.add("failure/known", 1)

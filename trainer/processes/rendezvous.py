@@ -105,7 +105,6 @@ def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta
 
 
 def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
-    """Open the store as its server or its client."""
     from torch.distributed import DistError, FileStore, TCPStore  # type: ignore[attr-defined]
 
     if where.path:

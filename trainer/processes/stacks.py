@@ -109,6 +109,7 @@ def worker_stacks(dump: IO[str]) -> list[str]:
     found = []
     for child in multiprocessing.active_children():
         if child.pid is not None and _answers(child.pid):
+            # one file for all workers, inherited by fork: they share its descriptor, and so the offset
             os.ftruncate(dump.fileno(), 0)
             os.lseek(dump.fileno(), 0, os.SEEK_SET)
             os.kill(child.pid, DUMP)

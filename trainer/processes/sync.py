@@ -130,6 +130,7 @@ class Agreement:
     def contribution(self, step: int, wants_stop: bool, signal: int = 0) -> list[float]:
         """Return the numbers of this rank; `apply` takes their maxima over ranks."""
         now = time.monotonic()
+        # of which the maximum counts: the fastest rank's steps fill the second
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
         count = float(self.count())
         # all by one maximum: with the count and its negative the largest and the smallest count, which must be equal
@@ -144,6 +145,7 @@ class Agreement:
         changed = 0 < self.generation < int(generation)  # acted on between two steps, not where values are logged
         self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = _interval(pace, self._steps_between)
+        # 0 lies before every step: at the next one
         self.next_step = 0 if self.signal or changed else step + self._steps_between
         self._met_at, self._met_step = time.monotonic(), step
         self.on_result(said)
@@ -176,7 +178,6 @@ class Agreement:
         return not going_on
 
     def _highest(self, *numbers: float) -> list[float]:
-        """Return the maximum of each number over the ranks."""
         if self.processes == 1:
             return list(numbers)
         # float64: the numbers of steps and seconds stay exact beyond 2^24

@@ -49,7 +49,7 @@ Position = dict[str, Any]
 
 
 class Watched(Protocol):
-    """What a watchdog reads of a trainer."""
+    """Attributes of a trainer that a watchdog reads."""
 
     hang_timeout: float | None
     hang_report_seconds: float | None
@@ -59,7 +59,7 @@ class Watched(Protocol):
 
 
 class Doing(Protocol):
-    """What a watchdog reads of the loop: its stage."""
+    """Attribute of the loop that a watchdog reads: its stage."""
 
     doing: str
 
@@ -247,13 +247,11 @@ class Watchdog:
             self.store.set(f"{topic}/stays", f"rank {self._rank} {where}")
 
     def _is_deadlocked(self, stalled: float) -> bool:
-        """Return whether all ranks wait for ever, in collectives that do not match."""
         if stalled < LISTEN_AFTER or self.store is None or not self.trainer.strategy.leaves_default_group:
             return False
         return self.waiting.look(self.store, self._rank, self._size, self.script_collectives.count)
 
     def _end_deadlock(self, stalled: float) -> None:
-        """End the process with each rank's number of collectives."""
         first, own = self._is_first("surplus"), self._write_stacks(stalled)
         self._share_position(own, "surplus")
         counts = [json.loads(self.store.get(f"waits/{rank}"))[2] for rank in range(self._size)]
@@ -412,6 +410,7 @@ class Watchdog:
                     if rank not in positions and self.store.check([f"{place}/{rank}"]):
                         positions[rank] = json.loads(self.store.get(f"{place}/{rank}"))
             time.sleep(0.05)
+        # the first words the message when its own time is up, so the others wait for twice that
         while not first and time.monotonic() < deadline + ANSWER_SECONDS:
             if self.store.check([f"{topic}/message"]):
                 return str(self.store.get(f"{topic}/message").decode())

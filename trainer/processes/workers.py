@@ -228,6 +228,7 @@ class WorkerGroup:
         """Wait until all have ended; end the others when one fails, or some time after Ctrl-C."""
         killed = False
         while self._is_running():
+            # woken in the moment in which a process ends, whatever its exit
             ready = connection.wait(list(self._pending), timeout=self._pause())
             for sentinel in ready:
                 self._record_end(*self._pending.pop(sentinel))
@@ -257,7 +258,6 @@ class WorkerGroup:
             time.sleep(seconds if unresponsive else 0.0)
 
     def _is_responsive(self, rank: int) -> bool:
-        """Return whether the signal thread of a worker has run lately."""
         try:
             return time.time() < alive_file(_report_path(self._folder, rank)).stat().st_mtime + _ALIVE_TIMEOUT
         except FileNotFoundError:
@@ -277,6 +277,7 @@ class WorkerGroup:
         """Kill processes that still run, and children of failed ones."""
         orderly = not self._failures and all(process.exitcode is not None for process in self._processes)
         for process in self._processes:
+            # its group, not only the process: loader workers of a killed rank would go on
             if not orderly and process.pid is not None:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -312,7 +313,7 @@ class WorkerGroup:
             return True
         if not self._failures:
             return False
-        # a rank that lost a connection knows no cause: whoever has it gets _CAUSE_WAIT seconds to report it
+        # a rank that lost a connection knows no cause: the one that has it gets _CAUSE_WAIT seconds to report it
         if any(not (failure.communication or failure.interrupted) for failure in self._failures):
             return True
         first = self._failures[0]

@@ -32,7 +32,7 @@ CommHook = Literal["allreduce", "fp16_compress", "bf16_compress", "power_sgd", "
 CUDA_HOOKS = ("bf16_compress", "batched_power_sgd")
 """torch has these for CUDA only: the one asks for NCCL, the other synchronizes the CUDA device."""
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
-"""What DDP says of parameters without gradient; it knows them by their indices."""
+"""DDP's message for parameters without gradient, which it lists by their indices."""
 
 
 class DDPStrategy(GroupStrategy):
@@ -182,7 +182,6 @@ class DDPStrategy(GroupStrategy):
         return AveragingReducer(task.parameters(), FlatAverage(task, ranks.size, ranks.group))
 
     def _wrap(self, task: "Task") -> "DDPReducer":
-        """Wrap the task so that DDP sees its steps; the task itself stays as it is."""
         batches = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
         if self.module_options["static_graph"] and batches > 1:
             raise ConfigError(
@@ -207,7 +206,6 @@ class DDPStrategy(GroupStrategy):
         return DDPReducer(task, module, self.collectives, is_scaled=self.precision.scaler is not None)
 
     def _steps_of(self, task: "Task") -> "DDPSteps":
-        """Return the module whose forward calls a step of the task."""
         return DDPSteps(task, self.buffers)
 
     def _device_ids(self) -> list[torch.device] | None:

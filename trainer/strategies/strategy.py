@@ -62,7 +62,7 @@ class Strategy:
         self.servers = Servers()
         self.elastic = Elasticity()
         self.meeting = ""
-        """Where the processes met, as "host:port" or a file."""
+        """Address at which the processes met, as "host:port" or a file."""
         self.timeouts = Timeouts(DEFAULT)
         """How long ranks wait for each other."""
         self.lockstep = False

@@ -33,7 +33,7 @@ class Report:
     tried: list[str] = field(default_factory=list)
     """The stages that worked."""
     records: list[RankRecord] = field(default_factory=list)
-    """What each rank recorded in training."""
+    """Records of the ranks in training."""
     checkpoint_bytes: int | None = None
     weights_bytes: int = 0
     required_bytes: int | None = None

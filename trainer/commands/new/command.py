@@ -8,7 +8,7 @@ from pathlib import Path
 from ...errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parent / "project"
-"""The files of a project; `__NAME__` in their names and texts stands for the name of its package."""
+"""The files of a project; `__NAME__` in their names and texts is replaced by the name of its package."""
 PLACEHOLDER, SUFFIX = "__NAME__", ".template"
 HIDDEN = {Path("gitignore"): Path(".gitignore")}
 """Files whose names begin with a dot in a project, and would be left out of a package."""

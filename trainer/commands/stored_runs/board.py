@@ -25,6 +25,8 @@ def run_board(arguments: Namespace) -> None:
     root = Path(arguments.dir)
     find_runs(root)
     with tempfile.TemporaryDirectory(prefix="legato-board-") as folder, ended_by_signals():
+        # links to event folders alone: TensorBoard would walk through all checkpoints below the runs, and name each run
+        # by its folder of events
         links = Path(folder)
         link_runs(root, links)
         url = serve(links, arguments.port)

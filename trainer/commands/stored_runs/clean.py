@@ -19,7 +19,7 @@ DELETABLE = {
     "failed": "failed runs",
     "checkpoints": "checkpoints of other runs, but for the best and the newest of each",
 }
-"""What can be deleted, a question each."""
+"""Kinds of folders to delete, a question each."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ def delete(listed: Sequence[Deletion]) -> int:
             print(f"{one.path} is left: {error}")
             continue
         try:
+            # looked at once more under the lock, as the question may have waited for long
             now = [each.path for each in deletable(RunDirectory(one.run.path))[1]]  # somebody may have resumed it
             if one.path not in now or not is_own(one.path):
                 print(f"{one.path} is left: it has changed, or is neither a run directory nor a checkpoint.")

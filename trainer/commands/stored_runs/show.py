@@ -1,4 +1,4 @@
-"""`legato show`: one run: how it stands, its config, metrics, last error and files."""
+"""`legato show`: one run: its state, config, metrics, last error and files."""
 
 import shlex
 from argparse import Namespace

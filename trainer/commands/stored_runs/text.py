@@ -127,7 +127,7 @@ def step_range(steps: Sequence[Any]) -> str:
 
 
 def metric_names(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics, those that Legato logs of itself last; without the x-axes."""
+    """Return the names of metrics, Legato's own last; without the x-axes."""
     shown = (name for name in names if name not in ("step", "time", "epoch"))
     return sorted(shown, key=lambda name: name.startswith(("lr-", "throughput/", "device/")))
 

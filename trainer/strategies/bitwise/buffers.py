@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 BufferSlot = tuple[Tensors, str, Tensor | None]
-"""Where a buffer lives: a module's buffers, the name among them, and the tensor that was there at first."""
+"""Place of a buffer: the dict of a module's buffers, its name there, and the tensor that was there at first."""
 
 
 class ReplicaBuffers:

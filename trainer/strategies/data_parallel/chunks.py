@@ -20,7 +20,7 @@ def chunk_sizes(samples: int, devices: int) -> list[int]:
 
 
 Devices = Sequence[torch.device] | None
-"""Where the parts of a batch go, one by one; None: they stay where they are."""
+"""Target device of each part of a batch; None: they stay where they are."""
 
 
 def split(batch: Any, sizes: Sequence[int], devices: Devices = None) -> list[Any]:

@@ -57,7 +57,7 @@ SERVER_STATE = ServerState()
 
 
 class Collected:
-    """What DistributedOptimizer takes for an optimizer: it hands a trainer's gradients over and updates nothing yet."""
+    """Stand-in optimizer for DistributedOptimizer: it hands a trainer's gradients over and updates nothing yet."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], rank: int) -> None:
         self.parameters, self.rank = parameters, rank
@@ -291,7 +291,7 @@ class RpcSession:
 
     opened: "RpcSession | None" = None
     meeting: Store | None = None
-    """Where processes meet for RPC."""
+    """Store at which processes meet for RPC."""
 
     def __init__(self, store: Store, rank: int, world_size: int, name: str, timeout: float) -> None:
         """Wait until all processes have come."""

@@ -34,7 +34,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Readable(Protocol):
-    """A tensor of a checkpoint of which only what is sliced is read (checkpoints.parts.Stored)."""
+    """A tensor of a checkpoint of which only slices are read (checkpoints.shards.StoredTensor)."""
 
     shape: torch.Size
 

@@ -151,7 +151,7 @@ class MeshStrategy(GroupStrategy):
         """The process group that the mesh was made in."""
         self.among = SINGLE
         self.steps: MeshSteps | None = None
-        """What calls the task's steps, and is the outermost sharded module; None in one process."""
+        """The outermost sharded module, which calls the task's steps; None in one process."""
         self.wrapping: Wrapping | None = None
         self.between_steps = True
         self.single_tensor_steps = dtensors.SingleTensorSteps()
@@ -181,7 +181,6 @@ class MeshStrategy(GroupStrategy):
             self.precision.scaler = dtensors.MeshScaler(self.device.type)
 
     def _check_sizes(self, sizes: Sizes) -> None:
-        """Refuse an axis `pipeline` of more than one process."""
         if sizes.pipeline > 1:
             raise ConfigError(
                 f"strategy mesh: pipeline={sizes.pipeline}; here a mesh has the axes data, shard and tensor only. Set "

@@ -258,7 +258,6 @@ class DDPModelParallelStrategy(DDPStrategy):
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def _steps_of(self, task: "Task") -> DDPSteps:
-        """Return what gives DDP a forward that calls a step of the task, piece by piece."""
         return DDPSteps(task, self.buffers) if self.micro_batches == 1 else _SteppedByPieces(self, task)
 
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
@@ -282,8 +281,6 @@ class DDPModelParallelStrategy(DDPStrategy):
 
 
 class _SteppedByPieces(DDPSteps):
-    """Calls training_step with each piece of a batch."""
-
     def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
         super().__init__(task, strategy.buffers)
         self._run_pieces = strategy._run_pieces
@@ -294,7 +291,6 @@ class _SteppedByPieces(DDPSteps):
 
 @contextmanager
 def _together(contexts: Sequence[Callable[[], AbstractContextManager[Any]]]) -> Iterator[None]:
-    """Enter autocast for each kind of device."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context())

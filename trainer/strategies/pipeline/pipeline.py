@@ -82,7 +82,6 @@ class PipelineMeshStrategy(MeshStrategy):
 
     # --- processes --------------------------------------------------------------------------------------------------
     def _check_sizes(self, sizes: Sizes) -> None:
-        """Raise ConfigError for axes and options that a pipeline excludes."""
         if sizes.pipeline == 1:
             return
         check_counts(self.split, sizes.pipeline * stages_each(self.schedule))

@@ -56,7 +56,7 @@ class Stage(nn.Module):
 
 
 class StageOwners:
-    """Which place on the axis `pipeline` owns each parameter and buffer of a task."""
+    """Owner of each parameter and buffer of a task: its place on the axis `pipeline`."""
 
     def __init__(self, tensors: Sequence[Tensor], stages: Sequence[Sequence[PartBlock]], places: int, own: int) -> None:
         """`own`: this process's place."""
