@@ -135,6 +135,9 @@ NAMES: dict[str, dict[str, Entry]] = {
             "of them; their message says what to do.",
         ),
     },
+    "fabric.utilities.spike": {
+        "TrainingSpikeException": Entry("same", ".callbacks.monitors"),
+    },
     "fabric.utilities.enums": {
         "LightningEnum": Entry("same", ".utilities"),
     },
@@ -339,12 +342,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "RichModelSummary": Entry("adapter", ".callbacks.model_summary", ""),
     },
     "pytorch.callbacks.spike": {
-        "SpikeDetection": Entry(
-            "placeholder",
-            "",
-            "Say Trainer(nan='skip') of Legato, which drops steps with gradients that are not finite, or compare "
-            "the loss with its mean in on_train_batch_end.",
-        ),
+        "SpikeDetection": Entry("same", ".callbacks.monitors"),
     },
     "pytorch.callbacks.stochastic_weight_avg": {
         "StochasticWeightAveraging": Entry(
@@ -1082,7 +1080,7 @@ INTERNAL = """
     fabric.strategies.registry fabric.strategies.single_device fabric.strategies.single_xla
     fabric.strategies.strategy fabric.strategies.xla fabric.strategies.xla_fsdp
     fabric.utilities.device_parser fabric.utilities.init fabric.utilities.load fabric.utilities.logger
-    fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.spike fabric.utilities.testing
+    fabric.utilities.optimizer fabric.utilities.registry fabric.utilities.testing
     fabric.utilities.testing._runif fabric.wrappers pytorch.loggers.utilities pytorch.loops.fetchers
     pytorch.loops.loop pytorch.loops.prediction_loop pytorch.loops.progress pytorch.plugins.io.checkpoint_plugin
     pytorch.plugins.io.torch_plugin pytorch.plugins.io.wrapper pytorch.plugins.io.xla_plugin

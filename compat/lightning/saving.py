@@ -9,8 +9,6 @@ from typing import Any
 
 import yaml
 
-from .placeholders import UnsupportedError
-
 CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
 """Where very old checkpoints keep hyperparameters."""
 
@@ -88,14 +86,7 @@ def load_from_checkpoint(
     weights_only: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Build a module or a data module from a checkpoint, as its class's `load_from_checkpoint` does.
-
-    Raises UnsupportedError for weights_only=False.
-    """
-    if weights_only is False:
-        raise UnsupportedError(
-            "weights_only=False would run code that lies in the file; Legato reads checkpoints without. Leave it out."
-        )
+    """Build a module or a data module as `load_from_checkpoint` of its class, which reads with weights_only=True."""
     given = {} if strict is None else {"strict": strict}
     return cls.load_from_checkpoint(
         checkpoint_path, map_location=map_location, hparams_file=hparams_file, **given, **kwargs

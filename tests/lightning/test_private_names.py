@@ -7,7 +7,7 @@ import torch
 
 import legato.compat.lightning as L
 from legato.compat.lightning.checkpoint_files import load_file, open_directories
-from legato.compat.lightning.pytorch.core.saving import get_filesystem
+from legato.compat.lightning.pytorch.core.saving import _load_from_checkpoint, get_filesystem
 from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 
 
@@ -55,6 +55,8 @@ def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch
     assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
     found = torch.load(path, weights_only=True)
     assert isinstance(found["hyper_parameters"]["activation"], torch.nn.Tanh)
+    for options in ({}, {"weights_only": False}, {"weights_only": True}):
+        assert torch.equal(_load_from_checkpoint(Linear, path, **options).layer.weight, module.layer.weight)
     plain = Path(tmp_path / "plain.txt")
     plain.write_text("text")
     with get_filesystem(plain).open(str(plain), "rb") as file:

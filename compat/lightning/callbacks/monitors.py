@@ -1,6 +1,12 @@
-"""LearningRateMonitor, Timer and ThroughputMonitor, with Lightning's attributes."""
+"""LearningRateMonitor, Timer, ThroughputMonitor and SpikeDetection, with Lightning's attributes."""
 
-from typing import TYPE_CHECKING, Any
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -107,3 +113,81 @@ class Interval(LightningEnum):
 
 class Timer(timer.Timer, Callback):
     """Sets `trainer.should_stop` when training has taken `duration`, and measures the time of stages."""
+
+
+class TrainingSpikeException(RuntimeError):
+    """The loss of a batch is a spike."""
+
+    def __init__(self, batch_idx: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(f"Training spike detected in batch {batch_idx}", *args, **kwargs)
+
+
+class SpikeDetection(Callback):
+    """Ends training by TrainingSpikeException where the loss of a batch leaves the mean of the last `window` ones.
+
+    The indices of that batch and of the one before go to a file. Legato's SpikeWatch names the samples, and goes on.
+
+    Args:
+        mode: "min" or "max": in which direction a loss gets better.
+        warmup: batches at the beginning of an epoch that are not judged.
+        atol: least distance from the mean.
+        rtol: least distance from the mean, as a share of it.
+        exclude_batches_path: the file, or its folder; by default in the trainer's root.
+        finite_only: a loss that is not finite is a spike.
+    """
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float | None = 2.0,
+        exclude_batches_path: Any = None,
+        finite_only: bool = True,
+    ) -> None:
+        if mode not in ("min", "max"):
+            raise ValueError(f"Invalid mode. Has to be min or max, found {mode}")
+        self.mode, self.warmup, self.atol, self.rtol = mode, warmup, atol, rtol
+        self.exclude_batches_path, self.finite_only = exclude_batches_path, finite_only
+        self.bad_batches: list[int] = []
+        self.last_val = 0.0
+        self._newest: deque[float] = deque(maxlen=window)
+
+    def on_train_batch_end(
+        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, *given: Any
+    ) -> None:
+        """Judge the batch; a spike on any rank ends all. Raises TrainingSpikeException."""
+        loss = float(outputs["loss"] if isinstance(outputs, Mapping) else outputs)
+        strategy: Any = trainer.strategy
+        if strategy.reduce_boolean_decision(batch_idx >= self.warmup and self._is_spike(loss), all=False):
+            self.bad_batches += [batch_idx - 1, batch_idx]
+            path = Path(self.exclude_batches_path or trainer.default_root_dir)
+            path = path if path.suffix == ".json" else path / "skip_batches.json"
+            self.exclude_batches_path = str(path)
+            if trainer.is_global_zero:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(self.bad_batches, indent=4), encoding="utf-8")
+            raise TrainingSpikeException(batch_idx)
+        if self.finite_only or strategy.reduce_boolean_decision(math.isfinite(loss), all=True):
+            self.last_val = loss
+            self._newest.append(loss)
+
+    def _is_spike(self, loss: float) -> bool:
+        if self.finite_only and not math.isfinite(loss):
+            return True
+        if loss <= self.last_val if self.mode == "min" else loss >= self.last_val:
+            return False
+        mean = statistics.fmean(self._newest) if self._newest else 0.0
+        far = [abs(self.atol)] if self.atol is not None else []
+        far += [abs(self.rtol * mean)] if self.rtol is not None else []
+        return all(abs(loss - mean) >= least for least in far)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest losses and the batches to leave out."""
+        return {"last_val": self.last_val, "bad_batches": self.bad_batches, "newest": list(self._newest)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the newest losses and the batches to leave out."""
+        self.last_val, self.bad_batches = state_dict["last_val"], list(state_dict["bad_batches"])
+        self._newest.extend(state_dict["newest"])
