@@ -105,6 +105,7 @@ class SpikeWatch(Callback):
         """Judge the step; return whether to drop its update."""
         losses, self._losses = self._losses, []
         values = {"loss": mean_loss(trainer, losses), "gradient_norm": gradient_norm(trainer)}
+        # not <=, so that NaN, for which every comparison is false, is above any limit
         above = {name: limit for name, value in values.items() if not value <= (limit := self._limit(name))}
         step, run = trainer.global_step + 1, trainer.current_run
         if not above:
@@ -113,6 +114,7 @@ class SpikeWatch(Callback):
             return False
         self._in_a_row += 1
         before = 0
+        # after a rewind the count in a row is the checkpoint's; the steps left out are known all the same
         while step - before - 1 in trainer.state.left_out:
             before += 1
         is_level = max(self._in_a_row, before + 1) > self.most_in_a_row

@@ -280,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.path.insert(0, str(Path.cwd()))
     try:
         code = _dispatch(words)
+        # here, where a closed pipe is handled: at its exit Python would tell of an ignored exception, and return 120
         sys.stdout.flush()
         return code
     except ConfigError as error:
@@ -289,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:  # the reader of a pipe, such as head, has exited
+        # what is still buffered goes nowhere: Python flushes once more at its exit, and would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:

@@ -62,6 +62,7 @@ class Hooks(dict[str, Calls]):
         for name in {*CALLBACK_HOOKS, *TASK_HOOKS}:
             overriding = [c for c in callbacks if name in CALLBACK_HOOKS and overrides(c, Callback, name)]
             in_order = sorted(overriding, key=lambda callback: callback.late)
+            # those two do their work in the base class, so that they are called also where nothing overrides them
             own = name in TASK_HOOKS and (name.endswith(("_model_eval", "_model_train")) or overrides(task, Task, name))
             self.of_task[name] = (getattr(task, name),) if own else ()
             early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late <= 0)

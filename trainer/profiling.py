@@ -290,6 +290,8 @@ class PyTorchProfiler(Profiler):
             return torch.autograd.profiler.emit_nvtx()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
         schedule = None if self.steps < 5 else torch.profiler.schedule(wait=1, warmup=1, active=3, repeat=1)
+        # without acc_events torch forgets a cycle of the schedule when the next one begins, and the table would be of
+        # the last
         options = {"activities": activities, "schedule": schedule, "acc_events": True, **self._options}
         if "on_trace_ready" not in options and self._export and self.dirpath:
             Path(self.dirpath).mkdir(parents=True, exist_ok=True)
@@ -336,6 +338,7 @@ class ModuleMarks:
             if name and not isinstance(module, torch.jit.ScriptModule):
                 label = f"{type(module).__module__}.{type(module).__name__}: {name}"
                 self._handles.append(module.register_forward_pre_hook(partial(self._start, label)))
+                # always: a module that raises would leave its mark open, and all later ones would seem to be within it
                 self._handles.append(module.register_forward_hook(partial(self._stop, label), always_call=True))
 
     def _start(self, label: str, *_: Any) -> None:
@@ -406,6 +409,7 @@ class Profiling(Callback):
         self._begin(trainer, task, sum(trainer.num_predict_batches))
 
     def _begin(self, trainer: "Trainer", task: "Task", steps: float) -> None:
+        # the validations within fit are measured with it
         if self._undo:
             return
         if isinstance(self.profiler, PyTorchProfiler):
@@ -426,6 +430,7 @@ class Profiling(Callback):
         self._undo.append(lambda: run.hooks.update(before))
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
+        # set on the object, which hides the method of its class; taken off, that is found again
         had, old = name in vars(owner), vars(owner).get(name)
         setattr(owner, name, value)
         self._undo.append(lambda: setattr(owner, name, old) if had else delattr(owner, name))

@@ -73,6 +73,8 @@ class RunDirectory:
         """One of "running", "done", "failed", "preempted" and "unknown"."""
         state = str(self.status.get("state", NO_STATUS))
         if state == RUNNING or not self.status:
+            # "running" is written once, at the start: a process that was killed took nothing back, but no longer holds
+            # the lock
             held = is_held(self.path) and belongs_to_training(self.path)
             return RUNNING if held else FAILED if self.status else NO_STATUS
         return state
@@ -80,6 +82,7 @@ class RunDirectory:
     @property
     def step(self) -> int:
         """The newest step that it is known to have done."""
+        # the status is written at the start and the end only; in between the log knows better
         ended = _number_in(self.status, "step") or 0
         return max(ended, int(self.last_point.get("step", 0))) if "ended" not in self.status else ended
 
@@ -216,6 +219,7 @@ def _walk(folder: str) -> Iterator[Path]:
         except OSError:
             continue
         if _is_run(os.path.basename(here), {entry.name for entry in entries}):
+            # a run's own folder is not searched: it may hold very many files, and no runs
             yield Path(here)
             continue
         below = (entry for entry in entries if not entry.name.startswith(".") and REPLAY not in entry.name)
@@ -232,6 +236,7 @@ def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
             base = root if root in path.parents else path
             found = find_runs(path)
             if found:
+                # a run that was named itself is shown as name/version_N, by the folder two above it
                 return RunDirectory(found[-1].path, base if base != found[-1].path else found[-1].path.parent.parent)
     if Path(word).exists():  # a file or a checkpoint of it
         inside = Path(word).absolute()

@@ -96,6 +96,7 @@ class LearningRateSweep(Callback):
         if not math.isnan(loss):
             self._average = SMOOTHING * self._average + (1 - SMOOTHING) * loss
         self.results["lr"].append(self.rate(self._step - 1))
+        # the average begins at 0: the division takes that off, with Lightning's exponent
         self.results["loss"].append(loss if math.isnan(loss) else self._average / (1 - SMOOTHING ** (self._step + 1)))
 
     def _set_rate(self, trainer: "Trainer", rate: float) -> None:
@@ -279,6 +280,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
         torch.set_rng_state(states[2])
         if on_devices:
             torch.cuda.set_rng_state_all(on_devices)
+        # drops the last reference to the copy, so that its memory is freed below
         copied = task
         free_memory()
 
@@ -337,6 +339,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def free_memory() -> None:
     """Free memory that nothing refers to any more, also on devices."""
+    # before the cache is emptied: cycles, such as an exception and its frames, keep tensors alive
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()

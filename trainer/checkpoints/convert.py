@@ -261,6 +261,7 @@ def _stepped(kind: Any, optimizer: Mapping[str, Any], state: Mapping[str, Any]) 
     """Return the states of an optimizer and its scheduler after one more step of the scheduler."""
     groups = [{**group, "params": [torch.nn.Parameter(torch.zeros(()))]} for group in optimizer["param_groups"]]
     stand_in = torch.optim.SGD(groups, lr=0.0)
+    # without __init__, which makes a first step; the state holds all that it would set but the optimizer
     scheduler = kind.__new__(kind)
     scheduler.optimizer = stand_in
     scheduler.load_state_dict(dict(state))

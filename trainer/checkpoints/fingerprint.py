@@ -117,6 +117,7 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
     samples = length_of(dataset) if dataset is not None else length_of(loader)
     order: Any = None
     if sampler is not None and samples is not None:
+        # exactly torch's class: one derived from it may group samples in its own way
         own_batches = type(batch_sampler) is not torch.utils.data.BatchSampler and batch_sampler is not None
         chosen = batch_sampler if own_batches else sampler
         order = None if own_batches else is_plain_shuffle(sampler, samples)

@@ -279,6 +279,7 @@ def write_config(directory: Path, text: str, weights: Path | None) -> None:
     """Store the config of a run; that of an evaluation includes the weights, so that it can be repeated."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
+        # a function, since a backslash in a text would be an escape; a string of JSON is one of YAML
         text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
     (directory / CONFIG).write_text(text, encoding="utf-8")
 

@@ -97,6 +97,7 @@ def load_config(arguments: Sequence[str]) -> Config:
 def check_config(layer: Layer) -> Config:
     """Check a merged layer, and add the defaults. Raises ConfigError for mistakes."""
     values = dict(layer.values)
+    # an entry that is null takes one of an earlier file off
     for name in ("callbacks", "loggers"):
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):

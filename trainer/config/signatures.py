@@ -123,6 +123,8 @@ class Sources:
             parent = name.rpartition(".")[0]
             above = self.spec(parent) if parent else None
             path = list(above.submodule_search_locations or []) if above is not None else None
+            # a finder asked with path None searches sys.path, and would find a top-level module of the submodule's last
+            # name
             finders = sys.meta_path if path or not parent else []
             self._specs[name] = next((one for each in finders if (one := each.find_spec(name, path)) is not None), None)
         return self._specs[name]
@@ -254,6 +256,7 @@ class Sources:
 
         Raises LookupError where there is no class or function, ConfigError where its module cannot be imported.
         """
+        # None is not kept: an import may be allowed the next time
         if self._signatures.get(path) is None:
             found = self._signature(self.lineage(self.locate(path, functions=True)))
             self._signatures[path] = inspected(load_target(path)) if found is None and may_import else found

@@ -169,6 +169,7 @@ def describe(value: Any) -> str:
 
 def same(left: Any, right: Any) -> bool:
     """Return whether two plain values are equal and of the same types."""
+    # repr, since [1] == [True], and NaN is not equal to itself
     return type(left) is type(right) and repr(left) == repr(right)
 
 
@@ -208,6 +209,7 @@ def _has_shape(kind: str, parts: Sequence[Any], value: Any) -> bool:
         return any(same(value, one) for one in parts)
     if kind == "none" or value is None:
         return kind == "none" and value is None
+    # first, since a bool is an int
     if isinstance(value, bool):
         return kind == "bool"
     if kind == "timedelta":

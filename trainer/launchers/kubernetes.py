@@ -104,11 +104,14 @@ class KubernetesLauncher(Launcher):
             values["run"] = {**values["run"], "root": self.mount}
         if command == "fit":  # a pod that takes another's place goes on with its run
             values["resume"] = "auto"
+        # 50 characters: the pods' names add an index and a suffix, and a DNS label has 63 at most
         name = re.sub(r"[^a-z0-9]+", "-", (self.job_name or values["run"]["name"]).lower()).strip("-")[:50] or "legato"
         about: dict[str, Any] = {"name": name, "labels": {"app": name}}
         if self.namespace is not None:
             about["namespace"] = self.namespace
         text = without_launcher(Config(values, config.origins))
+        # headless, so that each pod has a name in the DNS; not ready ones too, since they look for the first one before
+        # that
         service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}
         grace = values["trainer"]["signal_grace_seconds"]
         return [
@@ -165,14 +168,18 @@ class KubernetesLauncher(Launcher):
                 *(place if machines.nodes > 1 else []),
                 *({"name": key, "value": str(value)} for key, value in self.environment.items()),
             ],
+            # extended resources, as GPUs are, must have a limit, equal to the request; CPUs have none, or they would be
+            # throttled
             "resources": {"requests": {**amounts, **gpus}, "limits": {**gpus}},
             "volumeMounts": mounts,
         }
         if self.folder is not None:
             container["workingDir"] = self.folder
         return {
+            # a podFailurePolicy demands it
             "restartPolicy": "Never",
             "subdomain": name,
+            # Kubernetes' own default of 30 s would cut a save off that signal_grace_seconds allows
             "terminationGracePeriodSeconds": grace + 30,
             "nodeSelector": dict(self.node_selector),
             "containers": [container],
