@@ -71,6 +71,21 @@ COMMANDS = {
         about=TRAINING,
         logs=True,
     ),
+    "tune": Command(
+        "Find settings that make a config faster, by short trials of it, and write them as a config.",
+        ".commands.tune.command",
+        "run_tune",
+        arguments=[
+            Argument("words", metavar="WORD", nargs="*", help="CONFIG.yaml and key=value, as for fit"),
+            Argument("--out", metavar="FILE", help="the config to write (CONFIG.tuned.yaml)"),
+            Argument("--seconds", type=float, default=6.0, metavar="N", help="about this long for each setting (6)"),
+            Argument("--only", action="append", metavar="KEY", help="only keys that begin so; may be given again"),
+            Argument("--precision", action="store_true", help="try lower precisions, too: these change the result"),
+            Argument("--batch-size", action="store_true", help="try larger batches, too: these change the result"),
+        ],
+        more="legato tune digits.yaml trainer.devices=2 --seconds 10\nlegato fit digits.tuned.yaml",
+        about=TRAINING,
+    ),
     "schema": Command(
         "Print the JSON schema of a config, with which an editor completes and checks it.",
         ".commands.schema",

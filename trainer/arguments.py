@@ -83,6 +83,11 @@ class TrainerArguments:
     """Classes of blocks whose activations are recomputed in backward to save memory."""
     compile: bool | Mapping[str, Any] = False
     """Compile the task's modules in place with torch.compile; a mapping holds its options, and `blocks`: classes."""
+    optimizer_kernels: Literal["fused", "foreach", "loop"] | None = None
+    """Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"), one for each operation on all
+    tensors ("foreach"), or one for each tensor ("loop"). None: as the task made them. A resumed run keeps its own."""
+    channels_last: bool = False
+    """Keep images, and the weights of convolutions, with their channels last in memory (torch.channels_last)."""
     sync_batchnorm: bool = False
     """Compute batch norm statistics over the batches of all replicas; each replica needs a process of its own."""
 
@@ -99,6 +104,9 @@ class TrainerArguments:
     """Train and validate on this many training batches only, in a fixed order."""
     use_distributed_sampler: bool = True
     """Distribute samples over replicas. False: each process's loader already yields only that process's share."""
+    loader: Mapping[str, Any] | None = None
+    """Options of every DataLoader that is dealt out by sample, instead of its own: num_workers, prefetch_factor,
+    persistent_workers, pin_memory. They change the speed and not the samples."""
     reload_dataloaders_every_n_epochs: int = 0
     """Call the loader hooks of the task or data module again every n epochs. 0: never.
 
@@ -186,10 +194,12 @@ MINIMUM = {
 """Minimum of each argument that is a count."""
 MAY_BE_NONE = (
     *("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads"),
-    *("gradient_clip_val", "hang_timeout", "hang_report_seconds"),
+    *("optimizer_kernels", "gradient_clip_val", "hang_timeout", "hang_report_seconds"),
 )
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
+LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 CHOICES = {
+    "optimizer_kernels": ("fused", "foreach", "loop"),
     "reproducible": ("off", "order", "bitwise"),
     "gradient_clip_algorithm": ("norm", "value"),
     "nan": ("raise", "skip", "ignore"),

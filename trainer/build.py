@@ -18,7 +18,7 @@ from ..callbacks.progress_bar import ProgressDisplay
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, TrainerArguments, wanted
+from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, LOADER_OPTIONS, TrainerArguments, wanted
 from .checkpoints import contents, convert, fingerprint, restore, run_record, store
 from .checkpoints.left_out import add_left_out
 from .checkpoints.manifest import load_manifest
@@ -33,7 +33,7 @@ from .data.loaders import close_loaders, length_of, opened_loaders, require_iter
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
-from .data.transfer import to_device, with_allocated_memory
+from .data.transfer import to_device, with_allocated_memory, with_channels_last
 from .durations import parse_duration
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
@@ -399,6 +399,8 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
     if trainer.sync_batchnorm and stage == "fit":
         call.undo.callback(strategy.sync_batch_norm(task, call.state.replicas))
+    if trainer.channels_last:
+        task.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     strategy.place_task(task)
     owned, shares = call.layout.owned(strategy.data_ranks.rank), call.metrics.shares
     call.metrics.states = MetricStates(task, owned, by_replica=call.bitwise or shares, shared=shares)
@@ -624,7 +626,13 @@ def dealing(call: Call) -> Dealing:
     """Return how batches are dealt out to replicas and processes."""
     accumulate, seed = call.trainer.accumulate_grad_batches, call.state.seed
     return Dealing(
-        call.layout, call.strategy.data_ranks.rank, accumulate, seed, keyed=call.keyed, lockstep=call.strategy.lockstep
+        call.layout,
+        call.strategy.data_ranks.rank,
+        accumulate,
+        seed,
+        keyed=call.keyed,
+        lockstep=call.strategy.lockstep,
+        loader_options=call.trainer.loader,
     )
 
 
@@ -634,6 +642,7 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
     for callback in trainer.callbacks:
         callback.extend_optimizers(task, optimizers)
+    kernels.choose_kernels(optimizers, trainer.optimizer_kernels)
     # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
     optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
@@ -660,8 +669,9 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         owners.append(next((source for source, kind in sources if source and overrides(source, kind, name)), None))
     before, move, after = owners
     device, precision = call.strategy.device, call.strategy.precision
-    bitwise = call.bitwise
-    if owners == [None] * 3 and device.type == "cpu" and precision.weights_dtype is None and not bitwise:
+    bitwise, channels_last = call.bitwise, call.trainer.channels_last
+    unchanged = device.type == "cpu" and precision.weights_dtype is None and not (bitwise or channels_last)
+    if owners == [None] * 3 and unchanged:
         return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
@@ -672,6 +682,8 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         else:
             batch = to_device(batch, device)
         batch = precision.convert_batch(batch)
+        if channels_last:
+            batch = with_channels_last(batch)
         # last, as any step before may return a view at an odd offset
         if bitwise:
             batch = with_allocated_memory(batch)
@@ -784,6 +796,10 @@ def check_arguments(trainer: "Trainer") -> None:
     fault = name_problem(trainer.run_name)
     if fault is not None:
         raise ConfigError(f"trainer.run_name {fault}")
+    for option in trainer.loader or ():
+        if option not in LOADER_OPTIONS:
+            hint = did_you_mean(option, LOADER_OPTIONS) or f" It takes {', '.join(LOADER_OPTIONS)}."
+            raise ConfigError(f"trainer.loader has no option {option!r}.{hint}")
     trainer.gradient_clip_val = trainer.gradient_clip_val or None
     Precision(trainer.precision, trainer.device_list[0].type)
     if trainer.fast_dev_run:

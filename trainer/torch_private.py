@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property, partial, wraps
+from importlib.util import find_spec
 from itertools import repeat
 from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
@@ -989,6 +990,26 @@ def set_synced(metric: Any, wanted: bool) -> bool:
     if METRICS.usable:
         before, metric._to_sync = metric._to_sync, wanted
     return before
+
+
+# --- fake tensors -----------------------------------------------------------------------------------------------------
+FAKE = Shortcut(
+    "torch._subclasses.FakeTensorMode",
+    "the activations that `legato plan` tells are those of torch's plain kernels and of float32",
+    lambda: find_spec("torch._subclasses.fake_tensor") is not None,
+)
+
+
+@contextmanager
+def faking_tensors() -> Iterator[str]:
+    """Make tensors without memory within this context, on the device that it yields."""
+    if not FAKE.usable:
+        yield "meta"
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield "cpu"
 
 
 # --- tensorboard ------------------------------------------------------------------------------------------------------

@@ -287,7 +287,7 @@ def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> 
 
 
 def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
-    found = _find_config_file(path, above)
+    found = find_config_file(path, above)
     if found in above:
         circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
         raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
@@ -311,7 +311,11 @@ def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
     return reduce(merge, [*bases, Layer(values, layer.origins)])
 
 
-def _find_config_file(path: Path, above: tuple[Path, ...]) -> Path:
+def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
+    """Return the file that a config's name means: here, in the project's configs/ or among the ready ones.
+
+    above: the files that extend it, innermost last. Raises ConfigError where there is none.
+    """
     try:
         project = [] if above else list(filter(None, [project_configs()]))
         for candidate in (path, *(one / path for one in project), READY / (path.name if above else path)):
@@ -356,7 +360,7 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
     if not isinstance(name, str):
         return None
     for one in set(arguments) - set(_overrides_among(arguments)):
-        if merged.origin(("run", "name")).startswith(f"{_shown(_find_config_file(Path(one), ()))}:"):
+        if merged.origin(("run", "name")).startswith(f"{_shown(find_config_file(Path(one), ()))}:"):
             for path in (Path(os.path.abspath(one)), Path(one).resolve()):
                 if path.name == CONFIG and is_run_directory(path.parent, name):
                     return path.parent

@@ -322,7 +322,7 @@ class CombinedPart:
             # a loader that restarts within an epoch passes through several epochs of its own
             seed, calls_set_epoch = self.source.seed if dealing.keyed else None, not self.source.in_order
             dataset = KeyedDataset(loader.dataset, seed, calls_set_epoch)
-            self.sibling = copy_loader(loader, dataset, self.sampler)
+            self.sibling = copy_loader(loader, dataset, self.sampler, dealing.loader_options)
         self.sampler.deal, self.sampler.dealing = deal, dealing
         self.sampler.start_step, self.sampler.epoch = start_step, epoch
         return open_loader(self.sibling)

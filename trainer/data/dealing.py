@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ..processes.collectives import Collectives
@@ -148,7 +149,7 @@ class EvaluationData:
         self.first_replica = dealing.replicas.start if own_shares else 0
         # a share of one's own is dealt out as in a run of one process; `first_replica` puts the numbers right again
         layout, process = (Layout(1, 1), 0) if own_shares else (dealing.layout, dealing.process)
-        dealing = Dealing(layout, process, 1, dealing.seed, keyed=dealing.keyed, lockstep=dealing.lockstep)
+        dealing = replace(dealing, layout=layout, process=process, accumulate=1, whole_rounds=False)
         self.sources: list[TrainingData] = [
             # the limit counts batches over all replicas, a source's own limit would count rounds
             DealtData(loader, dealing, 1.0, in_order) if can_deal(loader) else StreamData(loader, dealing)

@@ -5,7 +5,7 @@ import re
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from ..arguments import LOADER_OPTIONS
 from ..errors import DataError
 from ..processes.environment import Place, find_place
 from ..processes.transport import Failure
@@ -262,7 +263,7 @@ class MapLoader:
             self.batches = DealtBatches(deal, replicas, order.order)
             self.batches.whole = self.own_batches
             dataset = KeyedDataset(self.loader.dataset, self.seed if self.keyed else None)
-            self.sibling = copy_loader(self.loader, dataset, self.batches)
+            self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
         self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
         self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
         return iterate_loader(open_loader(self.sibling))
@@ -335,20 +336,22 @@ def _generators_in(samplers: Sequence[Any]) -> Iterator[torch.Generator]:
             waiting += value if several else [value] if isinstance(value, (torch.Generator, Sampler)) else []
 
 
-def copy_loader(loader: "DataLoader[Any]", dataset: Any, batch_sampler: Any) -> "DataLoader[Any]":
-    """Return a DataLoader with all options of `loader` over another dataset and batch sampler."""
-    options: dict[str, Any] = {
-        "num_workers": loader.num_workers,
+def copy_loader(
+    loader: "DataLoader[Any]", dataset: Any, batch_sampler: Any, changes: Mapping[str, Any] | None = None
+) -> "DataLoader[Any]":
+    """Return a DataLoader with all options of `loader`, but `changes`, over another dataset and batch sampler."""
+    options: dict[str, Any] = {name: getattr(loader, name) for name in LOADER_OPTIONS} | dict(changes or {})
+    workers = options["num_workers"]
+    options |= {
         "collate_fn": guard_collate(loader.collate_fn),
-        "pin_memory": loader.pin_memory,
-        "timeout": loader.timeout,
-        "worker_init_fn": WorkerSetup(loader.worker_init_fn) if loader.num_workers else loader.worker_init_fn,
+        "timeout": loader.timeout if workers else 0,
+        "worker_init_fn": WorkerSetup(loader.worker_init_fn) if workers else loader.worker_init_fn,
         "generator": loader.generator,
     }
-    if loader.num_workers > 0:
+    if workers:
         options["multiprocessing_context"] = loader.multiprocessing_context
-        options["prefetch_factor"] = loader.prefetch_factor
-        options["persistent_workers"] = loader.persistent_workers
+    else:
+        del options["prefetch_factor"], options["persistent_workers"]
     if getattr(loader, "pin_memory_device", ""):
         options["pin_memory_device"] = loader.pin_memory_device
     with warnings.catch_warnings():

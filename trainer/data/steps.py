@@ -1,6 +1,6 @@
 """The input of one optimizer step, and the settings by which batches are dealt out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,8 @@ class Dealing:
     """Whether each batch is loaded under its own random numbers; False with `reproducible: off`."""
     lockstep: bool = False
     """Whether all processes run equally many batches in a step, padding with masked ones."""
+    loader_options: Mapping[str, Any] | None = None
+    """Options of DataLoaders, instead of their own."""
 
     @property
     def replicas(self) -> range:

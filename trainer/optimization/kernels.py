@@ -82,6 +82,20 @@ def numerics(
     }
 
 
+def choose_kernels(optimizers: Sequence[Optimizer], name: str | None) -> None:
+    """Set torch's optimizers to their "fused", "foreach" or "loop" kernels; None: leave them as they are.
+
+    Raises ConfigError for an optimizer that has no such kernels.
+    """
+    for optimizer in optimizers if name is not None else ():
+        if name != "loop" and name not in optimizer.defaults:
+            having = [flag for flag in ("fused", "foreach") if flag in optimizer.defaults]
+            hint = f" It has {' and '.join(having)}." if having else ""
+            raise ConfigError(f"trainer.optimizer_kernels={name!r}: {class_of(optimizer)} has no such kernels.{hint}")
+        for group in (optimizer.defaults, *optimizer.param_groups):
+            group.update({flag: flag == name for flag in ("fused", "foreach") if flag in group})
+
+
 def class_of(optimizer: Optimizer) -> str:
     """Return the class name of an optimizer, as returned by the task even if a strategy has wrapped it."""
     return type(getattr(optimizer, "original", optimizer)).__name__

@@ -1,0 +1,1 @@
+"""`legato tune`: search for settings that make a config faster."""
