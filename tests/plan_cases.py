@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from rpc_cases import Ratings
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
@@ -113,3 +114,87 @@ def look(folder: Path, cases) -> None:
         place = find_place()
         assert place is not None
         (folder / f"{name} {place.rank}.json").write_text(json.dumps([looks.seen, looks.held]))
+
+
+class Stack(lg.Task):
+    """Blocks of widths that 2 divides, a frozen layer, and a batch norm, whose buffers ddp broadcasts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(3))
+        self.norm = nn.BatchNorm1d(8, track_running_stats=True)
+        self.head = nn.Linear(8, 2)
+        self.blocks[0].out.requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        stream = batch[0].expand(-1, 8)
+        for block in self.blocks:
+            stream = block(stream)
+        loss = self.head(self.norm(stream)).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(64, 1)), BATCH, shuffle=True)
+
+
+class Layer(nn.Module):
+    """A perceptron with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, stream):
+        return stream + self.out(torch.tanh(self.into(stream)))
+
+
+NAMES = {"allreduce_": "all_reduce", "broadcast_": "broadcast", "_allgather_base_": "all_gather"}
+SCATTERS = "_reduce_scatter_base_"
+
+
+class CountedBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that torch's collectives are given: the whole ones, not a rank's part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: dict[str, int] = {}
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        namespace, _, name = function.name().partition("::")
+        if namespace == "c10d":
+            kind, tensors = ("reduce_scatter", arguments[1]) if name == SCATTERS else (NAMES[name], arguments[0])
+            tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+            self.bytes[kind] = self.bytes.get(kind, 0) + sum(one.nbytes for one in tensors)
+        return function(*arguments, **(options or {}))
+
+
+class CountsStep(lg.Callback):
+    """Counts what the third step sends: in the second, ddp tells how it has arranged its buckets."""
+
+    def __init__(self) -> None:
+        self.counted, self.entered = CountedBytes(), False
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx) -> None:
+        if trainer.global_step == 2 and not self.entered:
+            self.entered = True
+            self.counted.__enter__()
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 3 and self.entered and not trainer.should_stop:
+            self.counted.__exit__(None, None, None)
+            trainer.should_stop = True
+
+
+def count_traffic(folder: Path, cases) -> None:
+    """Run every case; each process writes the bytes of its collectives in a step."""
+    torch.set_num_threads(1)
+    for name, options in cases.items():
+        counts = CountsStep()
+        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[counts]).fit(Stack())
+        place = find_place()
+        assert place is not None
+        (folder / f"{name} {place.rank}.json").write_text(json.dumps(counts.counted.bytes))

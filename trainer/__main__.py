@@ -111,6 +111,7 @@ COMMANDS = {
             "devices": "Processes of each machine; short for trainer.devices.",
             "rank, step, epoch": "Show which samples this rank has in this step of this epoch.",
             "length, batch_size, parameters": "Take these numbers, and build neither the data nor the task.",
+            "memory": "Tell whether it fits into a device: a size such as 80GB, or a name such as H100.",
             "optimizer, drop_last, shuffle": "Take these instead of what the task and its loader say.",
         },
         about=CONFIGS,

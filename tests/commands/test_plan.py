@@ -402,3 +402,42 @@ def test_a_run_without_a_step_is_refused_as_by_fit(words: list[str], capsys: pyt
         said = capsys.readouterr()
         assert "no step" in said.err
         assert ("Steps an epoch  0" in said.out) == (command == "plan")
+
+
+# --- a device ---------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("memory", "said"),
+    [
+        ("80GB", "of 80 GB: fits"),
+        ("t4", "of 16.1 GB: fits"),
+        ("400MB", "of 400 MB: may not fit"),
+        ("9MB", "does not fit"),
+    ],
+)
+def test_a_plan_says_whether_it_fits(memory: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "line.yaml", "task.hidden=6_000_000", f"memory={memory}"]) == 0
+    assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["80", "H10", "lots"])
+def test_a_memory_that_is_none_is_refused(memory: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "line.yaml", f"memory={memory}"]) == 2
+    assert "expected a size such as 80GB or 40GiB, or a device." in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["data.kind=stream"], "the loader's batches are kept whole"),
+        (["length=100", "batch_size=4"], "length= and batch_size= are given"),
+        (["task._target_=checked_task.Reads"], "training_step without values: "),
+    ],
+)
+def test_what_is_unknown_of_a_step_is_said(folder: Path, words: list[str], why: str) -> None:
+    source = (folder / "checked_task.py").read_text()
+    reads = "    def training_step(self, batch, batch_idx):\n        return float(next(self.parameters()).sum())\n"
+    (folder / "checked_task.py").write_text(f"{source}\n\nclass Reads(Line):\n{reads}")
+    assert why in " ".join(render(planned(*words)).split())

@@ -5,10 +5,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from plan_cases import Cuttable, Rated, look
+import torch
+from plan_cases import BATCH, Cuttable, Rated, Stack, count_traffic, look
+from torch.autograd.graph import saved_tensors_hooks
 
-from legato.trainer.commands.plan.plan import Plan
+from legato.trainer.commands.plan.plan import Plan, render
 from legato.trainer.commands.plan.sources import PlanArguments, make_plan
+from legato.trainer.optimization.kernels import Recomputing
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow
@@ -73,3 +76,62 @@ def test_ranks_hold_and_see_what_was_planned(folder: Path, name: str) -> None:
         of_ranks = [looks[rank][1] or dict.fromkeys(FIELDS, 0) for rank in share.ranks]
         assert {field: max(one[field] for one in of_ranks) for field in FIELDS} == expected
         assert share.at_most or all(one == expected for one in of_ranks)
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+TRAFFIC = {
+    "ddp": {"devices": 2, "strategy": "ddp"},
+    "accumulated": {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 2},
+    "zero1": {"devices": 2, "strategy": "zero1"},
+    "whole": {"devices": 2, "strategy": "fsdp"},
+    "blocks": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": ["Layer"]}, "accumulate_grad_batches": 2},
+    "kept": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": ["Layer"], "reshard_after_forward": False}},
+    "dropped": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": 100, "reshard_after_forward": True}},
+}
+
+
+def test_a_step_sends_what_was_planned(tmp_path: Path) -> None:
+    run_workers(partial(count_traffic, tmp_path, TRAFFIC), 2, threads=1)
+    for name, options in TRAFFIC.items():
+        plan = plan_of(tmp_path, Stack, {}, options)
+        assert plan.traffic is not None
+        for rank in range(2):
+            counted = json.loads((tmp_path / f"{name} {rank}.json").read_text())
+            assert dict(plan.traffic.payloads) == counted, name
+        assert plan.traffic.buffer_bytes > 0
+
+
+def test_activations_are_those_of_a_real_step(tmp_path: Path) -> None:
+    task, batch = Stack(), [torch.ones(BATCH, 1)]
+    task.log = lambda *_: None  # type: ignore[method-assign]
+    own = {one.untyped_storage().data_ptr(): one.nbytes for one in (*task.parameters(), *task.buffers())}
+
+    def of_step() -> int:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = storage
+            return tensor
+
+        found: dict[int, torch.UntypedStorage] = {}
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            kept = task.training_step(batch, 0)
+        del kept
+        return sum(one.nbytes() for one in found.values()) + batch[0].nbytes * (batch[0].data_ptr() not in found)
+
+    plain = of_step()
+    recomputing = Recomputing(task, ["Layer"])
+    kept = of_step()
+    recomputing.undo()
+    plan = plan_of(tmp_path, Stack, {}, {})
+    assert plan.activations is not None
+    assert plan.activations.plain == plain
+    assert plan.activations.blocks == ("Layer",)
+    assert plan.activations.recomputed is not None
+    assert kept < plan.activations.recomputed < plain
+    # the largest block saves its input, which is there in any case, and the output of tanh
+    assert plan.activations.recomputed == kept + BATCH * 16 * 4
+    assert "with activation_checkpointing: [Layer]" in render(plan)
+    plan = plan_of(tmp_path, Stack, {}, {"activation_checkpointing": ["Layer"]})
+    assert plan.activations is not None
+    assert plan.activations.bytes == plan.activations.recomputed

@@ -19,6 +19,7 @@ import numpy as np
 from ...data.sampling import BatchSpan, Deal, EpochIndices, Layout, epoch_key, permutation
 from ...errors import ConfigError
 from ...strategies.mesh.sizes import PLACES, Sizes
+from .memory import Activations, Traffic, verdict
 from .processes import Processes
 from .state_size import Share, StateSize, format_bytes
 
@@ -64,6 +65,11 @@ class Plan:
     """Axis sizes of the mesh, if any."""
     servers: int = 0
     """Number of processes, the last ones, that hold remote modules and have no samples."""
+    activations: Activations | None = None
+    traffic: Traffic | None = None
+    """None: unknown."""
+    memory: int | None = None
+    """Bytes of a device, to fit into."""
 
     def __post_init__(self) -> None:
         assert self.layout.processes
@@ -218,6 +224,50 @@ def _state_rows(state: StateSize, plan: Plan) -> Iterator[tuple[str, str]]:
             same = f"; were the model cut into {plan.parts[0]:,} equal parts: parameters= does not say where it is cut"
         yield title, _shown_state(state.of_rank(*plan.parts)) + same
     yield "A checkpoint", f"{format_bytes(state.checkpoint_bytes)}{_unknown(state)}"
+    if plan.activations is not None:
+        yield "Activations", _shown_activations(plan.activations, plan.batch_size)
+    if plan.traffic is not None and plan.traffic.payloads:
+        payloads = ", ".join(f"{kind} of {format_bytes(size)}" for kind, size in plan.traffic.payloads)
+        sent = format_bytes(plan.traffic.sent_bytes(plan.processes))
+        yield "A step sends", f"{payloads}; in a ring {sent} from each rank"
+        yield "Its buffers", f"{format_bytes(plan.traffic.buffer_bytes)} on each rank"
+    if plan.memory is not None:
+        yield "Memory", _shown_memory(state, plan, plan.memory)
+
+
+def _shown_activations(found: Activations, batch_size: int) -> str:
+    if found.unknown:
+        return f"unknown: {found.unknown}"
+    plain = format_bytes(found.plain)
+    text = f"{plain} for a batch of {batch_size:,}"
+    if found.recomputed is None:
+        return text
+    blocks = f"activation_checkpointing: [{', '.join(found.blocks)}]"
+    if found.recomputes:
+        return f"{text.replace(plain, format_bytes(found.recomputed))}, with {blocks}; {plain} without"
+    return f"{text}; with {blocks} {format_bytes(found.recomputed)}"
+
+
+def _shown_memory(state: StateSize, plan: Plan, memory: int) -> str:
+    """Tell whether the rank that holds most fits into the memory of a device."""
+    sizes = [share.size for share in plan.shares]
+    if not sizes and plan.parts is not None:
+        sizes = [state.of_rank(*plan.parts)]
+    lacking = [] if sizes else ["the state"]
+    if any(one.optimizer_bytes is None for one in sizes):
+        lacking.append("the optimizer's state")
+    used = max((one.process_bytes for one in sizes), default=0)
+    activations, traffic = plan.activations, plan.traffic
+    if activations is None or activations.unknown:
+        lacking.append("activations")
+    else:
+        used += activations.bytes
+    if traffic is None:
+        lacking.append("buffers of communication")
+    else:
+        used += traffic.buffer_bytes
+    without = f", without {' and '.join(lacking)}, unknown here" if lacking else ""
+    return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict(used, memory)}"
 
 
 def _shown_state(state: StateSize, most: str = "", where: str = "") -> str:

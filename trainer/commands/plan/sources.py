@@ -16,6 +16,7 @@ from ...config.check import Config, load_config
 from ...config.read import SECTIONS
 from ...data.sampling import EpochIndices, Layout
 from ...errors import ConfigError, LegatoError, did_you_mean
+from .memory import Activations, Traffic, parse_memory
 from .plan import Plan
 from .processes import Processes, count_parts, find_processes, read_strategy
 from .state_size import VALUES_PER_PARAMETER, Share, StateSize, from_parameters, measure
@@ -41,6 +42,7 @@ class PlanArguments:
     batch_size: int | None = None
     parameters: int | None = None
     optimizer: str | None = None
+    memory: str | None = None
     drop_last: bool | None = None
     shuffle: bool | None = None
     rank: int | None = None
@@ -106,6 +108,7 @@ class Positions:
 def make_plan(options: PlanArguments, arguments: Sequence[str]) -> Plan:
     """Return the plan of a config. Raises ConfigError, and any error of building the data module or the task."""
     config = load_config(arguments)
+    memory = None if options.memory is None else parse_memory(options.memory)
     trainer = config.values["trainer"]
     processes = find_processes(trainer)
     replicas = processes.data_size if trainer["replicas"] is None else trainer["replicas"]
@@ -141,7 +144,47 @@ def make_plan(options: PlanArguments, arguments: Sequence[str]) -> Plan:
     )
     state = find_state(parts, options, plan.deal.rounds)
     shares = shares_of_sources(parts, options, plan.deal.rounds)
-    return replace(plan, state=state, parts=count_parts(trainer, processes), shares=shares)
+    plan = replace(plan, state=state, parts=count_parts(trainer, processes), shares=shares, memory=memory)
+    if options.parameters is not None:
+        return plan
+    return replace(plan, activations=find_activations(parts, options), traffic=find_traffic(parts, plan))
+
+
+def find_activations(parts: "ConfigParts", options: PlanArguments) -> Activations:
+    """Return the activations of a batch of the first sample, repeated; or why they are unknown."""
+    from ...data.combined import combined
+    from ...data.loaders import MapLoader, is_dealable
+    from .step_size import measure_activations
+
+    trainer = parts.config.values["trainer"]
+    if options.length is not None and options.batch_size is not None:
+        return Activations(0, unknown="the data is not built where length= and batch_size= are given")
+    if parts.processes.sizes is not None and parts.processes.sizes.tensor * parts.processes.sizes.pipeline > 1:
+        return Activations(0, unknown="the model is cut over processes")
+    loader = combined(parts.loader)
+    if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
+        return Activations(0, unknown="the loader's batches are kept whole")
+    names, mixed = tuple(trainer["activation_checkpointing"] or ()), parts.precision.endswith(("mixed", "bf16", "16"))
+    try:
+        size = options.batch_size or MapLoader(loader, 0).batch_size
+        batch = loader.collate_fn([loader.dataset[0]] * size)
+        found = measure_activations(parts.task, batch, names, mixed and parts.width == 4)
+    except Exception as error:  # training_step may need values, or a run
+        reason = str(error).partition("\n")[0]
+        return Activations(0, unknown=f"training_step without values: {type(error).__name__}: {reason:.100}")
+    return replace(found, recomputes=bool(names))
+
+
+def find_traffic(parts: "ConfigParts", plan: Plan) -> Traffic | None:
+    """Return what the strategy sends in a step; None: unknown."""
+    from .step_size import traffic_of
+
+    assert plan.state is not None
+    trainer, whole = parts.config.values["trainer"], plan.state
+    batches = trainer["accumulate_grad_batches"] * -(-plan.replicas // plan.ranks.data_size)
+    if trainer["reproducible"] == "bitwise" and plan.processes > 1:
+        return None
+    return traffic_of(parts.task, parts.strategy, parts.strategy_options, parts.processes, whole, batches)
 
 
 def count_epochs(trainer: Mapping[str, Any]) -> int | None:
@@ -222,7 +265,8 @@ class ConfigParts:
 
     def __init__(self, config: Config, processes: Processes) -> None:
         self.processes, self.seed = processes, config.values["seed"]
-        self.strategy_options = read_strategy(config.values["trainer"])[1]
+        self.strategy, self.strategy_options = read_strategy(config.values["trainer"])
+        self.precision = str(config.values["trainer"]["precision"])
         self.width = WIDTHS.get(str(config.values["trainer"]["precision"]), 4)
         anywhere = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
         alone = {"cluster": "off", "fast_dev_run": False, "enable_progress_bar": False, "enable_model_summary": False}

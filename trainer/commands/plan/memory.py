@@ -1,0 +1,71 @@
+"""Memory and traffic of a step besides the state, and whether all of it fits into a device. No torch."""
+
+from dataclasses import dataclass
+
+from ...errors import ConfigError, did_you_mean
+
+DEVICES = {
+    "T4": 15, "V100": 16, "V100-32": 32, "A100-40": 40, "A100": 80, "A10": 22, "A30": 24, "A40": 45, "A6000": 48,
+    "L4": 22, "L40S": 45, "H100": 80, "H200": 141, "B200": 180, "RTX3090": 24, "RTX4090": 24, "RTX5090": 32,
+    "MI250": 64, "MI300X": 192,
+}  # fmt: skip
+"""Memory of a device in 2**30 bytes, as its driver tells it, rounded down."""
+UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
+RESERVED = 0.1
+"""Share of a device that CUDA itself and the gaps of torch's allocator are expected to take."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one batch, with what autograd keeps of its forward."""
+
+    plain: int
+    """Without recomputing."""
+    recomputed: int | None = None
+    """With every one of `blocks` recomputed in backward, the largest one's own among them; None: there are none."""
+    blocks: tuple[str, ...] = ()
+    """Classes of blocks."""
+    recomputes: bool = False
+    """Whether the config has them recomputed."""
+    unknown: str = ""
+    """Why nothing of this is known."""
+
+    @property
+    def bytes(self) -> int:
+        """What the run as it is planned takes."""
+        return self.recomputed if self.recomputes and self.recomputed is not None else self.plain
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What communication takes on each rank: memory, and payloads of a step."""
+
+    buffer_bytes: int = 0
+    payloads: tuple[tuple[str, int], ...] = ()
+    """Kind of collective, and the bytes of the whole tensors that it reduces or hands out in a step."""
+
+    def sent_bytes(self, ranks: int) -> int:
+        """Return what each rank sends in a ring of `ranks`: all_reduce is a reduce_scatter and an all_gather."""
+        passes = sum((2 if kind == "all_reduce" else 1) * count for kind, count in self.payloads)
+        return passes * (ranks - 1) // ranks
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of a device's memory: "80GB", or the name of a device. Raises ConfigError for others."""
+    for name, size in DEVICES.items():
+        if text.lower() == name.lower():
+            return size * 2**30
+    for unit, bytes_each in UNITS.items():
+        number = text.removesuffix(unit).strip()
+        if text.endswith(unit) and number.replace(".", "", 1).isdecimal():
+            return int(float(number) * bytes_each)
+    hint = did_you_mean(text, DEVICES) or f" Known are {', '.join(DEVICES)}."
+    raise ConfigError(f"memory={text}: expected a size such as 80GB or 40GiB, or a device.{hint}")
+
+
+def verdict(used: int, memory: int) -> str:
+    """Return whether so many bytes fit."""
+    share = used / memory
+    if share > 1:
+        return "does not fit"
+    return "fits" if share <= 1 - RESERVED else "may not fit, since CUDA and gaps take some"
