@@ -1,6 +1,6 @@
 """Cost of `reproducible: bitwise` on two processes: step time, and bytes sent by its tree reduction.
 
-Run: python -m benchmarks.bitwise [--rounds 6] [--steps 6] [--workloads gpt mlp "gpt x 4"]
+Run: python -m benchmarks.bitwise [--rounds 6] [--steps 6] [--workloads gpt mlp "gpt x 4"] [--strategy fsdp]
 
 Three contestants train the same model on the same processes in turn (A B C, A B C, ...), so that other load affects all
 alike: a hand-written loop with DistributedDataParallel, Legato with `reproducible: order` (also DDP), and Legato with
@@ -8,7 +8,8 @@ alike: a hand-written loop with DistributedDataParallel, Legato with `reproducib
 process, which other load affects less.
 
 gpt: 25 million parameters, 512 tokens per replica; mostly arithmetic. mlp: as many parameters, 4 samples per replica;
-nearly all communication. gpt x 4: four replicas on the two processes.
+nearly all communication. gpt x 4: four replicas on the two processes. Under another strategy than ddp `order` and
+`bitwise` use that one, and gradients are clipped by their norm.
 """
 
 import argparse
@@ -66,7 +67,7 @@ class Vectors(Tokens):
 class GPT(CharacterGPT):
     """25 million parameters."""
 
-    data, batch_size = Tokens, 8
+    data, batch_size, fused = Tokens, 8, True
 
     def __init__(self) -> None:
         super().__init__(n_layer=8, n_head=8, n_embd=512, block_size=64)
@@ -75,7 +76,7 @@ class GPT(CharacterGPT):
         return self.loss(batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), 1e-4, fused=True)
+        return torch.optim.AdamW(self.parameters(), 1e-4, fused=self.fused)
 
 
 class MLP(lg.Task):
@@ -129,10 +130,11 @@ class Clock(lg.Callback):
         return [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairs]
 
 
-def train(contestant: str, kind: str, replicas: int, steps: int) -> Times:
+def train(contestant: str, kind: str, replicas: int, steps: int, strategy: str) -> Times:
     """Train for `steps` steps in this process, as one of PROCESSES."""
     torch.manual_seed(0)
     task: Any = {"gpt": GPT, "mlp": MLP}[kind]()
+    task.fused = strategy != "fsdp"  # whose parts a fused optimizer rounds otherwise
     data, clock = task.data(steps * replicas * task.batch_size), Clock()
     if contestant == "hand":
         train_by_hand(task, data, replicas // PROCESSES, clock)
@@ -140,7 +142,8 @@ def train(contestant: str, kind: str, replicas: int, steps: int) -> Times:
     trainer = lg.Trainer(
         max_epochs=1,
         accelerator="cpu",
-        strategy="ddp",
+        strategy=strategy,
+        gradient_clip_val=None if strategy == "ddp" else 1.0,
         devices=PROCESSES,
         replicas=replicas,
         reproducible=contestant,
@@ -169,7 +172,7 @@ def train_by_hand(task: Any, data: Dataset[Any], turns: int, clock: Clock) -> No
         optimizer.step()
 
 
-def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict[str, Times]]:
+def compare(rounds: int, steps: int, workloads: Sequence[str], strategy: str) -> dict[str, dict[str, Times]]:
     """Run the contestants in turn, in every process."""
     place = environment.find_place()
     assert place is not None
@@ -178,7 +181,7 @@ def compare(rounds: int, steps: int, workloads: Sequence[str]) -> dict[str, dict
     for _ in range(rounds):
         for name in workloads:
             for contestant in CONTESTANTS:
-                found[name][contestant] += train(contestant, *WORKLOADS[name], steps)
+                found[name][contestant] += train(contestant, *WORKLOADS[name], steps, strategy)
     environment.leave_process_group()
     return found
 
@@ -250,10 +253,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
+    parser.add_argument("--strategy", default="ddp", choices=["ddp", "zero1", "fsdp", "ddp_model_parallel"])
     options = parser.parse_args()
-    work = partial(compare, options.rounds, options.steps, options.workloads)
+    work = partial(compare, options.rounds, options.steps, options.workloads, options.strategy)
     for line in lines_of(environment.run_workers(work, PROCESSES, threads=1)):
         print(line)
+    if options.strategy != "ddp":
+        return
     numbers = 1_000_000
     print("\nMB that a process sends for a step, for each million float32 numbers; a ring sends 2 V (W - 1) / W")
     print(f"{'replicas':>9}{'processes':>11}{'tree':>8}{'ring':>8}")

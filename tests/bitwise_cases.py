@@ -18,6 +18,8 @@ from legato.trainer.loggers import JSONLinesLogger
 from legato.trainer.processes import environment
 
 REPLICAS = 8
+SHARDED = ("zero1", "fsdp", "mesh")
+"""Strategies under which each rank has its part of the optimizer's state, which a resume shows."""
 CLASSES = 3
 
 
@@ -181,9 +183,9 @@ class Fingerprint(lg.Callback):
             trainer.should_stop = True
 
     def on_train_end(self, trainer, task):
-        states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+        states = [] if trainer.strategy.name in SHARDED else [one.state_dict()["state"] for one in trainer.optimizers]
         self.found = {
-            "weights": digest(task.named_parameters()),
+            "weights": digest((name, whole(tensor)) for name, tensor in task.named_parameters()),
             "buffers": digest(task.named_buffers()),
             "optimizer": digest(
                 (f"{index} {name}", value)
@@ -196,6 +198,12 @@ class Fingerprint(lg.Callback):
         }
         every = trainer.strategy.collectives.gather_objects(self.found)
         assert trainer.reproducible != "bitwise" or all(other == self.found for other in every), "the processes differ"
+
+
+def whole(tensor):
+    """Return a tensor, or the whole of one of which each rank has a part."""
+    full = getattr(tensor, "full_tensor", None)
+    return tensor if full is None else full()
 
 
 def digest(named):

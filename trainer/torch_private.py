@@ -636,9 +636,11 @@ def check_input(module: Any, forward: Callable[[Tensor], Tensor], input: Tensor)
 
 # --- lists of tensors -------------------------------------------------------------------------------------------------
 FOREACH = Shortcut(
-    "torch._foreach_add_, _foreach_mul_ and _foreach_copy_",
+    "torch._foreach_add_, _foreach_mul_, _foreach_copy_ and _foreach_norm",
     "gradients are added one by one",
-    lambda: all(map(callable, (torch._foreach_add_, torch._foreach_mul_, torch._foreach_div_, torch._foreach_copy_))),
+    lambda: all(
+        callable(getattr(torch, f"_foreach_{name}", None)) for name in ("add_", "mul_", "div_", "copy_", "norm")
+    ),
 )
 
 
@@ -655,6 +657,13 @@ def multiply_each(tensors: list[Tensor], factor: float) -> None:
 def divide_each(tensors: list[Tensor], divisor: float) -> None:
     """Divide tensors in place."""
     _for_each("div_", tensors, divisor)
+
+
+def norm_of(tensor: Tensor) -> Tensor:
+    """Return the 2-norm, with the bits that torch.nn.utils.clip_grad_norm_ computes for one of its gradients."""
+    one_by_one = tensor.device.type == "cpu" or not FOREACH.usable
+    norm: Tensor = torch.linalg.vector_norm(tensor) if one_by_one else torch._foreach_norm([tensor])[0]
+    return norm
 
 
 def copy_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:

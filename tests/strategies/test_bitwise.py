@@ -11,9 +11,12 @@ from pathlib import Path
 import bitwise_cases
 import pytest
 import torch
+import torch.distributed as dist
 from bitwise_cases import CASES, Case, Noisy, run, run_all
+from torch import nn
+from torch.nn import functional
 
-from legato.trainer.errors import ConfigError, WorkerError
+from legato.trainer.errors import ConfigError, TaskError, WorkerError
 from legato.trainer.processes import environment
 
 NAMES = list(CASES)
@@ -34,7 +37,7 @@ def start(function, processes, *arguments, **options):
 
 def assert_same(found, expected):
     for name in found:
-        differing = [part for part in expected[name] if found[name][part] != expected[name][part]]
+        differing = [part for part in found[name] if found[name][part] != expected[name][part]]
         ours, theirs = found[name]["metrics"], expected[name]["metrics"]
         points = [pair for pair in zip_longest(ours, theirs) if pair[0] != pair[1]]
         assert not differing, f"{name}: other {', '.join(differing)}; other points: {points}"
@@ -210,3 +213,114 @@ def test_the_memory_alignment_of_batches_and_weights_leaves_no_trace(name, undis
     weights = replace(case, make=batches.make_out_of_line)
     for index, one in enumerate((batches, weights)):
         assert_same({name: run(one, tmp_path / str(index))}, undisturbed)
+
+
+# --- parameters and optimizer states in parts ------------------------------------------------------------------------
+FSDP = {"name": "fsdp", "shard_blocks": 40}
+SHARDED_CASES = {
+    "zero1": ("zero1", [MLP, "mlp fused adamw bf16"]),
+    "fsdp": (FSDP, [CNN, "cnn sgd bf16 clip", GPT, "gpt adamw bf16 accumulate"]),
+    "ddp_model_parallel": ("ddp_model_parallel", [GPT]),
+}
+
+
+def run_sharded(root, processes):
+    found = {name: run_all(root / name, cases, processes, strategy=it) for name, (it, cases) in SHARDED_CASES.items()}
+    return found, sent_by_fsdp(root / "sent", processes) if processes == 2 else None
+
+
+def sent_by_fsdp(root, processes):
+    """Return the bytes that a process sends to others for the gradients of a step, and those of a ring."""
+    rank, sent, real = environment.find_place().rank, [], dist.all_to_all_single
+
+    def counted(output, source, to_receive, to_send, **options):
+        sent.append((sum(to_send) - to_send[rank]) * source.element_size())
+        return real(output, source, to_receive, to_send, **options)
+
+    dist.all_to_all_single = counted
+    try:
+        steps = run_all(root, [CNN], processes, strategy=FSDP)[CNN]["counts"][0]
+    finally:
+        dist.all_to_all_single = real
+    padded = sum(
+        -(-len(one) // processes) * processes * one[0].numel() for one in bitwise_cases.Convolutions().parameters()
+    )
+    return sum(sent) / steps, padded * 4 * (processes - 1) / processes
+
+
+def without_optimizer(found):
+    return {name: {part: value for part, value in one.items() if part != "optimizer"} for name, one in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])  # four and four replicas; 3, 3 and 2
+def test_parts_have_the_bits_of_the_whole(processes, undisturbed, tmp_path):
+    """Uneven last batches, accumulation, clipping by norm and by value, dropout, batch norm, shared weights."""
+    found, sent = start(run_sharded, processes, tmp_path)
+    for one in found.values():
+        assert_same(without_optimizer(one), undisturbed)
+    assert sent is None or sent[0] == sent[1]  # each process has one whole subtree
+
+
+@pytest.mark.slow
+def test_a_sharded_run_goes_on_under_other_strategies(undisturbed, tmp_path):
+    start(stop_early, 2, tmp_path, [CNN], strategy=FSDP, max_steps=2)
+    start(stop_early, 3, tmp_path, [CNN], strategy="zero1", max_steps=4)
+    assert_same(run_all(tmp_path, [CNN], 1, checkpoints=True), undisturbed)
+
+
+class Seldom(bitwise_cases.Convolutions):
+    """One layer is used in every second batch of a replica only."""
+
+    def __init__(self):
+        super().__init__()
+        self.seldom = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 3))
+
+    def training_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        return functional.cross_entropy(logits if batch_idx % 2 else self.seldom(logits), batch[1])
+
+
+class OwnOptimizer(torch.optim.SGD):
+    pass
+
+
+class Owned(bitwise_cases.Convolutions):
+    def configure_optimizers(self):
+        return OwnOptimizer(self.parameters(), 0.1)
+
+
+def refusals(root, processes):
+    """Return what is said of runs that cannot have the same bits."""
+    messages, images = {}, Noisy(32, (2, 6, 6))
+    cases = {
+        "fused": (partial(bitwise_cases.Convolutions, "fused adamw"), FSDP, {}),
+        "own": (Owned, FSDP, {}),
+        "half": (bitwise_cases.Convolutions, {**FSDP, "half_traffic": True}, {"precision": "bf16-mixed"}),
+        "unused": (bitwise_cases.Convolutions, {**FSDP, "find_unused_parameters": True}, {}),
+        "axis": (bitwise_cases.Convolutions, {"name": "mesh", "data": 2}, {}),
+        "seldom": (Seldom, {**FSDP, "shard_blocks": 10_000}, {"accumulate_grad_batches": 2}),
+        "seldom block": (Seldom, FSDP, {"accumulate_grad_batches": 2}),
+    }
+    for name, (make, strategy, options) in cases.items():
+        try:
+            run(Case(make, images), root / name, strategy=strategy, devices=processes, replicas=processes, **options)
+        except (ConfigError, TaskError) as error:
+            messages[name] = str(error)
+    environment.leave_process_group()
+    return messages
+
+
+@pytest.mark.slow
+def test_what_would_change_the_bits_of_parts_is_refused(tmp_path):
+    said = start(refusals, 2, tmp_path)
+    patterns = {
+        "fused": "fused optimizers round",
+        "own": "OwnOptimizer may compute with more than one number",
+        "half": "half_traffic computes with rounded weights",
+        "unused": "find_unused_parameters gives parameters zeros",
+        "axis": "along the axis data torch adds up",
+        "seldom": "left parameters out",
+        "seldom block": "left parameters out",
+    }
+    assert {name: pattern in said.get(name, "") for name, pattern in patterns.items()} == dict.fromkeys(patterns, True)

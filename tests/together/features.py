@@ -13,7 +13,9 @@ from legato.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
+    Microscope,
     OnExceptionCheckpoint,
+    SpikeWatch,
     StochasticWeightAveraging,
     StragglerMonitor,
     ThroughputMonitor,
@@ -97,7 +99,8 @@ def on_two(strategy, **more):
     return arguments(strategy=strategy, devices=2, **more)
 
 
-WHOLE = {"pipeline": "averages all weights", "elastic": "cannot hand its averages"}
+WHOLE = {"pipeline": "averages all weights"}
+LOOKS = {"pipeline": "looks at all modules"}
 SHAPING = [
     Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
     Feature("clip", arguments(gradient_clip_val=0.3)),
@@ -117,7 +120,7 @@ SHAPING = [
         "swa",
         callback(lambda folder: StochasticWeightAveraging(0.05, swa_epoch_start=2, annealing_epochs=2)),
         group="ema",
-        refused=WHOLE | {"two optimizers": "one optimizer"},
+        refused=WHOLE | {"two optimizers": "one optimizer", "elastic": "pass over the training data of its own"},
     ),
     Feature(
         "accumulation schedule",
@@ -158,6 +161,7 @@ SHAPING = [
     # a save writes the step's point first, so what a later callback logs for that step is in no point
     Feature("hooks log", callback(lambda folder: Logs()), apart=("saves itself",)),
     Feature("saves itself", callback(lambda folder: Saves())),
+    Feature("microscope", callback(lambda folder: Microscope(3)), refused=LOOKS),
     Feature("sparse log", arguments(log_every_n_steps=3)),
     Feature("save by steps", lambda scene: scene.checkpoint.update(every_n_train_steps=2), group="saves"),
     Feature("save all", lambda scene: scene.checkpoint.update(save_top_k=-1), group="saves"),
@@ -186,6 +190,7 @@ NEUTRAL = [
     Feature("lr monitor", callback(lambda folder: LearningRateMonitor())),
     Feature("throughput", callback(lambda folder: ThroughputMonitor())),
     Feature("stragglers", callback(lambda folder: StragglerMonitor()), refused={"elastic": "StragglerMonitor"}),
+    Feature("spike watch", callback(lambda folder: SpikeWatch(window=3)), refused=LOOKS | {"manual": "judges a step"}),
     Feature("bar and summary", arguments(enable_progress_bar=True, enable_model_summary=True)),
     Feature("second log", lambda scene: scene.loggers.append(lambda folder: JSONLinesLogger(folder / "second.jsonl"))),
     Feature("sanity", arguments(num_sanity_val_steps=2)),
@@ -215,14 +220,14 @@ STRATEGIES = [
         refused={"manual": "automatic_optimization", "compile": "compiled steps"},
     ),
     Feature("ddp", on_two("ddp"), group="strategy", tolerance=ROUNDING, processes=True),
-    Feature("zero1", on_two("zero1"), group="strategy", tolerance=ROUNDING, processes=True, refused=SHARDED),
+    Feature("zero1", on_two("zero1"), group="strategy", tolerance=ROUNDING, processes=True),
     Feature(
         "fsdp",
         on_two({"name": "fsdp", "shard_blocks": 40}),
         group="strategy",
         tolerance=ROUNDING,
         processes=True,
-        refused=SHARDED | LOCKSTEP,
+        refused=LOCKSTEP,
     ),
     Feature(
         "data mesh",
@@ -249,7 +254,7 @@ STRATEGIES = [
         group="strategy",
         tolerance=ROUNDING,
         processes=True,
-        refused=NOT_HANDED_ON | {"ema": "ExponentialMovingAverage", "late ema": "ExponentialMovingAverage"},
+        refused=NOT_HANDED_ON,
     ),
 ]
 DISTURBANCES = [

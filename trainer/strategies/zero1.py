@@ -7,14 +7,13 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoints.shards import load_stored, with_placeholders, without_placeholders
-from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions
 from ..errors import ConfigError
 from ..processes.collectives import SINGLE
@@ -22,9 +21,6 @@ from ..processes.environment import Place
 from ..torch_private import mark_stepped
 from .ddp import DDPStrategy
 from .state_dicts import ShardedStateDicts
-
-if TYPE_CHECKING:
-    from ...tasks.task import Task
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers still use its own torch.jit.script
@@ -44,14 +40,6 @@ class Zero1Strategy(DDPStrategy):
     def _elastic_options(self, min_processes: int, join: str | None) -> ElasticOptions:
         """Refuse an elastic run."""
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
-
-    def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
-        """Prepare the placed task for training."""
-        if one_order and self.place.world_size > 1:
-            raise ConfigError(
-                "reproducible: bitwise is for strategies single, data_parallel and ddp; zero1 is not one."
-            )
-        super().setup(task, optimizers, layout, one_order)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's part and takes the rest from the others.

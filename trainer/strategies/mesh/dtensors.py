@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from ...errors import CheckpointError, ConfigError
-from ...torch_private import Tensors, local_part, own_buffers, own_parameters, unscale_each
+from ...torch_private import Tensors, local_part, norm_of, own_buffers, own_parameters, unscale_each
 
 TensorChange = Callable[[Tensor], Any]
 
@@ -252,10 +252,17 @@ def parts(tensor: Tensor) -> int:
 
 
 @torch.no_grad()
-def clip_norm(optimizer: Optimizer, limit: float, ranks: int) -> Tensor:
-    """Scale the gradients down where their norm is above `limit`; return the norm before."""
+def clip_norm(optimizer: Optimizer, limit: float, ranks: int, one_order: bool = False) -> Tensor:
+    """Scale the gradients down where their norm is above `limit`; return the norm before.
+
+    `one_order`: compute it from whole gradients, as one process does, so that the number of ranks changes no bit.
+    """
     gradients = gradients_of(optimizer)
-    norm = total_norm(gradients, ranks, device_of(optimizer))
+    norm: Tensor
+    if one_order and gradients:
+        norm = torch.linalg.vector_norm(torch.stack([norm_of(whole(gradient)) for gradient in gradients]))
+    else:
+        norm = total_norm(gradients, ranks, device_of(optimizer))
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
     for gradient in gradients:
         local = local_of(gradient)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
@@ -26,7 +26,7 @@ from ..reducers import Reducer
 from ..servers import build_remote_modules
 from ..state_dicts import ShardedStateDicts
 from . import dtensors, weight_broadcast
-from .reducer import MeshReducer
+from .reducer import MeshReducer, TreeMeshReducer
 from .sharding import Sharding, as_sharded, sharded
 from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
@@ -102,6 +102,13 @@ def refuse_empty(task: "Task", rank: int) -> None:
             f"{type(task).__name__} has no values in {empty[0]}: it is on the device meta, where whole_at_end=false "
             f"leaves a task. Take a new one; a checkpoint has its weights."
         )
+
+
+ELEMENTWISE = {
+    optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.NAdam, optim.RAdam, optim.Adamax,
+    optim.Adadelta, optim.ASGD, optim.Rprop,
+}  # fmt: skip
+"""Optimizers that update each number by its own gradient and state alone, whatever part of a parameter it is in."""
 
 
 class MeshStrategy(GroupStrategy):
@@ -245,11 +252,7 @@ class MeshStrategy(GroupStrategy):
         """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
         if self.mesh is not None:
             if one_order:
-                raise ConfigError(
-                    f"reproducible: bitwise needs gradients that meet in one order on any number of processes; "
-                    f"strategy {self.name!r} adds them up in torch's own order. Use reproducible: order, or strategy "
-                    f"ddp."
-                )
+                self._refuse_bitwise(task, optimizers)
             refuse_mesh_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
@@ -259,10 +262,39 @@ class MeshStrategy(GroupStrategy):
             self.steps.replica_buffers = self.buffers
         self.between_steps = True
 
+    def _refuse_bitwise(self, task: "Task", optimizers: Sequence[Optimizer]) -> None:
+        """Raise ConfigError for what changes the last bits with the number of processes."""
+        kinds = {parameter.dtype for parameter in task.parameters() if parameter.requires_grad}
+        odd = [type(one).__name__ for one in optimizers if type(one) not in ELEMENTWISE]
+        fused = any(group.get("fused") for one in optimizers for group in one.param_groups)
+        axes = [axis for axis in ("data", "tensor", "pipeline") if getattr(self.sizes, axis) > 1]
+        reasons = {
+            f"along the axis {' and '.join(axes)} torch adds up in an order of its own, unlike along shard": axes,
+            "half_traffic computes with rounded weights, which one process does not": self.sharding.half_traffic,
+            "find_unused_parameters gives parameters zeros that have no gradient in one process": self.finds_unused,
+            "cpu_offload updates weights on the host, one process on its device": (
+                self.sharding.cpu_offload and self.device.type != "cpu"
+            ),
+            f"{', '.join(odd)} may compute with more than one number of a parameter at a time": odd,
+            "fused optimizers round the last numbers of a part otherwise than those within it": (
+                fused and self.device.type == "cpu"
+            ),
+            "norms of gradients of several types have no order of their own in torch": len(kinds) > 1,
+        }
+        found = "; ".join(reason for reason, holds in reasons.items() if holds)
+        if found:
+            raise ConfigError(
+                f"reproducible: bitwise under strategy {self.name!r}: {found}. Leave that out, or use strategy ddp or "
+                f"zero1, or reproducible: order."
+            )
+
     def _reducer_for(self, task: "Task") -> Reducer:
         if self.mesh is None:
             return super()._reducer_for(task)
-        return MeshReducer(task.parameters(), as_sharded(self.steps), self.sizes.tensor > 1, self.collectives)
+        root = as_sharded(self.steps)
+        if self.one_order and root is not None:
+            return TreeMeshReducer(task, root, self.layout, self.data_ranks)
+        return MeshReducer(task.parameters(), root, self.sizes.tensor > 1, self.collectives)
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host, or one without values; every rank calls it."""
@@ -294,9 +326,9 @@ class MeshStrategy(GroupStrategy):
         self.reducer.set_sync(last)
         self.buffers.settle()
         # once a step, as DDP does in its forward; accumulated batches go on with their own statistics
-        if self.between_steps:
+        if self.between_steps and not self.one_order:  # the tree's reducer aligns them after each step
             self.align_buffers()
-            self.between_steps = False
+        self.between_steps = False
         with self.precision.forward_context():
             output = self.steps("training_step", *arguments)
         if output is None and self.data_ranks.size > 1:
@@ -366,7 +398,7 @@ class MeshStrategy(GroupStrategy):
         if algorithm == "value":
             dtensors.clip_value(optimizer, limit)
             return None
-        return dtensors.clip_norm(optimizer, limit, self.place.world_size)
+        return dtensors.clip_norm(optimizer, limit, self.place.world_size, self.one_order)
 
 
 class MeshSteps(nn.Module):
