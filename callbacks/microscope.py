@@ -3,6 +3,7 @@
 import re
 from typing import TYPE_CHECKING, Any
 
+from ..trainer.errors import ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Microscope(Callback):
         self._handles: list[Any] = []
         self._step = -1
 
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Raise ConfigError where this process has some of the modules only."""
+        refuse_parts(self, trainer, stage)
+
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Attach, where the first step is one to look at."""
         self._step = trainer.global_step
@@ -55,6 +60,11 @@ class Microscope(Callback):
             self._log(trainer, task)
         self._detach()
         self._attach_if_due(trainer, task)
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin again with a step that other processes do again (elastic)."""
+        self._detach()
+        self.on_train_start(trainer, task)
 
     def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Detach, also after an error."""
@@ -107,6 +117,15 @@ class Microscope(Callback):
         if trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_metrics(values, trainer.global_step)
+
+
+def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
+    """Raise ConfigError for a training whose processes have some of the modules each."""
+    if stage == "fit" and not trainer.strategy.has_all_weights:
+        raise ConfigError(
+            f"{type(callback).__name__} looks at all modules, of which a process of strategy {trainer.strategy.name!r} "
+            f"has some only (those of its own stages, or none of the remote ones): remove it, or set pipeline to 1."
+        )
 
 
 def norm(tensors: "list[Any]") -> float:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..trainer.errors import ConfigError, did_you_mean
 from .callback import Callback
-from .microscope import moments, norm, summary_of
+from .microscope import moments, norm, refuse_parts, summary_of
 
 if TYPE_CHECKING:
     import torch
@@ -82,6 +82,7 @@ class SpikeWatch(Callback):
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Forget the last run. Raises ConfigError where steps cannot be judged."""
+        refuse_parts(self, trainer, stage)
         if stage != "fit":
             return
         self._ranges, self._in_a_row, self._losses, self.spikes = {}, 0, [], []
@@ -95,6 +96,10 @@ class SpikeWatch(Callback):
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Forget the losses of a step that was not finished."""
+        self._losses = []
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Forget the losses of a step that is done again in other processes (elastic)."""
         self._losses = []
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "torch.Tensor") -> None:
@@ -112,14 +117,14 @@ class SpikeWatch(Callback):
             self._in_a_row = 0
             self._count(values)
             return False
-        self._in_a_row += 1
         before = 0
         # after a rewind the count in a row is the checkpoint's; the steps left out are known all the same
         while step - before - 1 in trainer.state.left_out:
             before += 1
-        is_level = max(self._in_a_row, before + 1) > self.most_in_a_row
+        is_level = max(self._in_a_row, before) >= self.most_in_a_row
         then = "warn" if is_level else self.then
         self._report(trainer, task, values, above, then)
+        self._in_a_row += 1  # what is counted comes after all that ranks do together: where one dies, it is done again
         if is_level:
             self._count(values)
         if then == "rewind":

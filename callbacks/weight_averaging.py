@@ -50,10 +50,6 @@ class WeightAveraging(Callback):
                 f"{trainer.strategy.name!r} has some only (those of its own stages, or none of the remote modules'): "
                 f"remove it, set pipeline to 1, or keep the modules here."
             )
-        trainer.strategy.elastic.for_stage(stage).refuse(
-            f"{type(self).__name__} cannot hand its averages to processes that join an elastic run: remove it, or "
-            f"elastic=true."
-        )
         if stage == "fit":
             self.updates, self.averages, self._unsharded, self._step = 0, {}, {}, 0
 
@@ -64,6 +60,14 @@ class WeightAveraging(Callback):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Update the averages after an optimizer step."""
+        self._follow(trainer, task)
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Use the averages that another process of an elastic run has sent, and make up for an update cut off."""
+        self._shard_averages(task)
+        self._follow(trainer, task)
+
+    def _follow(self, trainer: "Trainer", task: "Task") -> None:
         step = trainer.global_step
         if step == self._step:
             return
@@ -150,11 +154,12 @@ class WeightAveraging(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the averages. Collective under a sharded strategy."""
         whole = self.averaged_state_dict()
-        return {"updates": self.updates, "averages": whole} if whole else {}
+        return {"updates": self.updates, "averages": whole, "step": self._step} if whole else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the averages; they are sharded when training or evaluation begins."""
         self.updates, self._unsharded, self.averages = state_dict["updates"], dict(state_dict["averages"]), {}
+        self._step = state_dict.get("step", -1)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Raise TaskError while the task holds the averages instead of the trained weights."""

@@ -9,7 +9,7 @@ import torch
 from resumed_run import SAMPLES, STEPS, Augmented, Net, everything, lines, loaders, make_trainer
 from tiny import Tiny, make_loader
 
-from legato.callbacks import SpikeWatch
+from legato.callbacks import Microscope, SpikeWatch
 from legato.trainer.checkpoints import store
 from legato.trainer.data.sampling import epoch_key, permutation
 from legato.trainer.errors import ConfigError
@@ -66,10 +66,11 @@ def watch(then="warn", **options):
 
 
 TWO = {"devices": 2, "strategy": "ddp"}
+FSDP = {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": 8}}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [{}, TWO])
+@pytest.mark.parametrize("processes", [{}, TWO, FSDP])
 def test_a_rewound_run_is_that_which_was_told_to_leave_the_spikes_out(tmp_path, processes):
     """Dropout, batch norm, AdamW, two schedules, torchmetrics objects; to the bit, also in two processes."""
     spikes = steps_of_bad_sample()
@@ -81,7 +82,8 @@ def test_a_rewound_run_is_that_which_was_told_to_leave_the_spikes_out(tmp_path, 
     assert [record["step"] for record in records] == spikes
     assert all(BAD in [i for one in r["samples"] for i in one["indices"][""]] for r in records)
     assert records[0]["loss"] > 1e3 > records[0]["limits"]["loss"]
-    assert {"gradients/net.0", "weights/net.4", "activations/net.2.kurtosis"} <= records[0]["modules"].keys()
+    seen = {"gradients/net.0", "weights/net.4"} | ({"activations/net.2.kurtosis"} if processes is not FSDP else set())
+    assert seen <= records[0]["modules"].keys()
     assert not (told.run_dir / "spikes.jsonl").exists()
 
 
@@ -101,11 +103,17 @@ def test_the_steps_left_out_are_part_of_the_state(tmp_path):
     assert resumed.state.left_out == around
 
 
+MESH = {"devices": 2, "strategy": {"name": "mesh", "data": 2}, "reproducible": "order"}
+
+
 @pytest.mark.slow
-def test_a_skipped_spike_is_a_step_that_was_left_out(tmp_path):
-    skipped, one = fit(tmp_path / "skipped", watch("skip"))
-    told, other = fit(tmp_path / "told", watch(), leave_out_steps=steps_of_bad_sample())
-    assert torch.equal(everything(skipped, one), everything(told, other))
+@pytest.mark.parametrize("processes", [{}, FSDP, MESH])
+def test_a_skipped_spike_is_a_step_that_was_left_out(tmp_path, processes):
+    skipped, one = fit(tmp_path / "skipped", watch("skip"), **processes)
+    told, other = fit(tmp_path / "told", watch(), leave_out_steps=steps_of_bad_sample(), **processes)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(one.parameters(), other.parameters(), strict=True))
+    if not processes:
+        assert torch.equal(everything(skipped, one), everything(told, other))
     assert skipped.state.skipped_steps == 3
     assert skipped.callbacks[2].spikes == steps_of_bad_sample()
 
@@ -156,12 +164,20 @@ def test_without_a_checkpoint_the_update_is_dropped(trainer, caplog):
     assert (made.state.skipped_steps, made.state.left_out) == (1, [])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_judged_is_refused(trainer):
     class Manual(Tiny):
         automatic_optimization = False
 
     with pytest.raises(ConfigError, match="SpikeWatch judges a step"):
         trainer(callbacks=[SpikeWatch()]).fit(Manual(), make_loader(20))
+    pipeline = {"strategy": {"name": "mesh", "pipeline": 2}, "devices": 2}
+    for callback in (SpikeWatch(), Microscope()):
+        with pytest.raises(ConfigError, match=f"{type(callback).__name__} looks at all modules"):
+            trainer(callbacks=[callback], **pipeline).fit(Tiny(), make_loader(20))
+    elastic = {"strategy": {"name": "ddp", "elastic": True}, "devices": 2}
+    with pytest.raises(ConfigError, match="needs processes that stay"):
+        trainer(callbacks=[SpikeWatch(then="rewind")], **elastic).fit(Tiny(), make_loader(20))
     for options, said in (
         ({"then": "rewnid"}, "Did you mean 'rewind'"),
         ({"window": 1}, "window"),

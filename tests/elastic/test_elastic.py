@@ -600,6 +600,44 @@ def test_without_bitwise_the_run_is_healed_too(tmp_path, folder):
     assert trainer.global_step == STEPS
 
 
+class Spiky(Net):
+    """The loss of two steps is a hundred thousand times as large, with some of the gradient's directions."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * 1e5 if self.global_step in (31, 62) else loss
+
+
+def watched(root, folder=None, **options):
+    """Train with averaged weights and dropped spikes; return all that comes of it."""
+    averages, spikes = lg.callbacks.ExponentialMovingAverage(0.9), lg.callbacks.SpikeWatch(50, 8, "skip")
+    task, trainer = fit(root, task=Spiky(folder), callbacks=[averages, spikes], **options)
+    averages, spikes = (one for one in trainer.callbacks if type(one) in (type(averages), type(spikes)))
+    assert spikes.spikes == [32, 63]
+    found = averages.averaged_state_dict()
+    records = [json.loads(line) for line in (trainer.run_dir / "spikes.jsonl").read_text().splitlines()]
+    seen = [(record["step"], record["loss"], record["gradient_norm"]) for record in records]
+    return digest(task), points(trainer), averages.updates, {n: v.tolist() for n, v in found.items()}, seen
+
+
+@pytest.mark.slow
+def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_path, folder):
+    def plan(killer):
+        for _ in range(3):
+            time.sleep(killer.random.random() * 0.3)
+            killer.kill(killer.random.choice(killer.wait_for_members(2)))
+        hold = folder / "hold-0.05"
+        hold.touch()  # while the task holds its averages
+        killer.kill(killer.wait(lambda: len(killer.living("validating")) > 1 and killer.living("validating"))[0])
+        hold.unlink()
+
+    expected = watched(tmp_path / "alone")
+    with Killer(folder, plan, kills=4) as killer:
+        found = watched(tmp_path, folder, elastic=True, devices=3, max_restarts=4)
+    assert len(killer.dead) == 4
+    assert found == expected
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("options", "message"),

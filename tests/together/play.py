@@ -31,7 +31,7 @@ from legato.trainer.loggers.tensorboard import put_last
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
     r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|\.run|status\.json|"
-    r"environment\.json|README\.txt|uncommitted\.diff|"
+    r"environment\.json|README\.txt|uncommitted\.diff|spikes\.jsonl|"
     r"checkpoints/(step-\d{8}|mine)/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
 )
 
