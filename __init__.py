@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .tasks.task import Task as Task
     from .trainer import loggers as loggers
     from .trainer import strategies as strategies
+    from .trainer.commands.replay.replay import replay as replay
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
     from .trainer.processes.environment import rank_zero_only as rank_zero_only
@@ -32,6 +33,7 @@ __all__ = [
     "loggers",
     "rank_zero_only",
     "read_metrics",
+    "replay",
     "seed_everything",
     "strategies",
     "tasks",
@@ -45,6 +47,7 @@ _HOMES = {
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".trainer.processes.environment",
     "read_metrics": ".trainer.run_directory",
+    "replay": ".trainer.commands.replay.replay",
     "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {

@@ -336,6 +336,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         else:
             scheduler.step(metric)
 
+    # --- what is said of it -----------------------------------------------------------------------------------------
+    def describe_batch(self, batch: Any) -> str | None:
+        """Return what `legato samples --show` prints of a batch; None: the shapes and ranges of its tensors."""
+        return None
+
     # --- rest -------------------------------------------------------------------------------------------------------
     def freeze(self) -> None:
         """Disable gradients of all parameters, and switch to evaluation mode."""

@@ -171,6 +171,7 @@ TASK_METHODS = (
     *STEP_NAMES,
     *LOADER_HOOKS,
     *CONFIGURERS,
+    "describe_batch",
     *(name for name in vars(DataHooks) if not name.startswith("_")),
 )
 

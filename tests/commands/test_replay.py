@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,54 @@ def test_mistakes_are_named() -> None:
     ):
         assert said in legato("replay", run, *words, fails=True).stderr
     assert "There is no run" in legato("replay", str(RUN / "nothing"), "step=1", fails=True).stderr
+
+
+SCRIPT = """
+import sys
+import torch
+import legato as lg
+from legato.callbacks import Checkpoint
+from torch.utils.data import DataLoader
+from points import Net, Points
+
+def make(**more):
+    task = Net()
+    keeps = [Checkpoint(every_n_train_steps=4, save_top_k=-1, dirpath="kept")]
+    trainer = lg.Trainer(max_epochs=3, log_every_n_steps=1, accelerator="cpu", callbacks=keeps, **more)
+    return trainer, task, DataLoader(Points(), 3, shuffle=True), DataLoader(Points(8), 3)
+
+if __name__ == "__main__":
+    trainer, task, training, validation = make(devices=int(sys.argv[1]), reproducible=sys.argv[2])
+    trainer.fit(task, training, validation)
+"""
+AGAIN = """
+import sys
+import legato as lg
+from script import make
+found = lg.replay("runs/default/version_0", *make(devices=1, reproducible=sys.argv[2]), step=7, until=8)
+print([(one["step"], one["loss"]) for one in found.steps()])
+"""
+
+
+@pytest.mark.parametrize(("processes", "reproducible"), [("1", "order"), ("2", "bitwise")])
+def test_a_run_of_ones_own_script_is_replayed_by_what_the_script_makes(
+    folder: Path, processes: str, reproducible: str
+) -> None:
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "again.py").write_text(AGAIN)
+    run_script(folder, "script.py", processes, reproducible)
+    before, kept = tree(RUN), tree(folder / "kept")
+    points = {point["step"]: point.get("train/loss_step") for point in json_lines(RUN / "metrics.jsonl")}
+    done = run_script(folder, "again.py", processes, reproducible)
+    assert "equal to the bit" in done
+    told = dict(re.findall(r"\((\d+), ([\d.e+-]+)\)", done))
+    assert [float(told[step]) for step in ("7", "8")] == pytest.approx([points[7], points[8]], rel=1e-6)
+    assert (tree(RUN), tree(folder / "kept")) == (before, kept)
+    refused = legato("replay", str(RUN), "step=3", fails=True).stderr
+    assert "legato.replay(run, trainer, task, loader, step=N)" in refused
+
+
+def run_script(folder: Path, *words: str) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

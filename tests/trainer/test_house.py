@@ -130,9 +130,8 @@ Nothing is added to it: a module takes what it needs of the run as arguments, or
 """
 
 
-TABLES = {
-    f"legato.{room}" for room in ("callbacks", "tasks", "trainer.launchers", "trainer.loggers", "trainer.strategies")
-}
+LISTS = "callbacks", "tasks", "trainer.launchers", "trainer.loggers", "trainer.strategies"
+TABLES = {"legato", *(f"legato.{room}" for room in LISTS)}
 """Rooms whose __init__ only lists names, imported when first asked for."""
 
 

@@ -44,6 +44,7 @@ def test_the_public_names():
         "loggers",
         "rank_zero_only",
         "read_metrics",
+        "replay",
         "seed_everything",
         "strategies",
         "tasks",

@@ -57,13 +57,16 @@ class RunHistory:
     checkpoint after it, so the config in that one is the step's; after the newest one it is the run directory's.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, folders: Sequence[Path] | None = None) -> None:
+        """`folders` with checkpoints besides the run directory's own; None: the run has a config, which names them."""
+        self.directory, self.folders = directory, folders
         self.config_file = directory / CONFIG
-        if not self.config_file.is_file():
+        if folders is None and not self.config_file.is_file():
             raise ConfigError(
                 f"{directory} has no {CONFIG}: expected the directory of a run that `legato fit` has begun, such as "
-                f"runs/NAME/version_0. A run of a script of one's own has no config to build it from again."
+                f"runs/NAME/version_0. A run of a script of one's own has no config to build it from again: let the "
+                f"script make trainer, task and loaders once more and call legato.replay(run, trainer, task, loader, "
+                f"step=N)."
             )
 
     @classmethod
@@ -94,6 +97,8 @@ class RunHistory:
     @cached_property
     def _elsewhere(self) -> list[Path]:
         """The folders of Checkpoint callbacks outside of the run directory."""
+        if self.folders is not None:
+            return list(self.folders)
         sections = load_config([str(self.config_file)]).values.get("callbacks") or {}
         given = (one.get("dirpath") for one in sections.values())
         return [Path(one) for one in given if isinstance(one, str)]

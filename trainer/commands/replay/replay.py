@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,22 +13,26 @@ from ....callbacks.callback import Callback
 from ....callbacks.checkpoint_callback import CheckpointCallback
 from ....callbacks.device_stats_monitor import DeviceStatsMonitor
 from ....callbacks.progress_bar import ProgressDisplay
+from ....callbacks.spike_watch import SpikeWatch
 from ....callbacks.straggler_monitor import StragglerMonitor
 from ....callbacks.throughput_monitor import ThroughputMonitor
 from ....callbacks.timer import Timer
 from ...checkpoints.run_names import REPLAY
 from ...config.build import build_config
 from ...errors import ConfigError, DataError, LegatoError
-from ...loggers.json_lines import FILE_NAME
+from ...loggers.json_lines import FILE_NAME, JSONLinesLogger
+from ...loggers.tensorboard import TensorBoardLogger
 from ...messages import STDOUT
 from ..plan.plan import shown_count
 from ..plan.processes import find_processes
 from .history import RunHistory
 from .samples import left_out
-from .watchers import STEPS_FILE, LeaveOutSteps
+from .watchers import STEPS_FILE, LeaveOutSteps, StepReport, StopAfterStep
 
 if TYPE_CHECKING:
+    from ....tasks.task import Task
     from ...config.check import Config
+    from ...trainer import Trainer
     from .history import CheckpointRecord
 
 NOT_REPLAYED = (CheckpointCallback, ProgressDisplay, ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer)
@@ -183,21 +188,86 @@ def replay_steps(
             )
     config = replay_config(history, first, overrides, every_step)
     run = build_config(config)
-    trainer = run.trainer
+    gone = [step for step in left_out(history) if not (as_if_not_left_out and first <= step <= last)]
+    resume: Any = config.values["resume"]
+    fit = partial(run.trainer.fit, run.task, datamodule=run.data, resume=None if resume == "auto" else resume)
+    fit_again(history, run.trainer, run.task, fit, (first, last), directory, [LeaveOutSteps(gone), *watchers])
+    compared, begun = first - 1 if as_if_not_left_out else last, source.step if source else 0
+    return Replayed(history, source, begun + 1, compared, directory, *sameness(history, first, config))
+
+
+def fit_again(
+    history: RunHistory,
+    trainer: "Trainer",
+    task: "Task",
+    fit: Callable[..., None],
+    steps: tuple[int, int],
+    directory: Path,
+    callbacks: Sequence[Callback],
+) -> None:
+    """Train from the newest checkpoint before the first of some steps, where the callbacks stop it at the last.
+
+    Raises DataError where the run has no such step.
+    """
+    source = history.before(steps[0])
     trainer.given_dir = directory
     trainer.min_steps = trainer.min_epochs = None
     trainer.max_time = None
-    gone = [step for step in left_out(history) if not (as_if_not_left_out and first <= step <= last)]
-    trainer.callbacks = [*without_recorders(trainer.callbacks), LeaveOutSteps(gone), *watchers]
-    configure = run.task.configure_callbacks
-    run.task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
-    resume: Any = source.path if source else config.values["resume"]
-    begun = source.step if source else 0
-    trainer.fit(run.task, datamodule=run.data, resume=resume if resume != "auto" else None)
-    if trainer.global_step < last:
-        raise DataError(f"The replay ended after step {trainer.global_step}, before step {last}: the run has none.")
-    compared = first - 1 if as_if_not_left_out else last
-    return Replayed(history, source, begun + 1, compared, directory, *sameness(history, first, config))
+    trainer.callbacks = [*without_recorders(trainer.callbacks), *callbacks]
+    configure = task.configure_callbacks
+    task.__dict__["configure_callbacks"] = lambda: without_recorders(configure())
+    fit(**({} if source is None else {"resume": source.path}))
+    if trainer.global_step < steps[1]:
+        raise DataError(f"The replay ended after step {trainer.global_step}, before step {steps[1]}: the run has none.")
+
+
+def replay(
+    run: str | Path,
+    trainer: "Trainer",
+    task: "Task",
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    datamodule: Any = None,
+    *,
+    step: int,
+    until: int | None = None,
+) -> Replayed:
+    """Compute steps of a run of one's own script again; the run itself stays as it is.
+
+    Trainer, task and data are made as the script made them for the run; one process will do (`devices=1`), whatever the
+    run had. Training begins at the newest checkpoint before `step`, without loggers and callbacks that write, and stops
+    after `until`, by default `step`. What is logged is held against the run's metrics.jsonl, and the result printed.
+    Returns the replay, whose `steps()` has loss, gradient norms by module and learning rates of each step.
+
+    Raises LegatoError where the replay is not what the run did.
+    """
+    last = step if until is None else until
+    folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath is not None]
+    history = RunHistory(Path(run), folders)
+    if not 1 <= step <= last <= history.last_step:
+        raise ConfigError(
+            f"Steps {step} to {last} of {run}: they count from 1, the last one is not before the first, and the newest "
+            f"that is known of this run is {history.last_step}."
+        )
+    source, directory = history.before(step), new_directory(history.directory)
+    if source is None and trainer.replicas is None and history.checkpoints:
+        trainer.replicas = history.checkpoints[0].state.replicas
+    trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
+    trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
+    trainer.max_restarts, trainer.requeue = 0, False
+    for one in trainer.callbacks:
+        if isinstance(one, SpikeWatch):
+            one.then, one.drops_steps = ("skip", True) if one.then == "skip" else ("warn", False)
+    watchers: list[Callback] = [
+        LeaveOutSteps(left_out(history)), StepReport(step, last), StopAfterStep(last),
+    ]  # fmt: skip
+    fit = partial(trainer.fit, task, train_dataloaders, val_dataloaders, datamodule)
+    fit_again(history, trainer, task, fit, (step, last), directory, watchers)
+    bitwise, begun = trainer.reproducible == "bitwise", source.step if source else 0
+    why = f"reproducible: {trainer.reproducible}"
+    replayed = Replayed(history, source, begun + 1, last, directory, bitwise, why)
+    conclude(replayed.comparison())
+    return replayed
 
 
 def differs_after(history: RunHistory, record: "CheckpointRecord") -> bool:

@@ -331,10 +331,10 @@ def shown_steps(lookup: SampleLookup, options: SamplesArguments) -> Iterator[str
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:
     """Yield each batch as the task describes it, or by the shapes of its tensors."""
-    describe = getattr(task, "describe_batch", None) or described_shapes
     for item in items:
+        told = task.describe_batch(item.batch)
         yield f"  replica {item.replica}, batch {item.batch_idx:,}:"
-        yield textwrap.indent(str(describe(item.batch)), "    ")
+        yield textwrap.indent(described_shapes(item.batch) if told is None else str(told), "    ")
 
 
 def described_shapes(batch: Any, name: str = "batch") -> str:
