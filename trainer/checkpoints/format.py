@@ -107,6 +107,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
             "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    # the format wants the data to begin at a multiple of 8 bytes
     text += b" " * (-len(text) % 8)
     with HashedFile(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -329,6 +330,7 @@ def unflatten(
 
     A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if something does not match.
     """
+    # Each tensor must be claimed by one mark: one that nothing mentions tells of files that do not belong together.
     left = _Unclaimed({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
     if files is not None:
         left.files, left.some_parts = files, parts is None
@@ -349,6 +351,7 @@ def unflatten(
 def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
     if len(path) > DEPTH:
         raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} deep; does it contain itself?")
+    # before int, of which bool is a subclass
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):  # str Enum included: JSON has only its text

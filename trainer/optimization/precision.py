@@ -43,6 +43,7 @@ class Precision:
         self.weights_dtype: torch.dtype | None = _WEIGHTS.get(self.name)
         """Dtype of parameters, buffers and input; None leaves them unchanged."""
         self.autocast_dtype: torch.dtype | None = _AUTOCAST.get(self.name)
+        # float16 has 5 bits of exponent: gradients below 6e-8 would be zero. bfloat16 has float32's range.
         self.scaler: torch.amp.GradScaler | None = (
             torch.amp.GradScaler(device_type) if self.name == "16-mixed" else None
         )

@@ -107,6 +107,7 @@ class Recorder(Callback):
         """Record a completed step."""
         if trainer.global_step == self.step:
             return
+        # kernels are launched ahead of the device: without this a step's time would be that of its launches
         for device in trainer.strategy.task_devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
@@ -153,6 +154,7 @@ class Recorder(Callback):
         path = trainer.run_dir / f"{self.name}-{record.rank}.json"
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(asdict(record)))
+        # whole or not there: the reader may look after this rank was killed
         partial.replace(path)
 
 
@@ -186,6 +188,7 @@ def make_trial(
         arguments[argument] = min(limit, batches) if isinstance(limit, int) else batches if limit else 0
     watching = [callback for callback in original.callbacks if not isinstance(callback, SKIPPED)]
     saving = [Checkpoint(every_n_epochs=0)] if original.checkpoint_callback is not None else []
+    # shallow, as the trial changes it: the objects beside it are shared, and none points back to a strategy
     strategy: Any = copy.copy(original.strategy)
     elastic, strategy.elastic = strategy.elastic, Elasticity()  # no process leaves or joins a trial
     if find_unused or elastic.changes:

@@ -369,6 +369,7 @@ class RemoteStateDicts(StateDicts):
             {server: remote.call(server, remote.served_optimizer_state) for server in servers_of(self.remotes)},
             0,
         )
+        # renumbered as in one process, where remote modules' parameters lie among the others
         for position, (server, index) in enumerate(self._places()):
             state = own if server is None else states[server]
             if index in state["state"]:
