@@ -136,19 +136,20 @@ class BaseFinetuning(Callback):
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Freeze."""
         if stage == "fit":
-            self._added, self._newest_epoch, self._given_groups = [], -1, []
+            self._added, self._trained, self._newest_epoch, self._given_groups = [], [], -1, []
             self.freeze_before_training(task)
 
     def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
-        """Train the parameters that the saved run had trained."""
+        """Remember what the saved run had trained."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if trainer.stage == "fit" and state:
             self._added, self._trained = state["added"], state["trained"]
-            for name, parameter in task.named_parameters():
-                parameter.requires_grad = name in self._trained
 
     def extend_optimizers(self, task: "Task", optimizers: "list[Any]") -> None:
-        """Add the parameter groups of the saved run."""
+        """Add the parameter groups of the saved run, and train what it had trained."""
+        # not earlier: configure_optimizers may have given its optimizer the parameters that are trained at first
+        for name, parameter in task.named_parameters() if self._trained else ():
+            parameter.requires_grad = name in self._trained
         # before optimizers are loaded: a state with more groups than the task has made would be refused
         self._given_groups, parameters = [len(one.param_groups) for one in optimizers], dict(task.named_parameters())
         for optimizer, groups in zip(optimizers, self._added, strict=False):

@@ -165,6 +165,21 @@ def test_finetuning_of_ones_own(tmp_path):
         make_trainer(tmp_path, BackboneFinetuning()).fit(Headless(), loader())
 
 
+def test_finetuning_goes_on_where_the_optimizer_was_given_what_is_trained(tmp_path):
+    class Trained(Parts):
+        def configure_optimizers(self):
+            return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+
+    groups = []
+    for epochs in (2, 4):
+        trainer, task = make_trainer(tmp_path, Own(), max_epochs=epochs, enable_checkpointing=True), Trained()
+        trainer.fit(task, loader(), resume="auto")
+        groups.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
+    assert groups[0] == groups[1]
+    assert len(groups[0]) == 2
+    assert all(parameter.requires_grad for parameter in task.parameters())
+
+
 class Headless(lg.Task):
     """Has no backbone."""
 

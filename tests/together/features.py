@@ -3,9 +3,10 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from together.scene import Counts, Draws, Logs, Reads, Saves, Says, Scene, Validates
+from together.scene import Counts, Draws, Logs, Reads, Saves, Says, Scene, Validates, Writes
 
 from legato.callbacks import (
+    BackboneFinetuning,
     Checkpoint,
     DeviceStatsMonitor,
     EarlyStopping,
@@ -147,6 +148,7 @@ SHAPING = [
     Feature("plateau", task(scheduler="epoch plateau"), group="scheduler"),
     Feature("step scheduler", task(scheduler="step"), group="scheduler"),
     Feature("freeze", task(freeze=True)),
+    Feature("backbone", callback(lambda folder: BackboneFinetuning(1, backbone_initial_ratio_lr=0.5)), group="freeze"),
     Feature("leave epoch", task(leave=True)),
     Feature("no loss", task(none=True)),
     Feature("max steps", arguments(max_steps=7, max_epochs=-1)),
@@ -204,6 +206,7 @@ NEUTRAL = [
     Feature("fit before", around("fit before")),
     Feature("validate before", around("validate before")),
     Feature("evaluate after", around("evaluate after")),
+    Feature("prediction writer", both(callback(Writes), around("predict after"))),
     Feature("compile", arguments(compile={"backend": "eager"}), tolerance=ROUNDING, slow=True),
 ]
 STRATEGIES = [

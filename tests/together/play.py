@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
-from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, make_loader, make_trainer
+from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, Writes, make_loader, make_trainer
 
 import legato as lg
 from legato.trainer.checkpoints import store
@@ -205,6 +205,13 @@ def play(scene: Scene, folder: Path, steps: list[int]) -> Result:
             problems.append(f"validate after fit found {values}")
         if any(not torch.equal(value, weights[name]) for name, value in task.state_dict().items()):
             problems.append("validate after fit changed the task's weights")
+    if "predict after" in scene.around:
+        loaders = make_loader(HELD_OUT, scene.data, shuffle=False)
+        trainer.predict(task, loaders, return_predictions=False)
+        writer = next(one for one in trainer.callbacks if isinstance(one, Writes))
+        for index, loader in enumerate(loaders if isinstance(loaders, list) else [loaders]):
+            if writer.found(index) != list(range(len(loader.dataset))):
+                problems.append(f"predict after fit wrote the samples {writer.found(index)} of loader {index}")
     return result
 
 

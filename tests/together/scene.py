@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import legato as lg
-from legato.callbacks import Checkpoint
+from legato.callbacks import Checkpoint, PredictionWriter
 from legato.trainer.loggers.logger import Logger
 
 SAMPLES, HELD_OUT, BATCH, EPOCHS = 26, 10, 4, 3
@@ -38,7 +38,7 @@ class Scene:
     checkpoint: dict[str, Any] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     around: list[str] = field(default_factory=list)
-    """What else is done with the trainer: "fit before", "validate before", "evaluate after"."""
+    """What else is done with the trainer: "fit before", "validate before", "evaluate after", "predict after"."""
     stops_at: list[int] = field(default_factory=list)
     """Steps at which a run ends by max_steps, to be resumed."""
     tolerance: float = 0.0
@@ -115,6 +115,14 @@ class Net(lg.Task):
             self.largest_metric = torchmetrics.MaxMetric()
             self.validation_metric = torchmetrics.MeanSquaredError()
 
+    @property
+    def backbone(self):
+        """What BackboneFinetuning freezes."""
+        return self.net[0]
+
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return self.net(batch[0])
+
     def error(self, batch):
         inputs, targets, _ = batch
         return nn.functional.mse_loss(self.net(inputs), targets)
@@ -171,7 +179,8 @@ class Net(lg.Task):
         if self.options.get("two optimizers"):
             first = torch.optim.SGD(self.net[:2].parameters(), lr=0.05, momentum=0.9)
             return first, torch.optim.AdamW(self.net[2:].parameters(), lr=0.01, eps=1e-3)
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        parameters = [one for one in self.parameters() if one.requires_grad]
+        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
         kind, schedulers = self.options.get("scheduler", "epoch"), []
         if "epoch" in kind:
             schedulers.append({"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)})
@@ -192,6 +201,27 @@ class Draws(lg.Callback):
 
     on_train_epoch_start = on_train_batch_end = on_validation_start = on_validation_batch_start = draw
     on_validation_end = on_before_zero_grad = on_after_backward = on_save_checkpoint = on_train_epoch_end = draw
+
+
+class Writes(PredictionWriter):
+    """Writes which samples were predicted, each process into a file of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("batch_and_epoch")
+        self.folder = folder / "predicted"
+
+    def write_on_batch_end(self, trainer, task, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        self.folder.mkdir(exist_ok=True)
+        with (self.folder / f"{dataloader_idx}-{trainer.global_rank}.txt").open("a", encoding="utf-8") as file:
+            file.writelines(f"{int(index)}\n" for index in batch[2])
+        assert list(batch_indices) == batch[2].tolist()
+
+    def write_on_epoch_end(self, trainer, task, predictions, batch_indices):
+        assert len(batch_indices) == len(trainer.num_predict_batches)
+
+    def found(self, loader: int) -> list[int]:
+        """Return the samples of a loader that were predicted, by all processes."""
+        return sorted(int(line) for path in self.folder.glob(f"{loader}-*.txt") for line in path.read_text().split())
 
 
 class Reads(lg.Callback):
