@@ -23,10 +23,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A local MLflow store, which MLflow 3 wants to be asked for."""
-    imported("mlflow")
+    """A local MLflow store, which MLflow 3 wants to be asked for; the process forgets it afterwards."""
+    mlflow = imported("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    return str(tmp_path / "mlruns")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # which MLflow sets too
+    before = mlflow.get_tracking_uri()
+    yield str(tmp_path / "mlruns")
+    mlflow.set_tracking_uri(before)
 
 
 class Kept(Validated):
