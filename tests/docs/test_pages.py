@@ -185,8 +185,8 @@ def test_the_figures_of_the_readme_are_those_of_their_sources() -> None:
 
 
 def test_the_readme_names_as_many_packages_as_there_are() -> None:
-    assert len(list((ROOT / "tests" / "lightning" / "packages").glob("*.py"))) == 14 + 1  # Lightning's demos
-    assert "fourteen public packages" in " ".join(read("README.md").split())
+    assert len(list((ROOT / "tests" / "lightning" / "packages").glob("*.py"))) == 17 + 1  # Lightning's demos
+    assert "seventeen public packages" in " ".join(read("README.md").split())
 
 
 # --- the site -------------------------------------------------------------------------------------------------------

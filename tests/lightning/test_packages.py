@@ -26,12 +26,15 @@ NEEDS = {
     "geometric_gcn": "torch_geometric",
     "gluonts_estimators": "gluonts",
     "lifestream_coles": "ptls",
+    "lightly_simclr": "lightly",
     "lightning_demos": "lightning",
+    "nam_linear": "nam",
     "neuralforecast_models": "neuralforecast",
     "pina_pinn": "pina",
     "rectools_sasrec": "rectools",
     "scvi_vae": "scvi",
     "tabular": "pytorch_tabular",
+    "uqbox_methods": "lightning_uq_box",
 }
 """The package that each script needs."""
 
