@@ -34,9 +34,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     strict_loading = True
     """Whether a checkpoint must have exactly this task's parameters."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.example_input_array: Any = None
+    example_input_array: Any = None
 
     # --- the run ----------------------------------------------------------------------------------------------------
     @property

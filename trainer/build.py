@@ -75,6 +75,14 @@ LOADERS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
+METRICS_CHOICES = (
+    "shows_newest_batch",
+    "logs_evaluation_batches",
+    "splits_names",
+    "bar_names_steps",
+    "refuses_no_value",
+)
+"""What a subclass of Trainer chooses of how values are logged."""
 LIMIT_OF = {
     "validation": "limit_val_batches",
     "test": "limit_test_batches",
@@ -133,7 +141,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     call.metrics.join(strategy.data_ranks, call.layout.owned(strategy.data_ranks.rank), call.members_change)
     call.agreement.join(strategy.collectives, strategy.place.world_size, state.global_step, state.elapsed)
     call.agreement.newest = membership.newest
-    for name in ("shows_newest_batch", "logs_evaluation_batches", "splits_names", "bar_names_steps"):
+    for name in METRICS_CHOICES:
         setattr(call.metrics, name, getattr(trainer, name))
     if strategy.leaves_default_group:
         call.script_collectives.start(strategy.collectives)
@@ -145,6 +153,14 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
         store.write_identity(trainer.run_dir, trainer.saver.run_id)
     record_start(call)
+    set_owners(call)
+    parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
+    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
+
+
+def set_owners(call: Call) -> None:
+    """Give task and data module their trainer, and callbacks the task, whose own ones are added. Raises TaskError."""
+    trainer = call.trainer
     call.task.trainer = trainer
     if call.datamodule is not None:
         call.datamodule.trainer = trainer
@@ -153,8 +169,6 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
         callback.set_task(call.task)
         call.undo.callback(callback.set_task, None)
-    parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
-    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
 
 
 def record_start(call: Call) -> None:
@@ -639,7 +653,7 @@ def dealing(call: Call) -> Dealing:
 def make_optimizers(call: JoinedCall) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
-    optimizers, schedulers = read_optimizers(task.configure_optimizers(), task.automatic_optimization)
+    optimizers, schedulers = read_optimizers(trainer.configured(task), task.automatic_optimization)
     for callback in trainer.callbacks:
         callback.extend_optimizers(task, optimizers)
     kernels.choose_kernels(optimizers, trainer.optimizer_kernels)

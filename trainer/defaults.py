@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ..tasks.hyperparameters import Hyperparameters
+from ..tasks.task import Task
 from . import strategies
 from .checkpoints import store
 from .checkpoints.left_out import logged_hyperparameters
@@ -107,6 +108,8 @@ class TrainerDefaults(TrainerView):
     """Whether a task in evaluation mode is put into training mode when training begins."""
     splits_names: ClassVar[bool] = False
     """Whether a name logged both in steps and between them has a value of each, rather than being refused."""
+    refuses_no_value: ClassVar[bool] = False
+    """Whether log(on_step=False, on_epoch=False) is an error rather than the mean over the epoch."""
     closure_runs_step: ClassVar[bool] = False
     """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
 
@@ -133,6 +136,10 @@ class TrainerDefaults(TrainerView):
         """Return the class behind the name of a strategy."""
         found: type[Any] = getattr(strategies, strategies.STRATEGIES[name].split(":")[1])
         return found
+
+    def configured(self, task: Task) -> Any:
+        """Return what the task's configure_optimizers returns."""
+        return task.configure_optimizers()
 
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""

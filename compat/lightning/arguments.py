@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from ...trainer.arguments import LIMITS
 from ...trainer.errors import ConfigError
 from ...trainer.loggers.logger import Logger
 from .accelerators import AcceleratorRegistry, read_devices
 from .placeholders import UnsupportedError
 from .plugins import Precision, read_plugins
+from .rank_zero import rank_zero_info
 from .strategies import XLA, read_strategy
 
 NEVER_LOG = sys.maxsize
@@ -45,6 +47,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     Legato does without.
     """
     _check(given)
+    tell_ambiguous(given)
     found = {name: value for name, value in given.items() if name not in TAKEN_HERE}
     if given["barebones"]:
         _check_barebones(given)
@@ -53,6 +56,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= getattr(found["strategy"], "given", {})
     found |= read_plugins(given["plugins"])
     found |= {name: value for name, value in DEFAULTS.items() if found[name] is None}
+    for name in LIMITS:
+        if isinstance(found[name], float) and found[name] > 1 and found[name].is_integer():
+            found[name] = int(found[name])  # 10.0 is a count
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
@@ -68,6 +74,18 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def tell_ambiguous(given: Mapping[str, Any]) -> None:
+    """Log what a limit of 1 or of 1.0 means: one batch, or all."""
+    for name in (*LIMITS, "val_check_interval"):
+        value = given[name]
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and value == 1:
+            share = "1 batch" if isinstance(value, int) else "100% of the batches"
+            meaning = f"{share} per epoch will be used"
+            if name == "val_check_interval":
+                meaning = "validation will run " + ("after every batch" if isinstance(value, int) else "once per epoch")
+            rank_zero_info(f"`Trainer({name}={value})` was configured so {meaning}.")
+
+
 def is_several(logger: Any) -> bool:
     """Return whether the argument is a collection of loggers."""
     return isinstance(logger, Iterable) and not isinstance(logger, Logger)
@@ -79,6 +97,11 @@ def _check(given: Mapping[str, Any]) -> None:
         raise TypeError(f"gradient_clip_val should be an int or a float, got {clip!r}.")
     if algorithm is not None and str(algorithm).rpartition(".")[2].lower() not in ("norm", "value"):
         raise ConfigError(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
+    if isinstance(given["val_check_interval"], float) and given["check_val_every_n_epoch"] is None:
+        raise ConfigError(
+            "`val_check_interval` should be an integer when `check_val_every_n_epoch=None`: a count of batches, or a "
+            f"time; got {given['val_check_interval']}."
+        )
     if given["model_registry"] is not None:
         raise UnsupportedError("Trainer(model_registry=...): upload a checkpoint in Callback.after_save_checkpoint.")
     if given["fast_dev_run"] is not False and (isinstance(given["fast_dev_run"], float) or given["fast_dev_run"] < 0):

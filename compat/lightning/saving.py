@@ -87,10 +87,13 @@ def load_from_checkpoint(
     **kwargs: Any,
 ) -> Any:
     """Build a module or a data module as `load_from_checkpoint` of its class, which reads with weights_only=True."""
+    from .module import LightningDataModule, LightningModule
+
     given = {} if strict is None else {"strict": strict}
-    return cls.load_from_checkpoint(
-        checkpoint_path, map_location=map_location, hparams_file=hparams_file, **given, **kwargs
-    )
+    base = LightningModule if issubclass(cls, LightningModule) else LightningDataModule
+    # not the class's own, which may be what calls this function
+    own = vars(base)["load_from_checkpoint"].__func__
+    return own(cls, checkpoint_path, map_location=map_location, hparams_file=hparams_file, **given, **kwargs)
 
 
 def _items(hparams: Any) -> Any:

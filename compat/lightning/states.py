@@ -61,8 +61,10 @@ class TrainerState(State):
     trainer: Any
 
     def __init__(self, *arguments: Any, **values: Any) -> None:
+        status, fn = values.pop("status", TrainerStatus.INITIALIZING), values.pop("fn", None)
+        values.pop("stage", None)  # which the trainer knows
         super().__init__(*arguments, **values)
-        self.status, self.fn, self.trainer = TrainerStatus.INITIALIZING, None, None
+        self.status, self.fn, self.trainer = status, fn, None
 
     @classmethod
     def of(cls, state: State, trainer: Any) -> "TrainerState":

@@ -17,6 +17,7 @@ from ...trainer.hooks import STEP_NAMES, overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.kernels import given_to_compile
+from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
 from ...trainer.profiling import Profiling, make_profiler
@@ -33,6 +34,7 @@ from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
 from .profilers import PassThroughProfiler, Profiler
+from .rank_zero import rank_zero_warn
 from .states import TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES
 
@@ -57,6 +59,31 @@ def is_other(first: Any, second: Any) -> bool:
     return bool(first != second)
 
 
+def without_unknown(returned: Any) -> Any:
+    """Return optimizers and schedulers in the form given, their dicts without keys that are unknown; warn of those."""
+    if type(returned) in (list, tuple):
+        return type(returned)(map(without_unknown, returned))
+    if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:
+        return returned
+    whole = "optimizer" in returned
+    known = {"optimizer", "lr_scheduler", "monitor"} if whole else SchedulerConfig.__dataclass_fields__.keys()
+    unknown = {name for name in returned if name not in known}
+    if unknown:
+        place = "optimizer configuration" if whole else "lr scheduler dict"
+        rank_zero_warn(f"Found unsupported keys in the {place}: {unknown}", category=RuntimeWarning)
+    return {name: without_unknown(value) for name, value in returned.items() if name in known}
+
+
+def of_epochs(results: list[dict[str, float]]) -> list[dict[str, float]]:
+    """Return results of an evaluation with one name, NAME_epoch, for what was logged in steps too."""
+
+    def twin(name: str) -> str:
+        own, mark, loader = name.partition("/dataloader_idx_")
+        return f"{own}_epoch{mark}{loader}"
+
+    return [{name: value for name, value in one.items() if twin(name) not in one} for one in results]
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
@@ -66,6 +93,7 @@ class Trainer(TrainerAttributes):
     logs_cut_epochs = True
     logs_evaluation_batches = True
     splits_names = True
+    refuses_no_value = True
     sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True
@@ -157,6 +185,13 @@ class Trainer(TrainerAttributes):
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
         self.epoch_is_cut = False
         return state
+
+    def configured(self, task: Task) -> Any:
+        """Return what configure_optimizers returns, without keys that mean nothing, of which it warns."""
+        found = task.configure_optimizers()
+        if found is None:
+            rank_zero_warn(f"{type(task).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
+        return without_unknown(found)
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""
@@ -281,7 +316,8 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
-            return super().validate(uncompiled(model), dataloaders, self._checkpoint(ckpt_path), verbose, datamodule)
+            source = self._checkpoint(ckpt_path)
+            return of_epochs(super().validate(uncompiled(model), dataloaders, source, verbose, datamodule))
 
     def test(
         self,
@@ -294,7 +330,8 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
-            return super().test(uncompiled(model), dataloaders, self._checkpoint(ckpt_path), verbose, datamodule)
+            source = self._checkpoint(ckpt_path)
+            return of_epochs(super().test(uncompiled(model), dataloaders, source, verbose, datamodule))
 
     def predict(  # type: ignore[override]
         self,

@@ -334,3 +334,76 @@ def test_callbacks_begin_what_is_mixed_into_them():
         for name, arguments in (("EarlyStopping", {"monitor": "val"}), ("ModelCheckpoint", {})):
             kind = type("Mixed", (getattr(package.callbacks, name), Marked), {})
             assert kind(**arguments).mark == "set"
+
+
+# --- mistakes that a script makes, and Lightning tells -------------------------------------------------
+@pytest.mark.parametrize("package", [real, room])
+def test_a_value_that_is_kept_nowhere_is_refused(package):
+    def training_step(self, batch, batch_idx):
+        self.log("x", 1.0, on_step=False, on_epoch=False)
+
+    with pytest.raises(package.utilities.exceptions.MisconfigurationException, match="is not useful"):
+        fitted(package, small(package, training_step=training_step))
+
+
+@pytest.mark.parametrize("package", [real, room])
+def test_unknown_keys_of_a_scheduler_are_warned_of(package):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "foo": 1},
+            "bar": 2,
+        }
+
+    with pytest.warns(RuntimeWarning, match="unsupported keys") as told:
+        fitted(package, small(package, configure_optimizers=configure_optimizers))
+    assert {"foo", "bar"} == {str(one.message).split("'")[1] for one in told if "unsupported" in str(one.message)}
+    with pytest.warns(UserWarning, match="no optimizer"):
+        fitted(package, small(package, configure_optimizers=lambda self: None))
+
+
+@pytest.mark.parametrize("package", [real, room])
+def test_results_of_a_test_have_the_names_of_loggers(package):
+    def test_step(self, batch, batch_idx, dataloader_idx=0):
+        self.log("loss", batch.mean(), on_step=True, on_epoch=True)
+        self.log("other", batch.mean())
+        self.log("sum", 1.0, reduce_fx="SUM")
+
+    trainer = package.Trainer(**QUIET, logger=False)
+    suffixes = ["/dataloader_idx_0", "/dataloader_idx_1"]
+    for loaders, ends in ((loader(), [""]), ([loader(), loader()], suffixes)):
+        found = trainer.test(small(package, test_step=test_step), loaders, verbose=False)
+        assert [sorted(one) for one in found] == [[f"loss_epoch{end}", f"other{end}", f"sum{end}"] for end in ends]
+
+
+@pytest.mark.parametrize("package", [real, room])
+def test_a_trainer_says_what_one_means(package, caplog):
+    with caplog.at_level("INFO"):
+        package.Trainer(**QUIET, limit_train_batches=1, val_check_interval=1.0, logger=False)
+    assert "`Trainer(limit_train_batches=1)` was configured so 1 batch" in caplog.text
+    assert "`Trainer(val_check_interval=1.0)` was configured so validation will run" in caplog.text
+    assert "limit_val_batches" not in caplog.text
+    with pytest.raises(package.utilities.exceptions.MisconfigurationException, match="should be an integer"):
+        package.Trainer(**QUIET, val_check_interval=0.5, check_val_every_n_epoch=None, logger=False)
+    assert package.Trainer(**QUIET, limit_test_batches=10.0, logger=False).limit_test_batches == 10
+    state, status = package.trainer.states.TrainerState, package.trainer.states.TrainerStatus
+    assert package.Trainer(**QUIET, logger=False).state == state(status=status.INITIALIZING, fn=None, stage=None)
+
+
+@pytest.mark.parametrize("package", [real, room])
+def test_momentum_that_no_optimizer_has_is_warned_of(package):
+    def configure_optimizers(self):
+        return torch.optim.ASGD(self.parameters())
+
+    rates = package.callbacks.LearningRateMonitor(log_momentum=True)
+    with pytest.warns(RuntimeWarning, match="do not have momentum"):
+        fitted(package, small(package, configure_optimizers=configure_optimizers), callbacks=[rates])
+
+
+@pytest.mark.parametrize("package", [real, room])
+def test_a_subclass_may_have_its_example_as_a_property(package):
+    module = small(package, example_input_array=property(lambda self: torch.ones(1, 2)))
+    assert module.example_input_array.shape == (1, 2)
+    assert small(package).example_input_array is None
+    fitted(package, module, max_epochs=1)

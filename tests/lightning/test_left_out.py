@@ -5,9 +5,11 @@ import io
 
 import pytest
 import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import DataLoader
 
 import legato.compat.lightning as L
+from legato.tasks.hyperparameters import IN_PROCESS
 from legato.trainer.errors import CheckpointError
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -83,3 +85,24 @@ def test_a_run_that_goes_on_takes_it_from_its_own_module(tmp_path):
     model = Model(loss=torch.nn.MSELoss())
     fit(tmp_path / "second", model, ckpt_path=best)
     assert model.note == "text"
+
+
+class Configured(Model):
+    def __init__(self, config, layers=()):
+        super(Model, self).__init__()
+        self.save_hyperparameters()
+        self.loss, self.scale = torch.nn.MSELoss(), None
+        self.layer = torch.nn.Linear(2, config.model.width)
+
+    on_save_checkpoint = on_load_checkpoint = L.LightningModule.on_save_checkpoint
+
+
+def test_configs_of_omegaconf_come_back_as_such(tmp_path):
+    given = OmegaConf.create({"model": {"width": 2}, "rates": [0.1]}), OmegaConf.create([1, 2])
+    best = fit(tmp_path, Configured(*given)).checkpoint_callback.best_model_path
+    IN_PROCESS.clear()
+    again = Configured.load_from_checkpoint(best)
+    assert (again.hparams.config, again.hparams.layers) == given
+    assert [type(one) for one in again.hparams.values()] == [DictConfig, ListConfig]
+    assert again.hparams.config.model.width == again.hparams.config.rates[0] * 20
+    assert Configured.load_from_checkpoint(best, layers=[3]).hparams.layers == [3]

@@ -55,8 +55,15 @@ def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch
     assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
     found = torch.load(path, weights_only=True)
     assert isinstance(found["hyper_parameters"]["activation"], torch.nn.Tanh)
+
+    class Careful(Linear):
+        @classmethod
+        def load_from_checkpoint(cls, checkpoint_path, **options):
+            return _load_from_checkpoint(cls, checkpoint_path, **options)
+
     for options in ({}, {"weights_only": False}, {"weights_only": True}):
-        assert torch.equal(_load_from_checkpoint(Linear, path, **options).layer.weight, module.layer.weight)
+        for loads in (Linear, Careful):
+            assert torch.equal(loads.load_from_checkpoint(path, **options).layer.weight, module.layer.weight)
     plain = Path(tmp_path / "plain.txt")
     plain.write_text("text")
     with get_filesystem(plain).open(str(plain), "rb") as file:

@@ -12,6 +12,7 @@ from . import store
 from .left_out import (
     BUILT,
     LEFT_OUT,
+    OMEGACONF,
     built_hyperparameters,
     leave_out_added,
     split_hyperparameters,
@@ -117,6 +118,7 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     values, left = split_hyperparameters(owner)
     found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
     found[BUILT] = [name for name in built_hyperparameters(owner) if name in values]
+    found[OMEGACONF] = [name for name in values if type(owner.hparams[name]).__module__.startswith("omegaconf.")]
     if left:
         found[LEFT_OUT] = {"names": left, "object": owner.identity_in_process()}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}

@@ -23,6 +23,8 @@ LEFT_OUT = "hyper_parameters_left_out"
 """Key of what a checkpoint says of hyperparameters that it does not hold: their names, and the id of their object."""
 BUILT = "hyper_parameters_built"
 """Key of the names of hyperparameters of which a checkpoint holds the config that they were built from."""
+OMEGACONF = "hyper_parameters_omegaconf"
+"""Key of the names of hyperparameters that were containers of OmegaConf's, which a checkpoint holds as plain ones."""
 ADDED = "left_out"
 """Key of the same for values that hooks on_save_checkpoint added."""
 

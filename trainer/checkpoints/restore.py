@@ -18,7 +18,7 @@ from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
 from .contents import STEPS_FIRST
 from .fingerprint import Changes, SettingChange
-from .left_out import BUILT, LEFT_OUT, add_left_out, find_hyperparameters, names_added
+from .left_out import BUILT, LEFT_OUT, OMEGACONF, add_left_out, find_hyperparameters, names_added
 from .targets import rebuild_targets
 
 if TYPE_CHECKING:
@@ -475,6 +475,11 @@ def _build_from_checkpoint(
     for name in saved.get(prefix + BUILT) or ():
         if name not in replaced and name in values:
             values[name] = rebuild_targets(values[name], kind, name)
+    for name in saved.get(prefix + OMEGACONF) or ():
+        if name in values:
+            from omegaconf import OmegaConf
+
+            values[name] = OmegaConf.create(values[name])
     values = find_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
     made: Built | None = kind.from_hyperparameters({**values, **replaced})
     if made is not None:
@@ -508,7 +513,7 @@ def _read_hparams_file(path: str | Path | None) -> dict[str, Any]:
 
 def _as_attributes(value: Any) -> Any:
     """Convert nested mappings to dicts whose keys can also be read as attributes, as some originals' could."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return AttributeDict({key: _as_attributes(item) for key, item in value.items()})
     if type(value) in (list, tuple):
         return type(value)(_as_attributes(item) for item in value)

@@ -95,6 +95,8 @@ class Metrics:
         """Whether the progress bar has names of steps, such as loss_step, for what is averaged over epochs, too."""
         self.splits_names = False
         """Whether a name logged both in steps and between them is two series."""
+        self.refuses_no_value = False
+        """Whether `on_step=False, on_epoch=False` is refused rather than counted over the epoch."""
         self.muted = False
         """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
@@ -233,6 +235,8 @@ class Metrics:
             raise TaskError(
                 f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {came}."
             )
+        if self.refuses_no_value and on_step is False and on_epoch is False:
+            raise TaskError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value.")
         in_training_step = self.in_step and self.stage == "train"
         on_step = in_training_step if on_step is None else on_step
         on_epoch = not in_training_step if on_epoch is None else on_epoch

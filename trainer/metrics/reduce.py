@@ -93,7 +93,7 @@ def to_floats(values: list[Any]) -> list[float]:
 def read_kind(reduce_fx: str | Callable[..., Any], name: str) -> str:
     """Return the member of KINDS that `reduce_fx` names: a string, or torch's or Python's function of that name."""
     kind = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind, kind)
+    kind = {"avg": "mean", "amin": "min", "amax": "max"}.get(kind.lower(), kind.lower())
     if kind not in KINDS:
         raise TaskError(
             f"log({name!r}, reduce_fx={reduce_fx!r}): expected one of {KINDS}.{did_you_mean(str(kind), KINDS)}"

@@ -12,6 +12,7 @@ import torch
 
 from ....callbacks import learning_rate_monitor, timer
 from ....trainer.errors import ConfigError
+from ..rank_zero import rank_zero_warn
 from ..utilities import LightningEnum
 from .callback import Callback
 
@@ -42,6 +43,8 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
             raise ConfigError("Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.")
         names = [name for key, optimizer, _ in self._optimizers(trainer) for name in self._group_names(key, optimizer)]
         self.lrs = {name: [] for name in names}
+        if self.log_momentum and not any({"momentum", "betas"} & one.defaults.keys() for one in trainer.optimizers):
+            rank_zero_warn("log_momentum=True, but the optimizers do not have momentum.", category=RuntimeWarning)
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
 
