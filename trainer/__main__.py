@@ -63,7 +63,7 @@ COMMANDS = {
             ),
             Argument("--random", type=int, metavar="N", help="N trials with random values"),
             Argument("--optuna", type=int, metavar="N", help="N trials with values that Optuna chooses"),
-            Argument("--jobs", type=int, default=1, metavar="N", help="trials at a time (1)"),
+            Argument("--jobs", type=int, default=1, metavar="N", help="trials at a time (1), each with its GPUs"),
             Argument("--metric", metavar="NAME", help="what is compared (what a callback monitors)"),
             Argument("--mode", choices=("min", "max"), help="whether less or more of it is better"),
         ],

@@ -18,6 +18,7 @@ from command_line_folder import CONFIG, TASK
 
 from legato.trainer.__main__ import main
 from legato.trainer.commands.sweep.space import Axis, Choices, Guided, Interval, Listed, read_axis, split_choices
+from legato.trainer.commands.sweep.trials import share_devices
 from legato.trainer.errors import ConfigError
 
 SLOW = (
@@ -258,3 +259,41 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
     ]
     rows = rows_of(Path("runs/default/sweep_0"))
     assert float(rows[0]["value"]) == min(value for value in plain if value is not None)
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("names", "jobs", "each", "wanted"),
+    [
+        ("0123", 4, 1, ["0", "1", "2", "3"]),
+        ("0123", 2, None, ["0,1", "2,3"]),
+        ("01234", 2, None, ["0,1", "2,3"]),
+        ("0123", 4, 2, ["0,1", "2,3"]),  # two at a time
+        ("01", 4, None, ["0", "1"]),
+        ("01", 2, 4, []),  # fit tells that there are too few
+        ("", 4, None, []),
+    ],
+)
+def test_devices_are_shared_out(names: str, jobs: int, each: int | None, wanted: list[str]) -> None:
+    assert share_devices(list(names), jobs, each) == wanted
+
+
+@pytest.mark.slow
+def test_trials_at_a_time_see_different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sees = """
+    def on_fit_start(self):
+        import os, time
+        from pathlib import Path
+        seen = Path(f"sees-{os.environ['CUDA_VISIBLE_DEVICES']}")
+        seen.touch(exist_ok=False)  # nobody else has it now
+        time.sleep(1)
+        seen.rename(f"saw-{self.lr}-{seen.name[5:]}")
+"""
+    (folder / "line.py").write_text(TASK + sees)
+    (folder / "line.yaml").write_text(CONFIG.replace("  accelerator: cpu\n", ""))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")  # of which this machine has none
+    said, _ = finished(sweep("task.lr=1,2,3,4", "--jobs", "3"), 0)
+    assert "4 trials" in said
+    saw = sorted(path.name for path in folder.glob("saw-*"))
+    assert [name.split("-")[1] for name in saw] == ["1", "2", "3", "4"]
+    assert {name.split("-")[2] for name in saw} == {"6", "7"}

@@ -163,14 +163,14 @@ def test_a_drift_of_the_machine_cancels() -> None:
 
 
 def test_only_what_is_better_than_the_noise_is_better() -> None:
-    assert judge([1.05, 1.06, 1.04, 1.05, 1.05]).better
+    assert judge([1.05, 1.06, 1.04, 1.05, 1.05, 1.05]).better
     assert not judge([1.05, 1.06, 1.04]).better  # too few
     assert not judge([1.005] * 15).better  # too little
     assert not judge([1.5, 0.7, 1.3, 0.8, 1.2, 1.1, 0.9]).better  # too noisy
 
 
 def test_what_is_clearly_worse_ends_early_and_what_is_undecided_late() -> None:
-    for values, blocks in (((50.0,), 3), ((100.0,), 5), ((130.0, 80.0) * 8, 15)):
+    for values, blocks in (((50.0,), 3), ((100.0,), 6), ((130.0, 80.0) * 8, 15)):
         count, candidate = [0], speeds(*values)
 
         def counted(count: list[int] = count, candidate: Any = candidate) -> float:

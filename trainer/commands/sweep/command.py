@@ -12,11 +12,12 @@ from ...config.check import Config, load_config
 from ...config.read import MOVED, is_override, name_of_value
 from ...errors import ConfigError, WorkerError
 from ...messages import STDOUT
+from ...processes.environment import get_variable
 from ...processes.signals import RESUME_ME, raise_for_signal
 from .folder import LOCK, SWEEP, hold, read_json, write_json
 from .space import Axis, Guided, Listed, Search, Values, read_axis
 from .table import results, write_summary
-from .trials import Trial, TrialQueue
+from .trials import Trial, TrialQueue, share_devices
 
 _MAX_NAME = 120
 _MAX_CHECKS = 200
@@ -65,7 +66,10 @@ class Sweep:
             self.search = Listed(self.axes, options.random, seed)
         self.directory = Path()
         self.trials: list[Trial] = []
-        self.queue = TrialQueue(self.metric, self.mode, options.jobs)
+        # one trial at a time sees what the sweep does
+        names = visible_devices(self.base) if options.jobs > 1 else []
+        devices = share_devices(names, options.jobs, _count_each(self.base))
+        self.queue = TrialQueue(self.metric, self.mode, len(devices) or options.jobs, devices)
 
     # --- before the first trial ---------------------------------------------------------------------------------------
     def _check(self) -> Config:
@@ -168,6 +172,24 @@ class Sweep:
             sys.exit(RESUME_ME)
         if failed:
             raise WorkerError(f"{failed} of {self.search.count} trials failed: see log.txt in their folders.")
+
+
+def visible_devices(config: Config) -> list[str]:
+    """Return the CUDA devices that this process sees, by number or name; none where the trials do not use them."""
+    trainer = config.values["trainer"]
+    if trainer["accelerator"] in ("cpu", "mps") or isinstance(trainer["devices"], list):
+        return []
+    given = get_variable("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    import torch
+
+    return list(map(str, range(torch.cuda.device_count())))
+
+
+def _count_each(config: Config) -> int | None:
+    devices = str(config.values["trainer"]["devices"])
+    return int(devices) if devices.isdecimal() else None
 
 
 def _key_and_text(word: str) -> tuple[str, str]:

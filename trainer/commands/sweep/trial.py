@@ -19,6 +19,7 @@ from ...config.build import build_config
 from ...config.check import load_config
 from ...errors import ConfigError, LegatoError
 from ...messages import STDERR
+from ...processes.environment import set_variable
 from ...processes.signals import exit_at_once, handling_end_signals
 from .folder import CONFIG, LOCK, PLAN, RESULT, hold, write_json
 
@@ -78,6 +79,8 @@ class Objective(Callback):
 def run_trial(folder: Path) -> None:
     """Train the trial in `folder` from where it is, and write its result."""
     plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    if "devices" in plan:  # read when CUDA starts
+        set_variable("CUDA_VISIBLE_DEVICES", plan["devices"])
     with hold(folder / LOCK, wait=True):  # an earlier process may still be saving
         config = load_config([str(folder / CONFIG)])
         with handling_end_signals(exit_at_once):  # until fit installs its own handlers

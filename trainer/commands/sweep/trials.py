@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ class Trial:
     folder: Path
     values: dict[str, Any]
     config: str
+    devices: str = ""
+    """What it sees as CUDA_VISIBLE_DEVICES; "" for what the sweep sees."""
     result: dict[str, Any] | None = None
     """Its state, "done" or "failed", with value, step and seconds or the error; None while there is none."""
 
@@ -39,6 +42,15 @@ class Trial:
         self.result = read_json(self.folder / RESULT)
 
 
+def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:
+    """Return the devices of each of `jobs` trials at a time, fewer if there are too few devices; [] if not for one.
+
+    each: devices of a trial; None: what there is, in equal parts.
+    """
+    each = each or max(1, len(names) // jobs)
+    return [",".join(names[first : first + each]) for first in range(0, len(names) - each + 1, each)][:jobs]
+
+
 @dataclass
 class TrialQueue:
     """Processes of trials. After `run`, `signal` is the one that ended it; 0: none."""
@@ -46,6 +58,8 @@ class TrialQueue:
     metric: str
     mode: str
     jobs: int
+    devices: Sequence[str] = ()
+    """The devices of each trial that runs at a time, as CUDA_VISIBLE_DEVICES has them; () leaves it as it is."""
     signal: int = 0
     running: dict[int, tuple[Trial, "subprocess.Popen[bytes]"]] = field(default_factory=dict)
 
@@ -72,6 +86,9 @@ class TrialQueue:
         (trial.folder / RESULT).unlink(missing_ok=True)
         write_text(trial.folder / CONFIG, trial.config)
         plan = {"index": trial.index, "metric": self.metric, "mode": self.mode, "values": trial.values}
+        if self.devices:
+            taken = [one.devices for one, _ in self.running.values()]
+            trial.devices = plan["devices"] = next(one for one in self.devices if one not in taken)
         write_json(trial.folder / PLAN, plan)
         # A session of its own: Ctrl-C in the terminal reaches the sweep alone, which then ends each trial once.
         with (trial.folder / LOG).open("ab") as log:

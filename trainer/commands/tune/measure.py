@@ -19,7 +19,7 @@ from ..sweep.folder import write_json
 from .pace import BLOCK, ERROR, FACTS, LOG, ORDER, SECONDS_BETWEEN_LOOKS, WORDS
 
 _RUN_PACED = f"import sys; from {__package__}.pace import enter_paced; sys.exit(enter_paced())"
-FEWEST, MOST = 5, 15
+FEWEST, MOST = 6, 15
 """Blocks of a candidate: with FEWEST it may be kept, after MOST it is given up."""
 LEAST_GAIN = 0.01
 """A gain below this is not worth a line in a config."""
@@ -112,7 +112,7 @@ class SpeedRatio:
     ratio: float
     """The median over pairs of blocks."""
     noise: float
-    """Two standard errors of it."""
+    """Three standard errors of it: with a dozen settings, one in twenty by luck is too many."""
     better: bool
     """Whether it is faster by more than the noise."""
 
@@ -121,7 +121,7 @@ def judge(ratios: Sequence[float]) -> SpeedRatio:
     """Judge by pairs of blocks: better where the median is above 1 by the noise, and nearly all blocks are above 1."""
     middle = median(ratios)
     deviation = 1.4826 * median(abs(one - middle) for one in ratios)
-    noise = 2 * 1.2533 * deviation / math.sqrt(len(ratios))  # 1.2533: a median's standard error to a mean's
+    noise = 3 * 1.2533 * deviation / math.sqrt(len(ratios))  # 1.2533: a median's standard error to a mean's
     above = sum(one > 1 for one in ratios)
     better = middle > 1 + max(LEAST_GAIN, noise) and above >= 0.8 * len(ratios) and len(ratios) >= FEWEST
     return SpeedRatio(middle, noise, better)
