@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # Tests start hundreds of interpreters; where images of containers forbid .pyc files, each would compile 200 modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: gpu demo test quick lint bench matrix cluster docs docs-serve clean
+.PHONY: gpu demo test quick lint bench matrix versions cluster docs docs-serve clean
 
 demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
@@ -33,6 +33,10 @@ TORCH ?= 2.10 2.12 2.13 2.15
 TESTS ?= tests
 matrix:  ## run the tests on each torch version: make matrix, make matrix TORCH=2.15 TESTS=tests/strategies/test_mesh.py
 	PYTHON=$(PYTHON) .ci/matrix $(TORCH) -- --numprocesses 2 --dist loadfile $(TESTS)
+
+VERSIONS ?= lowest newest
+versions:  ## run the quick tests with the lowest and the newest dependencies: make versions VERSIONS="lowest@python3.10 newest@python3.13"
+	PYTHON=$(PYTHON) .ci/matrix $(VERSIONS) -- --numprocesses 2 --dist loadfile -m "not slow" $(TESTS)
 
 docs: $(VENV)/.docs  ## build the documentation as a site: build/site/index.html
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

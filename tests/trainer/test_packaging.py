@@ -1,5 +1,6 @@
 """The source distribution: it has everything, a wheel can be built from it, and its tests run on that wheel."""
 
+import configparser
 import email
 import re
 import shutil
@@ -55,16 +56,32 @@ def test_the_source_distribution_has_every_file_of_the_repository(unpacked):
     assert missing <= NOT_NEEDED
 
 
-def test_tests_of_the_source_distribution_pass_on_the_wheel_built_from_it(unpacked, wheel, tmp_path):
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def installed(wheel):
+    """The environment variables with which that wheel is the installed Legato."""
+    site = wheel.parent / "site"
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", site, wheel)
+    return {"PYTHONPATH": str(site), "PATH": f"{site}/bin:/usr/bin:/bin", "HOME": str(wheel.parent)}
+
+
+def test_tests_of_the_source_distribution_pass_on_the_wheel_built_from_it(unpacked, installed):
     shutil.rmtree(unpacked / "build", ignore_errors=True)
     words = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *HANDFUL]
-    place = {"PYTHONPATH": str(site), "PATH": f"{site}/bin:/usr/bin:/bin", "HOME": str(tmp_path)}
-    out = run(sys.executable, "-m", "pytest", *words, cwd=unpacked, env=place)
+    out = run(sys.executable, "-m", "pytest", *words, cwd=unpacked, env=installed)
     assert re.search(r"\d{2,} passed", out)
     code = "import legato; print(legato.__file__)"
-    assert run(sys.executable, "-c", code, cwd=unpacked, env=place).strip() == str(site / "legato" / "__init__.py")
+    where = run(sys.executable, "-c", code, cwd=unpacked, env=installed).strip()
+    assert where == f"{installed['PYTHONPATH']}/legato/__init__.py"
+
+
+def test_the_wheel_has_what_the_first_commands_need(installed, tmp_path):
+    """Templates and configs are no modules, and easily left out."""
+    legato = (sys.executable, "-m", "legato")
+    run(*legato, "new", "moons", cwd=tmp_path, env=installed)
+    run(*legato, "fit", "configs/quick.yaml", "trainer.max_epochs=1", cwd=tmp_path / "moons", env=installed)
+    assert run(*legato, "runs", cwd=tmp_path / "moons", env=installed).count("done") == 1
+    assert "legato.tasks.Digits" in run(*legato, "config", "digits.yaml", cwd=tmp_path, env=installed)
+    run(*legato, "board", "--help", cwd=tmp_path, env=installed)
 
 
 def test_the_metadata(wheel):
@@ -85,3 +102,22 @@ def test_the_version_is_written_down_once():
     files = [ROOT / "setup.cfg", ROOT / "pyproject.toml", *(ROOT / "trainer").rglob("*.py"), ROOT / "Makefile"]
     pattern = re.compile(rf"version\W+{version}", re.IGNORECASE)
     assert [path for path in files if pattern.search(path.read_text())] == []
+
+
+# --- other versions of what it needs ----------------------------------------------------------------------------------
+def constraints(version):
+    text = run(sys.executable, ROOT / ".ci" / "constraints.py", version)
+    return dict(re.findall(r"^([\w-]+)==([^;\s]+)", text, re.MULTILINE))
+
+
+def test_environments_of_other_versions_have_the_bounds_of_setup_cfg():
+    options = configparser.ConfigParser()
+    options.read(ROOT / "setup.cfg")
+    needed = dict(re.findall(r"^([\w-]+)(.*)$", options["options"]["install_requires"], re.MULTILINE))
+    lowest, newest, other = map(constraints, ("lowest", "newest", "2.12"))
+    assert needed == {name: f">={lowest[name]}" for name in needed}  # each has a bound, and it is taken
+    assert lowest["torchmetrics"] < "1.1"
+    assert not {*needed, "torchmetrics", "rich"} & newest.keys()
+    assert other["torch"] == "2.12.*"
+    assert other["omegaconf"] > lowest["omegaconf"]
+    assert lowest["pytest"] == newest["pytest"] == other["pytest"]  # tools stay
