@@ -128,8 +128,8 @@ class LightningModule(InitialHyperparameters, Task):
     # --- the run ----------------------------------------------------------------------------------------------------
     @property
     def trainer(self) -> Any:
-        """The trainer of the run. Raises RuntimeError without one."""
-        return Task.trainer.fget(self)  # type: ignore[attr-defined]
+        """The trainer of the run; None while the module is exported. Raises RuntimeError without one."""
+        return None if self.__dict__.get("_is_exported") else Task.trainer.fget(self)  # type: ignore[attr-defined]
 
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
@@ -255,6 +255,8 @@ class LightningModule(InitialHyperparameters, Task):
         """Leave the trainer out, which torch would follow, and switch to evaluation mode."""
         modes, trainer = [(module, module.training) for module in self.modules()], self.__dict__.pop("_trainer", None)
         self.eval()
+        for module, _ in modes:
+            module.__dict__["_is_exported"] = True  # torch.jit reads every attribute, and `trainer` would raise
         try:
             with torch.no_grad():
                 yield
@@ -262,6 +264,7 @@ class LightningModule(InitialHyperparameters, Task):
             self.__dict__["_trainer"] = trainer
             for module, mode in modes:
                 module.training = mode
+                del module.__dict__["_is_exported"]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     @_OfClass
