@@ -35,6 +35,15 @@ def test_optimizers_take_the_kernels_asked_for(kernels: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_a_resumed_run_keeps_its_kernels(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    saving = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path}
+    for epochs, kernels in enumerate(("fused", "foreach", None), 1):
+        task = Adam()
+        lg.Trainer(max_epochs=epochs, optimizer_kernels=kernels, **saving).fit(task, data(), resume="auto")
+        (group,) = task.optimizer.param_groups
+        assert (group["fused"], group["foreach"]) == (True, False)
+
+
 def test_an_optimizer_without_such_kernels_is_refused() -> None:
     class Rprop(Tiny):
         def configure_optimizers(self) -> torch.optim.Optimizer:
