@@ -132,14 +132,12 @@ class RichLines(Terminal):
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.live import Live
         from rich.text import Text
 
-        self._text = Text
+        self._text, self._drawn = Text, Text()
         self._console = Console(file=_output("STDERR"), force_terminal=True, highlight=False, soft_wrap=True)
-        options: dict[str, Any] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
-        self._live = Live(console=self._console, transient=True, **options)
-        self._shown = False
+        self._live: Any = None
+        """What is drawn now; None: nothing."""
         super().__init__()
 
     def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
@@ -148,11 +146,19 @@ class RichLines(Terminal):
         text.highlight_regex(r"\|[^|]*\|", "cyan")
         if len(lines) > 1:
             text.stylize("dim", 0, 0)
-        self._live.update(text)
-        if not self._shown:
-            self._shown = True
-            self._live.start()
-        self._live.refresh()
+        self._drawn = text
+        if self._live is None:
+            self._begin()
+        else:
+            self._live.update(text, refresh=True)
+
+    def _begin(self) -> None:
+        from rich.live import Live
+
+        # A new one each time: one that was stopped remembers how many lines it had, and would clear those above.
+        options: dict[str, Any] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
+        self._live = Live(self._drawn, console=self._console, transient=True, **options)
+        self._live.start(refresh=True)
 
     def write(self, text: str) -> None:
         """Write a line above."""
@@ -164,22 +170,20 @@ class RichLines(Terminal):
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Context in which the lines are not shown."""
-        shown, self._shown = self._shown, False
-        if shown:
-            self._live.stop()
+        shown, self._live = self._live, None
+        if shown is not None:
+            shown.stop()
         try:
             yield
         finally:
-            if shown:
-                self._shown = True
-                self._live.start()
-                self._live.refresh()
+            if shown is not None:
+                self._begin()
 
     def clear(self) -> None:
         """Remove the lines."""
-        if self._shown:
+        if self._live is not None:
             self._live.stop()
-        self._shown = False
+        self._live = None
         super().clear()
 
 
@@ -187,6 +191,7 @@ class NotebookBar(Display):
     """A bar of tqdm's in the output of a notebook's cell."""
 
     seconds_between = 0.2
+    width = 110  # type: ignore[assignment]  # what a cell shows of a line without scrolling
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -196,7 +201,7 @@ class NotebookBar(Display):
         from tqdm.auto import tqdm
 
         if self._bar is None:
-            self._bar = tqdm(total=total, bar_format="{l_bar}{bar}{r_bar}", mininterval=0.0, leave=False)
+            self._bar = tqdm(total=total, bar_format="{bar} {desc}", mininterval=0.0, leave=False)
         elif self._bar.total != total:
             self._bar.reset(total)
         self._bar.n = done
@@ -210,6 +215,7 @@ class NotebookBar(Display):
     def clear(self) -> None:
         """Remove the bar."""
         if self._bar is not None:
+            self._bar.total = self._bar.n  # else tqdm leaves it standing, in red
             self._bar.close()
         self._bar = None
 

@@ -4,8 +4,11 @@ import os
 import pty
 import re
 import select
+import sys
 import termios
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from forked import Forked, run_source
@@ -105,7 +108,7 @@ def plain(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("style", "columns"), [("rich", 100), ("tqdm", 60), ("tqdm", 0)])
+@pytest.mark.parametrize(("style", "columns"), [("rich", 100), ("rich", 60), ("tqdm", 60), ("tqdm", 0)])
 def test_lines_on_a_terminal(tmp_path, style, columns):
     code, drawn = run_on_terminal(tmp_path, 0.002, style=style, columns=columns)
     assert code == 0, drawn
@@ -182,6 +185,65 @@ def test_nothing_is_drawn_between_so_many_steps(tmp_path):
     assert code == 0
     shown = {int(found) for found in re.findall(r"epoch 1/2  step (\d+)/200", plain(drawn))}
     assert 1 <= len(shown) <= 3
+
+
+NOTEBOOK = """
+import sys, legato as lg
+sys.path.insert(0, TESTS)
+from tiny import Tiny, make_loader
+from tqdm import notebook
+
+drawn, show = [], notebook.tqdm_notebook.display
+
+def display(bar, *arguments, **options):
+    show(bar, *arguments, **options)
+    left, middle, right = bar.container.children
+    drawn.append((middle.bar_style, left.value, right.value.replace("\u2007", " "), bar.container.comm is None))
+
+notebook.tqdm_notebook.display = display
+
+class Shown(Tiny):
+    def training_step(self, batch, batch_idx):
+        self.log("loss", loss := self.loss(batch), prog_bar=True)
+        return loss
+
+trainer = lg.Trainer(max_epochs=2, accelerator="cpu", devices=1, default_root_dir=FOLDER, logger=False)
+trainer.fit(Shown(), make_loader())
+print(repr(drawn[0]), repr(drawn[-1]))
+"""
+
+
+@pytest.mark.slow
+def test_a_notebook_has_a_bar_that_is_gone_at_the_end(tmp_path):
+    """In a real kernel, where these packages are installed; ipywidgets draws the bar."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("ipywidgets")
+    tests = Path(__file__).parents[1]
+    source = NOTEBOOK.replace("TESTS", repr(str(tests))).replace("FOLDER", repr(str(tmp_path)))
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    outputs = notebook.cells[0].outputs
+    assert [one.output_type for one in outputs if one.output_type != "stream"] == ["display_data"]  # a single bar
+    said = "".join(one.text for one in outputs if one.output_type == "stream")
+    assert [row["epoch"] for row in rows(said)] == ["1", "2"]
+    assert re.search(r"\n2 epochs, \d+ steps in 0:00:\d\d", said)
+    first, last = re.findall(r"\('(.*?)', '(.*?)', '(.*?)', (True|False)\)", said)
+    assert first[:2] == last[:2] == ("", "")  # neither red nor with tqdm's own percentage
+    assert re.match(r" epoch 1/2  step 1/\d+  .* left  loss [\d.]+$", first[2])
+    assert (first[3], last[3]) == ("False", "True")
+
+
+def test_without_widgets_a_notebook_has_a_line_of_tqdm(play, monkeypatch, capsys):
+    class ZMQInteractiveShell:
+        config = {}  # noqa: RUF012
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=ZMQInteractiveShell, version_info=(8,)))
+    play(Rising(), enable_progress_bar=True)
+    said, drawn = capsys.readouterr()
+    assert [row["rising"] for row in rows(said)] == ["3"]
+    assert re.search(r"epoch 1/1  step 1/5  .*rising 1", drawn)
+    assert "it/s" not in drawn
 
 
 class Rising(Tiny):
