@@ -168,7 +168,7 @@ def scalars(run_dir):
     """Return the points that TensorBoard shows: (tag, step) -> values. Not `~best/`, written whenever a run ends."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     accumulator.Reload()
     found = {}
     for tag in accumulator.Tags()["scalars"]:

@@ -23,7 +23,7 @@ from .checkpoints import contents, convert, fingerprint, restore, run_record, st
 from .checkpoints.left_out import add_left_out
 from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
-from .checkpoints.run_names import name_problem
+from .checkpoints.run_names import EVALUATIONS, name_problem
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
 from .closure import use_closure
@@ -59,6 +59,7 @@ from .processes.environment import Place, deterministic_cublas, find_place, rest
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
+from .run_directory import is_run
 from .run_status import finite_only
 from .strategies import STRATEGIES
 from .strategies.strategy import Strategy
@@ -152,10 +153,11 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     trainer.saver.join(trainer.run_dir)
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
         store.write_identity(trainer.run_dir, trainer.saver.run_id)
-    record_start(call)
+    point = evaluated_point(call, saved)
+    record_start(call, source, None if point is None else point[0])
     set_owners(call)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
-    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on), saved
+    return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on, evaluated_point=point), saved
 
 
 def set_owners(call: Call) -> None:
@@ -171,15 +173,26 @@ def set_owners(call: Call) -> None:
         call.undo.callback(callback.set_task, None)
 
 
-def record_start(call: Call) -> None:
-    """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code."""
+def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:
+    """Return step and epoch of the checkpoint that a new trainer evaluates; None where it has its own, or none."""
+    if call.stage == "fit" or saved is None or call.state.global_step:
+        return None
+    return int(saved.get("global_step", 0)), int(saved.get("epoch", 0))
+
+
+def record_start(call: Call, source: Path | None = None, step: int | None = None) -> None:
+    """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code.
+
+    source: the checkpoint that it goes on from, or evaluates; step: that of an evaluated one.
+    """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
     if directory is None or not trainer.is_global_zero or not trainer.records_starts:
         return
     device, (command, arguments) = strategy.device, trainer.command
     facts = {
         "stage": call.stage,
-        "step": call.state.global_step,
+        "step": call.state.global_step if step is None else step,
+        "checkpoint": None if source is None else str(source),
         "command": command,
         "arguments": arguments,
         "strategy": strategy.name,
@@ -335,13 +348,33 @@ def decide_directory(
         source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
     if directory is None:
-        directory = trainer.new_run_dir()
+        directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
         if directory is not None and request.stage == "fit":
             store.write_identity(directory, identity or new_identity())
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source
+
+
+def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) -> Path | None:
+    """Make a directory for an evaluation in that of the run whose checkpoint it takes: RUN/evaluations/STAGE/version_N.
+
+    None where that run is not below `default_root_dir`, where its directory is not writable, and where nothing is to be
+    written.
+    """
+    root = Path(trainer.default_root_dir).resolve()
+    writes = bool(trainer.loggers) or trainer.checkpoint_callback is not None
+    if stage == "fit" or source is None or not trainer.records_starts or not writes:
+        return None
+    above = (one for one in source.resolve().parents if root in one.parents and is_run(one))
+    elsewhere = (one for one in reversed(store.versions(root, trainer.run_name)) if is_same_run(one, source))
+    run = next(above, None) or next(elsewhere, None)
+    try:
+        return None if run is None else store.create(run / EVALUATIONS, stage)
+    except ConfigError as error:
+        log.info("This evaluation has a directory of its own. %s", error)
+        return None
 
 
 def is_same_run(directory: Path | None, source: Path | None) -> bool:

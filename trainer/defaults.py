@@ -176,4 +176,5 @@ class TrainerDefaults(TrainerView):
 
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
         """Return the place of a point of the log on the x-axis, and its values."""
-        return self.state.global_step, {**values, "epoch": self.state.epoch}
+        step, epoch = self.current_run.evaluated_point or (self.state.global_step, self.state.epoch)
+        return step, {**values, "epoch": epoch}

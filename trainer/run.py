@@ -344,6 +344,8 @@ class JoinedCall(Call):
     """The checkpoint to resume from, or to take weights from."""
     goes_on: bool
     """Whether that is a checkpoint of this run directory, and not one from which a new run begins."""
+    evaluated_point: tuple[int, int] | None
+    """Step and epoch at which an evaluation is logged; None: the trainer's own."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

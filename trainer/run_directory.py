@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints.run_lock import belongs_to_training, is_held
-from .checkpoints.run_names import CHECKPOINTS, CONFIG, IDENTITY, REPLAY, VERSION
+from .checkpoints.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, EVENTS, IDENTITY, OLD_EVENTS, REPLAY, VERSION
+from .checkpoints.run_record import read_starts
 from .errors import ConfigError, did_you_mean
 from .run_status import FAILED, RUNNING, STATUS, read_status
 
@@ -23,7 +24,7 @@ POINTS_FILE = "metrics.jsonl"
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
-    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, "tensorboard", "config_given.yaml", "environment.json", "README.txt"),
+    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, OLD_EVENTS, "config_given.yaml", "environment.json", "README.txt"),
     *("metrics.csv", "hparams.yaml"),
 }
 """Files that a run without any result may leave, besides names that begin with a dot."""
@@ -87,6 +88,12 @@ class RunDirectory:
         return max(ended, int(self.last_point.get("step", 0))) if "ended" not in self.status else ended
 
     @property
+    def evaluated_step(self) -> int:
+        """Of an evaluation, the step of its checkpoint."""
+        starts = read_starts(self.path)
+        return int(starts[-1].get("step") or 0) if starts else self.step
+
+    @property
     def began(self) -> float:
         """When it was first begun, in seconds since 1970."""
         return float(_number_in(self.status, "created") or self._modified)
@@ -123,7 +130,7 @@ class RunDirectory:
             names = [path.name for path in self.path.iterdir()]
         except OSError:
             return False
-        return all(name in AT_START or name[0] == "." or name.endswith(".diff") for name in names)
+        return all(name in AT_START or name.startswith((".", EVENTS)) or name.endswith(".diff") for name in names)
 
     @property
     def _modified(self) -> float:
@@ -149,6 +156,13 @@ class RunDirectory:
         except OSError:
             return []
         return sorted(map(_checkpoint, found), key=lambda one: (one.step, one.path.name))
+
+    @cached_property
+    def evaluations(self) -> "list[RunDirectory]":
+        """The evaluations of its checkpoints, oldest first, each named as `test/version_0`."""
+        folder = self.path / EVALUATIONS
+        found = [RunDirectory(path, folder) for path in folder.glob("*/version_*") if path.is_dir()]
+        return sorted(found, key=lambda one: (one.began, _natural(one.name)))
 
     @cached_property
     def last_point(self) -> dict[str, Any]:
@@ -193,7 +207,7 @@ def _is_run(name: str, names: set[str]) -> bool:
     if STATUS in names or IDENTITY in names:
         return True
     return VERSION.fullmatch(name) is not None and (
-        not names or POINTS_FILE in names or {CONFIG, "tensorboard"} <= names
+        not names or POINTS_FILE in names or any(one == OLD_EVENTS or one.startswith(EVENTS) for one in names)
     )
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 from command_line_folder import CONFIG, TASK
 from forked import Forked, run_module
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import free_port
+
+from legato.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +109,7 @@ def test_a_runs_own_config_means_that_run(folder: Path, monkeypatch: pytest.Monk
     (folder / "away").mkdir()
     shutil.copy("line.py", "away")
     monkeypatch.chdir("away")
-    assert evaluated("validate", f"../{own}", "run.root=written") == old[BEST]
+    assert evaluated("validate", f"../{own}", "run.root=written") == old[BEST]  # asked for elsewhere
     assert sorted(Path().glob("written/default/*/config.yaml"))
     monkeypatch.chdir(folder)
     after = tree(folder / "runs")
@@ -123,11 +126,61 @@ def test_an_evaluation_without_a_checkpoint_takes_the_newest_runs_best_and_says_
     assert "version_1" in said[0]
     assert "checkpoint=none" in said[0]
     # its own folder says what it took, so that it can be done again although other runs come after it
-    stored = max(Path("runs/default").iterdir()) / "config.yaml"
+    stored = Path("runs/default/version_1/evaluations/validate/version_0/config.yaml")
     trained("seed=3")
     assert evaluated("validate", str(stored)) == weights[BEST]
     fresh = evaluated("predict", "line.yaml", "checkpoint=none")
     assert fresh == evaluated("test", "line.yaml", "checkpoint=none") != evaluated("test", "line.yaml")
+
+
+def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder: Path) -> None:
+    """Two at once, too; nothing of the run changes, and no run directory is made."""
+    trained()
+    run = Path("runs/default/version_0")
+    before = tree(run)
+    both = [Forked(run_module, "legato.trainer", "validate", "line.yaml") for _ in range(2)]
+    assert [(process.communicate(timeout=100), process.returncode)[1] for process in both] == [0, 0]
+    evaluated("test", "line.yaml", "checkpoint=last", "run.name=other")  # of a run of another name, too
+    evaluated("predict", str(run / "config.yaml"))
+    after = tree(run)
+    assert {path: after[path] for path in before} == before
+    assert [path.name for path in Path("runs").glob("*/*")] == ["version_0"]
+    found = RunDirectory(run).evaluations
+    assert sorted(one.name for one in found) == [
+        *("predict/version_0", "test/version_0", "validate/version_0", "validate/version_1")
+    ]
+    for one in found:
+        assert one.evaluated_step == (9 if one.name == "test/version_0" else 3)
+        if "predict" not in one.name:
+            assert (one.last_point["step"], one.last_point["epoch"]) == (one.evaluated_step, one.evaluated_step // 3)
+            events = EventAccumulator(str(one.path)).Reload()
+            assert [point.step for point in events.Scalars("val_loss")] == [one.evaluated_step]
+    assert (run / "evaluations/predict/version_0/predictions.safetensors").exists()
+    shown = legato("show", "default").stdout
+    listed = legato("runs").stdout
+    for one in found:
+        values = f"val_loss {one.last_point['val_loss']:.4g}" if one.last_point else "logged nothing"
+        assert re.search(rf"{one.name} .* step {one.evaluated_step} +{values}\n", shown)
+        assert re.search(rf"\n  {one.name} +{one.evaluated_step} +{values}\n", listed)
+    assert len([line for line in listed.splitlines() if line[0] != " "]) == 2
+    (listed_run,) = json.loads(legato("runs", "--json").stdout)
+    assert {one["name"]: one["step"] for one in listed_run["evaluations"]} == {
+        one.name: one.evaluated_step for one in found
+    }
+
+
+def test_an_evaluation_of_no_run_or_of_one_that_is_read_only_has_a_directory_of_its_own(folder: Path) -> None:
+    trained()
+    run = Path("runs/default/version_0")
+    shutil.copy(run / "checkpoints" / BEST / "model.safetensors", "weights.safetensors")
+    evaluated("validate", "line.yaml", "checkpoint=weights.safetensors")
+    assert (folder / "runs/default/version_1/metrics.jsonl").exists()
+    assert not (run / "evaluations").exists()
+    (run / "evaluations").write_text("")  # nobody can make a folder here
+    done = legato("validate", "line.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "This evaluation has a directory of its own. The run directory" in done.stderr
+    assert (folder / "runs/default/version_2/metrics.jsonl").exists()
 
 
 def test_without_a_best_it_is_the_last(folder: Path) -> None:

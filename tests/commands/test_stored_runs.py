@@ -342,7 +342,7 @@ def test_board_serves_runs_by_their_names_until_it_is_ended(number):
     from torch.utils.tensorboard import SummaryWriter
 
     for name in ("a/version_0", "b/version_3"):
-        writer = SummaryWriter(str(make_run(name) / "tensorboard"))
+        writer = SummaryWriter(str(make_run(name)))
         writer.add_scalar("loss", 1.0, 1)
         writer.close()
     process = subprocess.Popen(

@@ -179,7 +179,7 @@ def test_a_failed_trial_stops_no_other_and_the_same_command_goes_on() -> None:
     assert out.splitlines()[-3].split()[:2] == ["1", "0.3"]
     assert json.loads((directory / "summary.json").read_text())[0]["trial"] == 1
     done = directory / "001-lr=0.3"
-    assert hyperparameters_in(done / "version_0" / "tensorboard") == {"task.lr": 0.3}
+    assert hyperparameters_in(done / "version_0") == {"task.lr": 0.3}
     before = (done / "log.txt").stat().st_mtime_ns
     (directory / "000-lr=1000000000.0" / "result.json").unlink()
     out, _ = finished(sweep(*words, "resume=auto"), 1)

@@ -130,7 +130,7 @@ def test_rank_zero_dies_and_another_process_writes_on(tmp_path, folder, undistur
     with Killer(folder, plan, kills=2):
         task, trainer = fit(tmp_path, folder, elastic=True, devices=3)
     assert_same(task, trainer, undisturbed)
-    events = EventAccumulator(str(trainer.run_dir / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    events = EventAccumulator(str(trainer.run_dir), size_guidance={"scalars": 0}).Reload()
     for tag, first in (("loss_step", 4), ("val", STEPS_PER_EPOCH), ("loss_epoch", STEPS_PER_EPOCH)):
         steps = [event.step for event in events.Scalars(tag)]
         assert steps == list(range(first, STEPS + 1, first)), tag

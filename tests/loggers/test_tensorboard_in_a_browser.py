@@ -1,5 +1,6 @@
 """What a person sees: the real TensorBoard in a headless Chromium, driven by ChromeDriver over HTTP."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -54,7 +55,8 @@ def board(runs):
     words = ["-m", "tensorboard.main", "--logdir", str(runs), "--port", str(port), "--host", "127.0.0.1"]
     process = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        wait_for(f"http://127.0.0.1:{port}/data/runs")
+        while wait_for(f"http://127.0.0.1:{port}/data/runs").strip() == b"[]":
+            time.sleep(0.1)  # it has not read the folder yet
         yield f"http://127.0.0.1:{port}"
     finally:
         process.kill()
@@ -70,6 +72,10 @@ def browser(tmp_path_factory):
 
 PICTURES = os.environ.get("PICTURES")
 """A folder for screenshots, for a person to look at."""
+
+
+def test_runs_have_their_own_names(board):
+    assert json.loads(wait_for(f"{board}/data/runs")) == ["default/version_0"]
 
 
 def test_ones_own_metrics_are_the_first_groups(board, browser):

@@ -60,12 +60,26 @@ def test_a_killed_run_and_its_resumes_show_each_step_once(tmp_path):
     for begin, end, word in ((0, 100, "fresh"), (80, 120, "resume"), (120, 125, "resume"), (80, 160, "resume")):
         code, errors = run_python(RUN, tmp_path, begin, end, word)
         assert code == 9, errors
-    folder = tmp_path / "tensorboard"
+    folder = tmp_path
     assert len(list(folder.iterdir())) == 4
     assert scalars(folder, "train/loss") == [(step, float(step)) for step in range(1, 161)]
     assert scalars(folder, "lr") == [(step, 0.1) for step in range(1, 161)]
     assert scalars(folder, "val/loss") == [(step, float(step)) for step in range(20, 161, 20)]
     assert scalars(folder, "late") == [(80, 80.0)]
+
+
+def test_a_run_begun_with_a_folder_of_its_own_for_events_goes_on_there(tmp_path):
+    """Up to now the files were in tensorboard/ of the run directory: a resume voids points in those."""
+    folder = tmp_path / "tensorboard"
+    folder.mkdir()
+    for resume, steps in ((None, range(1, 8)), (5, range(6, 10))):
+        logger = TensorBoardLogger()
+        logger.open(tmp_path, resume)
+        for step in steps:
+            logger.log_metrics({"loss": step}, step)
+        logger.finalize("success")
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
+    assert scalars(folder, "loss") == [(step, float(step)) for step in range(1, 10)]
 
 
 def test_one_point_is_one_event_and_a_repeated_value_is_none(tmp_path):
@@ -77,7 +91,7 @@ def test_one_point_is_one_event_and_a_repeated_value_is_none(tmp_path):
     logger.log_metrics({"metric_1": 1, "metric_2": 2}, 5)
     logger.log_metrics({"metric_1": 9.0}, 5)
     logger.finalize("success")
-    (path,) = (tmp_path / "tensorboard").iterdir()
+    (path,) = tmp_path.iterdir()
     events = [event for event in EventFileLoader(str(path)).Load() if event.summary.value]
     assert [len(event.summary.value) for event in events] == [7, 1]
 
@@ -91,7 +105,7 @@ def test_texts_images_and_histograms(tmp_path):
     logger.finalize("success")
     logger.experiment.add_text("afterwards", "still works", 2)
     logger.save()
-    found = accumulate(tmp_path / "tensorboard")
+    found = accumulate(tmp_path)
     assert found.Tags()["images"] == ["digit"]
     assert found.Tags()["histograms"] == ["weights"]
     assert b"max_epochs: 3" in found.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
@@ -121,7 +135,7 @@ def test_hyperparameters_stand_beside_the_final_metrics(tmp_path, status, code):
     logger.log_metrics({"val/acc": 0.75}, 20)
     logger.log_hyperparams({}, {"val/acc": 0.75, "best": 0.9})
     logger.finalize(status)
-    folder = tmp_path / "tensorboard"
+    folder = tmp_path
     assert [path.is_file() for path in folder.iterdir()] == [True]
     found = hyperparameter_records(folder)
     params = found["session_start_info"].session_start_info.hparams
@@ -142,7 +156,7 @@ def test_a_run_that_was_killed_shows_its_hyperparameters(tmp_path):
     logger.log_hyperparams({"lr": 0.5})
     logger.log_metrics({"loss": 1.0}, 1)
     logger.save()
-    found = hyperparameter_records(tmp_path / "tensorboard")
+    found = hyperparameter_records(tmp_path)
     assert list(found) == ["session_start_info"]
     logger.finalize("failed")
 
@@ -166,8 +180,7 @@ def test_a_directory_of_ones_own_counts_versions(tmp_path):
 
 
 def test_a_new_file_comes_after_those_of_a_clock_ahead(tmp_path):
-    folder = tmp_path / "tensorboard"
-    folder.mkdir()
+    folder = tmp_path
     ahead = [f"events.out.tfevents.{int(time.time()) + seconds:010d}.host.1.0" for seconds in (500, 1000)]
     logger = TensorBoardLogger()
     logger.open(tmp_path, None)
@@ -199,8 +212,8 @@ def test_a_second_run_of_the_same_logger_starts_afresh(tmp_path):
         logger.log_metrics({"lr": 0.1}, 50)
         logger.finalize("success")
     for name, expected in (("version_0", {"seed", "version_0"}), ("version_1", {"version_1"})):
-        assert scalars(tmp_path / name / "tensorboard", "lr") == [(50, 0.1)]
-        found = hyperparameter_records(tmp_path / name / "tensorboard")["session_start_info"]
+        assert scalars(tmp_path / name, "lr") == [(50, 0.1)]
+        found = hyperparameter_records(tmp_path / name)["session_start_info"]
         assert set(found.session_start_info.hparams) == expected
 
 
@@ -210,7 +223,7 @@ def test_a_torn_event_file_is_read_up_to_the_tear(tmp_path):
     logger.log_metrics({"whole": 1.0}, 5)
     logger.log_metrics({"torn": 1.0}, 5)
     logger.finalize("success")
-    (path,) = (tmp_path / "tensorboard").iterdir()
+    (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     for lost in (1, 5, 20):
         path.write_bytes(content[:-lost])
@@ -257,14 +270,14 @@ def test_a_training_that_was_killed_twice_shows_each_step_once(tmp_path):
         assert ended == code, errors
     run_dir = tmp_path / "default" / "version_0"
     every, validated = list(range(1, 161)), [20, 40, 70, 90, 120, 140]
-    assert scalars(run_dir / "tensorboard", "step") == [(step, float(step)) for step in every]
-    assert scalars(run_dir / "tensorboard", "~run/lr-SGD") == [(step, 0.1) for step in every]
-    assert [step for step, _ in scalars(run_dir / "tensorboard", "~run/epoch")] == every
-    assert scalars(run_dir / "tensorboard", "val/step") == [(step, float(step)) for step in validated]
+    assert scalars(run_dir, "step") == [(step, float(step)) for step in every]
+    assert scalars(run_dir, "~run/lr-SGD") == [(step, 0.1) for step in every]
+    assert [step for step, _ in scalars(run_dir, "~run/epoch")] == every
+    assert scalars(run_dir, "val/step") == [(step, float(step)) for step in validated]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == every
     assert [line["step"] for line in lines if "val/step" in line] == validated
-    assert hyperparameter_records(run_dir / "tensorboard").keys() == {
+    assert hyperparameter_records(run_dir).keys() == {
         "session_start_info",
         "experiment",
         "session_end_info",
@@ -345,7 +358,7 @@ def layout_of(folder):
 
 def test_training_and_validation_of_a_quantity_are_in_one_chart(tmp_path):
     made = fitted(tmp_path)
-    folder = made.run_dir / "tensorboard"
+    folder = made.run_dir
     assert layout_of(folder) == {"loss": ["^train/loss_epoch$", "^train/loss_step$", "^val/loss$"]}
     logger = TensorBoardLogger()
     logger.open(tmp_path / "other", None)
@@ -353,12 +366,12 @@ def test_training_and_validation_of_a_quantity_are_in_one_chart(tmp_path):
     logger.log_metrics({"val_acc": 1.0, "train/loss": 1.0}, 2)
     logger.log_metrics({"val/loss": 1.0, "other": 1.0}, 3)
     logger.finalize("success")
-    found = layout_of(tmp_path / "other" / "tensorboard")
+    found = layout_of(tmp_path / "other")
     assert found == {"acc": ["^train_acc$", "^val_acc$"], "loss": ["^train/loss$", "^val/loss$"]}
 
 
 def test_ones_own_metrics_come_before_legatos(tmp_path):
-    tags = accumulate(fitted(tmp_path).run_dir / "tensorboard").Tags()["scalars"]
+    tags = accumulate(fitted(tmp_path).run_dir).Tags()["scalars"]
     own = [tag for tag in sorted(tags) if tag.startswith(("train/", "val/"))]
     assert sorted(tags)[: len(own)] == own
     assert {"~run/epoch", "~run/lr-SGD", "~run/samples_per_second"} <= set(tags)
@@ -366,12 +379,12 @@ def test_ones_own_metrics_come_before_legatos(tmp_path):
     logger.open(tmp_path / "other", None)
     logger.log_metrics({"epoch": 1, "lr-SGD": 0.1, "train/x": 1}, 1)
     logger.finalize("success")
-    assert set(accumulate(tmp_path / "other" / "tensorboard").Tags()["scalars"]) == {"epoch", "lr-SGD", "train/x"}
+    assert set(accumulate(tmp_path / "other").Tags()["scalars"]) == {"epoch", "lr-SGD", "train/x"}
 
 
 def test_hyperparameters_name_the_settings_of_the_run_and_the_best_value(tmp_path):
     made = fitted(tmp_path, seed=7, precision="bf16-mixed")
-    found = hyperparameter_records(made.run_dir / "tensorboard")
+    found = hyperparameter_records(made.run_dir)
     params = found["session_start_info"].session_start_info.hparams
     shown = {name: value.number_value or value.string_value for name, value in params.items()}
     assert shown == {
@@ -384,8 +397,8 @@ def test_hyperparameters_name_the_settings_of_the_run_and_the_best_value(tmp_pat
     }
     names = {info.name.tag for info in found["experiment"].experiment.metric_infos}
     assert names == {"~best/val/loss", "train/loss_step", "train/loss_epoch", "val/loss"}
-    best = min(value for _, value in scalars(made.run_dir / "tensorboard", "val/loss"))
-    assert [value for _, value in scalars(made.run_dir / "tensorboard", "~best/val/loss")] == [best]
+    best = min(value for _, value in scalars(made.run_dir, "val/loss"))
+    assert [value for _, value in scalars(made.run_dir, "~best/val/loss")] == [best]
 
 
 @pytest.mark.parametrize(
@@ -420,7 +433,7 @@ def test_pictures_figures_texts_and_histograms_once_after_a_resume(tmp_path):
         logger.log_histogram("weights", torch.arange(10.0), 1)
         logger.log_text("text", "**bold**", 1)
         logger.finalize("success")
-    found = accumulate(tmp_path / "tensorboard")
+    found = accumulate(tmp_path)
     assert set(found.Tags()["images"]) == {"image", "figure"}
     counts = [len(found.Images("image")), len(found.Images("figure")), len(found.Histograms("weights"))]
     assert [*counts, len(found.Tensors("text/text_summary"))] == [1, 1, 1, 1]
@@ -449,7 +462,7 @@ def test_the_config_is_shown_as_it_is_written(tmp_path):
             trainer.config_text = "task:\n  _target_: a.b.C_d_e\n"
 
     made = fitted(tmp_path, callbacks=[Configured()])
-    found = accumulate(made.run_dir / "tensorboard").Tensors("config/text_summary")[0]
+    found = accumulate(made.run_dir).Tensors("config/text_summary")[0]
     shown = markdown_to_safe_html(found.tensor_proto.string_val[0])
     assert "_target_: a.b.C_d_e\n" in shown
     assert "<em>" not in shown

@@ -1,6 +1,8 @@
 """Loggers of tracking services, by their own packages: MLflow on a local store, W&B offline."""
 
+import json
 import warnings
+from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -90,6 +92,41 @@ def test_mlflow_by_hand(tmp_path, store):
     assert again.experiment_id == logger.experiment_id
 
 
+def log_media(logger):
+    """Log one thing of each kind at step 3; matplotlib's figure stays open."""
+    pyplot = imported("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(1, 1))
+    axes.plot([1, 2])
+    logger.log_text("said/text", "a <b> & *c*", 3)
+    logger.log_image("val/image", torch.ones(3, 4, 5), 3)
+    logger.log_figure("val/figure", figure, 3)
+    logger.log_histogram("weights", torch.tensor([1.0, 2.0, 2.0, float("nan"), float("inf")], requires_grad=True), 3)
+    logger.log_histogram("nothing", torch.tensor([float("nan")]), 3)
+    assert pyplot.fignum_exists(figure.number)
+    pyplot.close(figure)
+
+
+def picture_size(path):
+    from PIL import Image
+
+    with Image.open(path) as picture:
+        return picture.size
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_keeps_texts_pictures_and_histograms_as_files(tmp_path, store):
+    logger = MLFlowLogger("tiny", save_dir=store)
+    log_media(logger)
+    client, files = logger.experiment, {}
+    for name in ("said/text-3.md", "val/image-3.png", "val/figure-3.png", "weights-3.json"):
+        files[name] = Path(client.download_artifacts(logger.run_id, name, str(tmp_path)))
+    assert files["said/text-3.md"].read_text() == "a <b> & *c*"
+    assert picture_size(files["val/image-3.png"]) == (5, 4)
+    assert picture_size(files["val/figure-3.png"])[0] > 5
+    found = json.loads(files["weights-3.json"].read_text())
+    assert (sum(found["counts"]), found["counts"][-1], found["edges"][0], found["edges"][-1]) == (3, 2, 1.0, 2.0)
+
+
 @pytest.fixture
 def wandb(tmp_path, monkeypatch):
     found = imported("wandb")
@@ -127,6 +164,24 @@ def test_wandb_goes_on_in_the_run_of_a_resume(tmp_path, wandb):
     logger.log_metrics({"x": 1.0}, 6)
     logger.finalize("success")
     assert logger.experiment.summary["x"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_shows_texts_pictures_and_histograms(tmp_path, wandb):
+    logger = WandbLogger(save_dir=tmp_path, offline=True, project="tiny")
+    logger.open(tmp_path, None)
+    log_media(logger)
+    summary, folder = logger.experiment.summary, Path(logger.experiment.dir)
+    assert summary["trainer/global_step"] == 3
+    assert "<pre>a &lt;b&gt; &amp; *c*</pre>" in (folder / summary["said/text"]["path"]).read_text()
+    assert picture_size(folder / summary["val/image"]["path"]) == (5, 4)
+    assert picture_size(folder / summary["val/figure"]["path"])[0] > 5
+    assert (sum(summary["weights"]["values"]), summary["weights"]["bins"][-1]) == (3, 2.0)
+    assert "nothing" not in dict(summary)
+    again = WandbLogger(experiment=logger.experiment)
+    again.open(tmp_path, 3)  # a resume after this step: W&B has it
+    again.log_text("said/text", "once more", 3)
+    assert "a &lt;b&gt;" in (folder / logger.experiment.summary["said/text"]["path"]).read_text()
 
 
 def test_wishes_that_cannot_be_met(wandb):

@@ -251,7 +251,7 @@ def test_gpt_trains_with_decay_on_matrices_only_and_writes_samples(tmp_path):
 
     metrics = trainer.callback_metrics
     assert metrics["val/bits_per_character"].item() == pytest.approx(metrics["val/loss"].item() / math.log(2))
-    events = EventAccumulator(str(trainer.run_dir / "tensorboard")).Reload()
+    events = EventAccumulator(str(trainer.run_dir)).Reload()
     samples = events.Tensors("sample/text_summary")
     assert [event.step for event in samples] == [12, 24]
     assert len(samples[-1].tensor_proto.string_val[0].decode()) == len("```\n\n\n```") + 20

@@ -30,7 +30,7 @@ from legato.trainer.loggers.tensorboard import put_last
 
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
-    r"metrics\.jsonl|tensorboard/events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|\.run|status\.json|"
+    r"metrics\.jsonl|events\.out\.tfevents\.[^/]+|(\.?[a-z]+\.)?lock|\.run|status\.json|"
     r"environment\.json|README\.txt|uncommitted\.diff|spikes\.jsonl|"
     r"checkpoints/(step-\d{8}|mine)/(model(-\d{5})?\.safetensors|tensors(-\d{5})?\.safetensors|state\.json|manifest\.json)"
 )
@@ -325,7 +325,7 @@ def check_tensorboard(run_dir: Path, points: dict[int, dict[str, float]], proble
     """Hold TensorBoard's scalars against metrics.jsonl: the same values, each once."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    accumulator = EventAccumulator(str(run_dir), size_guidance={"scalars": 0})
     accumulator.Reload()
     found: dict[tuple[int, str], list[float]] = {}
     for tag in accumulator.Tags()["scalars"]:

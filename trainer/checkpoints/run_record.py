@@ -20,6 +20,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from .run_names import EVALUATIONS, EVENTS
+
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
 LARGEST_DIFF = 1_000_000
 """Bytes of uncommitted changes that are stored; of more only the names of the files are."""
@@ -36,8 +38,9 @@ FILES = {
     "metrics.jsonl": "all logged values, a line of JSON for each step",
     "metrics.csv": "the same as a table (run.csv=true)",
     "hparams.yaml": "the task's hyperparameters, beside metrics.csv",
-    "tensorboard/": "event files; look at them with `legato board` or `tensorboard --logdir`",
+    f"{EVENTS}*": "for TensorBoard: look at them with `legato board` or `tensorboard --logdir runs`",
     "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",
+    f"{EVALUATIONS}/": "what evaluations of its checkpoints have logged and written, in STAGE/version_N",
     "predictions.*": "what `legato predict` wrote",
     "spikes.jsonl": "steps whose loss or gradient norm left its range, with their samples (SpikeWatch)",
     "hang/": "where each process was when the run stood still",

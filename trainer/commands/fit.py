@@ -49,6 +49,6 @@ def summary(trainer: "Trainer") -> str:
     if best:
         rows += [("Best checkpoint", str(best))]
     if trainer.run_dir is not None:
-        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(trainer.run_dir))}")]
+        rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(trainer.default_root_dir))}")]
     width = max((len(name) for name, _ in rows), default=0)
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)

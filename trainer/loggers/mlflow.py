@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from .folder import flat_params, with_prefix
 from .logger import Logger, NoExperiment
-from .pixels import to_pixels
+from .pixels import finite_values, to_pixels
 from .remote import CheckpointUploads, kept_id
 
 FILE_PREFIX = "file:"
@@ -178,6 +178,14 @@ class MLFlowLogger(Logger):
     def log_figure(self, tag: str, figure: Any, step: int) -> None:
         """Keep a figure of matplotlib's as a file of the run, `TAG-STEP.png`."""
         self.experiment.log_figure(self.run_id, figure, f"{tag}-{step}.png")
+
+    def log_histogram(self, tag: str, values: Any, step: int) -> None:
+        """Keep how the finite numbers in a tensor or array are distributed as a file of the run, `TAG-STEP.json`."""
+        import numpy
+
+        counts, edges = numpy.histogram(finite_values(values), bins=64)
+        found = {"counts": counts.tolist(), "edges": edges.tolist()}
+        self.experiment.log_dict(self.run_id, found, f"{tag}-{step}.json")
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         """Send checkpoints, if that is wished."""

@@ -1,4 +1,4 @@
-"""Pictures as loggers take them: arrays of bytes of shape (height, width, channels)."""
+"""Pictures as loggers take them, arrays of bytes of shape (height, width, channels); and the values of histograms."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -46,3 +46,11 @@ def as_array(values: Any) -> "numpy.ndarray[Any, Any]":
         values = values.detach().cpu()
         return numpy.asarray(values.float() if values.is_floating_point() else values)
     return numpy.asarray(values)
+
+
+def finite_values(values: Any) -> "numpy.ndarray[Any, Any]":
+    """Return the numbers of a tensor or sequence that a histogram can hold: NaN and infinities have no place in it."""
+    import numpy
+
+    found = as_array(values).ravel()
+    return found[numpy.isfinite(found)]

@@ -10,10 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.run_names import not_writable, run_directory_gone
+from ..checkpoints.run_names import EVENTS, OLD_EVENTS, not_writable, run_directory_gone
 from .folder import LogFolder, flat_params, with_prefix
 from .logger import Logger, NoExperiment
-from .pixels import to_pixels
+from .pixels import finite_values, to_pixels
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -36,7 +36,8 @@ class TensorBoardLogger(Logger):
 
     The tab CUSTOM SCALARS has a chart for each quantity that several stages log, as `train/loss` and `val/loss`.
 
-    Event files go to `tensorboard/` in the run directory; with `save_dir` to `save_dir/name/version`, see `LogFolder`.
+    Event files go to the run directory, whose name TensorBoard shows; with `save_dir` to `save_dir/name/version`, see
+    `LogFolder`.
     `experiment` is torch's SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger
     is opened.
 
@@ -101,7 +102,8 @@ class TensorBoardLogger(Logger):
         before = self._events
         if self.folder is None:
             self._directory = Path(run_dir)
-            self._events = self._directory / "tensorboard"
+            begun = self._directory / OLD_EVENTS
+            self._events = begun if begun.is_dir() else self._directory
         else:
             self.folder.choose(resume_step is not None)
             self._directory = self._events = self.folder.path
@@ -204,9 +206,10 @@ class TensorBoardLogger(Logger):
             self._writer.add_figure(tag, figure, step, close=False)
 
     def log_histogram(self, tag: str, values: Any, step: int) -> None:
-        """Write how the numbers in a tensor or array are distributed."""
-        if self._is_new(tag, step):
-            self._writer.add_histogram(tag, values, step)
+        """Write how the finite numbers in a tensor or array are distributed."""
+        found = finite_values(values)
+        if found.size and self._is_new(tag, step):
+            self._writer.add_histogram(tag, found, step)
 
     def _is_new(self, tag: str, step: int) -> bool:
         """Return whether a value is to be written: the logger is open, and a resume finds none of this step there."""
@@ -312,7 +315,7 @@ def pairs_in(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _event_files(folder: Path) -> list[Path]:
     """Return the event files in the order in which TensorBoard reads them."""
-    return sorted(folder.glob("events.out.tfevents.*"))
+    return sorted(folder.glob(f"{EVENTS}*"))
 
 
 def sort_before_now(folder: Path) -> None:
@@ -323,11 +326,11 @@ def sort_before_now(folder: Path) -> None:
     slow clock, would break that.
     """
     files = _event_files(folder)
-    stamps = [re.match(r"events\.out\.tfevents\.(\d+)(.*)", path.name) for path in files]
+    stamps = [re.match(rf"{re.escape(EVENTS)}(\d+)(.*)", path.name) for path in files]
     if any(stamp and int(stamp[1]) >= int(time.time()) for stamp in stamps):
         for number, (path, stamp) in enumerate(zip(files, stamps, strict=True)):
             if stamp:
-                path.rename(folder / f"events.out.tfevents.{number:010d}{stamp[2]}")
+                path.rename(folder / f"{EVENTS}{number:010d}{stamp[2]}")
 
 
 def tags_at(folder: Path, step: int) -> set[str]:

@@ -1,5 +1,6 @@
 """WandbLogger: writes to Weights & Biases, by its own package."""
 
+import html
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any, Literal
 from ..errors import ConfigError
 from .folder import plain, with_prefix
 from .logger import Logger, NoExperiment
-from .pixels import as_array, to_pixels
+from .pixels import finite_values, to_pixels
 from .remote import CheckpointUploads, kept_id
 
 STEP = "trainer/global_step"
@@ -128,7 +129,10 @@ class WandbLogger(Logger):
         self.experiment.config.update(plain(params), allow_val_change=True)
 
     def log_text(self, tag: str, text: str, step: int) -> None:
-        """Do nothing: W&B has tables for texts, see `experiment`."""
+        """Write a text, which W&B shows as it is, in letters of one width."""
+        import wandb
+
+        self._write_media(tag, wandb.Html(f"<pre>{html.escape(text)}</pre>"), step)
 
     def log_image(self, tag: str, image: Any, step: int) -> None:
         """Write a picture; see Logger."""
@@ -146,7 +150,9 @@ class WandbLogger(Logger):
         """Write how the numbers in a tensor or array are distributed."""
         import wandb
 
-        self._write_media(tag, wandb.Histogram(as_array(values)), step)
+        found = finite_values(values)
+        if found.size:
+            self._write_media(tag, wandb.Histogram(found), step)
 
     def _write_media(self, tag: str, value: Any, step: int) -> None:
         if step > self._written:

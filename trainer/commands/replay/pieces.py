@@ -9,6 +9,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
+from ...checkpoints.run_names import EVENTS
 from ...errors import LegatoError
 from ...loggers.json_lines import FILE_NAME
 from ...messages import STDOUT
@@ -16,7 +17,6 @@ from .history import RunHistory
 from .replay import Replayed, conclude, differs_after, new_directory, replay_config, replay_steps, sameness
 from .watchers import STEPS_FILE, StepReport, StopAfterStep
 
-EVENTS_FOLDER = "tensorboard"
 POLL_SECONDS = 0.05
 
 
@@ -126,12 +126,11 @@ def join_parts(directory: Path, parts: Sequence[Path]) -> None:
     for name in (FILE_NAME, STEPS_FILE):
         lines = dict(line for part in parts for line in numbered(part / name))
         (directory / name).write_text("".join(f"{json.dumps(lines[step])}\n" for step in sorted(lines)))
-    (directory / EVENTS_FOLDER).mkdir(exist_ok=True)
     for number, part in enumerate(parts):
-        for path in sorted((part / EVENTS_FOLDER).glob("events.out.tfevents.*")):
-            rest = path.name.removeprefix("events.out.tfevents.").partition(".")[2]
+        for path in sorted(part.glob(f"{EVENTS}*")):
+            rest = path.name.removeprefix(EVENTS).partition(".")[2]
             # TensorBoard reads files in the order of their names, which begin with a time in seconds
-            os.replace(path, directory / EVENTS_FOLDER / f"events.out.tfevents.{number:010d}.{rest}")
+            os.replace(path, directory / f"{EVENTS}{number:010d}.{rest}")
 
 
 def numbered(path: Path) -> Iterator[tuple[int, Any]]:

@@ -1,7 +1,6 @@
 """`legato board`: TensorBoard for the runs below a folder, on a free port that only this machine reaches."""
 
 import signal
-import tempfile
 import threading
 from argparse import Namespace
 from collections.abc import Iterator
@@ -14,51 +13,24 @@ from ...messages import STDOUT
 from ...processes.environment import get_variable, set_variable
 from ...run_directory import find_runs
 
-BOARD_EVENTS = "tensorboard"
-"""The folder of event files in a run directory, which is not a part of the run's name."""
-LOOK_EVERY = 5.0
-"""Seconds between two looks for new runs."""
-
 
 def run_board(arguments: Namespace) -> None:
     """Serve the runs until Ctrl-C. Raises ConfigError if the folder is none, or the port is taken."""
-    root = Path(arguments.dir)
-    find_runs(root)
-    with tempfile.TemporaryDirectory(prefix="legato-board-") as folder, ended_by_signals():
-        # links to event folders alone: TensorBoard would walk through all checkpoints below the runs, and name each run
-        # by its folder of events
-        links = Path(folder)
-        link_runs(root, links)
-        url = serve(links, arguments.port)
+    find_runs(Path(arguments.dir))
+    with ended_by_signals(), suppress(KeyboardInterrupt):
+        url = serve(arguments.dir, arguments.port)
         print(f"TensorBoard  {url}  (Ctrl-C ends it)", file=STDOUT, flush=True)
-        with suppress(KeyboardInterrupt):
-            waiting = threading.Event()
-            while not waiting.wait(LOOK_EVERY):
-                link_runs(root, links)
+        threading.Event().wait()
 
 
-def link_runs(root: Path, links: Path) -> None:
-    """Make a link under each run's name to its event files, in place of those of runs that are gone."""
-    wanted = {}
-    for run in find_runs(root) if root.is_dir() else ():
-        if (run.path / BOARD_EVENTS).is_dir():
-            wanted[links / run.name] = (run.path / BOARD_EVENTS).resolve()
-    for link, events in wanted.items():
-        if not link.is_symlink():
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(events)
-    for link in [path for path in links.rglob("*") if path.is_symlink() and path not in wanted]:
-        link.unlink()
-
-
-def serve(links: Path, port: int) -> str:
+def serve(folder: str, port: int) -> str:
     """Start TensorBoard in this process; return its address. Raises ConfigError if the port is taken."""
     from tensorboard import default, program
 
     if get_variable("TF_CPP_MIN_LOG_LEVEL") is None:
         set_variable("TF_CPP_MIN_LOG_LEVEL", "3")
     board: Any = program.TensorBoard(default.get_plugins())
-    options = ["--logdir", str(links), "--host", "127.0.0.1", "--port", str(port), "--reload_multifile", "true"]
+    options = ["--logdir", folder, "--host", "127.0.0.1", "--port", str(port), "--reload_multifile", "true"]
     # In this process, where its server would be one more that has to be ended.
     board.configure(argv=["tensorboard", *options, "--load_fast", "false"])
     try:
@@ -70,7 +42,7 @@ def serve(links: Path, port: int) -> str:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this context as Ctrl-C does, so that the links are removed."""
+    """Let SIGTERM and SIGHUP end this context as Ctrl-C does, so that TensorBoard's own processes end, too."""
 
     def end(number: int, _: object) -> None:
         raise KeyboardInterrupt

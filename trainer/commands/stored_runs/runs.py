@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...run_directory import ROOT, RunDirectory, find_runs
 from .differences import differing_values
-from .text import fitting, number, plural, table, time_taken
+from .text import evaluated_values, fitting, metric_names, number, plural, table, time_taken
 
 MOST_ROWS = 50
 """The newest runs that are shown, unless all are asked for."""
@@ -40,6 +40,9 @@ def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
         best = "-" if run.best is None else f"{run.best.metric} {number(run.best.value)}"
         differs = " ".join(f"{key}={value}" for key, value in own.items())
         rows.append([run.name, run.state, str(run.step), best, time_taken(run.seconds), differs])
+        rows += [
+            [f"  {one.name}", "", str(one.evaluated_step), "", "", evaluated_values(one)] for one in run.evaluations
+        ]
     return rows
 
 
@@ -70,4 +73,13 @@ def as_json(run: RunDirectory) -> dict[str, object]:
         "seconds": run.seconds,
         "began": run.began,
         "error": run.error,
+        "evaluations": [
+            {
+                "name": one.name,
+                "path": str(one.path),
+                "step": one.evaluated_step,
+                "values": {name: one.last_point[name] for name in metric_names(one.last_point)},
+            }
+            for one in run.evaluations
+        ],
     }

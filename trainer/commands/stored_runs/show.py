@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from ...checkpoints.run_names import EVENTS
 from ...checkpoints.run_record import FILES, read_starts
 from ...errors import ConfigError, did_you_mean
 from ...run_directory import RunDirectory, find_run
@@ -13,6 +14,7 @@ from ...run_status import FAILED
 from .differences import from_defaults
 from .text import (
     chart,
+    evaluated_values,
     fitting,
     folder_size,
     metric_names,
@@ -37,7 +39,8 @@ def run_show(arguments: Namespace) -> None:
         names = metric_names(run.metrics)
         hint = did_you_mean(arguments.metric, names) or f" It has logged {', '.join(names) or 'nothing'}."
         raise ConfigError(f"{run.name} has not logged {arguments.metric!r}.{hint}")
-    parts = [heading(run), error_text(run), config_text(run), metrics_text(run, arguments.metric), files_text(run)]
+    parts = [heading(run), error_text(run), config_text(run), metrics_text(run, arguments.metric)]
+    parts += [evaluations_text(run), files_text(run)]
     print(fitting("\n\n".join(part for part in parts if part)))
 
 
@@ -108,6 +111,12 @@ def metrics_text(run: RunDirectory, wanted: str | None = None) -> str:
     return "\n".join(lines)
 
 
+def evaluations_text(run: RunDirectory) -> str:
+    """Return the evaluations of the run's checkpoints with their values; "" if there are none."""
+    rows = [[one.name, when(one.began), f"step {one.evaluated_step}", evaluated_values(one)] for one in run.evaluations]
+    return "\n".join(["evaluations:", *(f"  {line}" for line in table(rows).splitlines())]) if rows else ""
+
+
 def finite_points(run: RunDirectory, name: str) -> list[tuple[int, float]]:
     """Return the steps and values at which a metric was logged."""
     pairs: Any = zip(run.metrics["step"].tolist(), run.metrics[name].tolist(), strict=True)
@@ -116,9 +125,12 @@ def finite_points(run: RunDirectory, name: str) -> list[tuple[int, float]]:
 
 def files_text(run: RunDirectory) -> str:
     """Return what the directory holds, a line each."""
-    rows = []
+    rows, events = [], list(run.path.glob(f"{EVENTS}*"))
     for path in sorted(run.path.iterdir()):
-        if path.name.startswith("."):
+        if path.name.startswith(".") or path in events[1:]:
+            continue
+        if path in events:
+            rows.append([f"{EVENTS}*", size(sum(map(folder_size, events))), file_text(path)])
             continue
         held = run.checkpoints if path.name == "checkpoints" else []
         text = file_text(path)

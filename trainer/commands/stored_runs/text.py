@@ -5,7 +5,10 @@ import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...run_directory import RunDirectory
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-=*#%@"
 """Heights of a chart from low to high; the second where the output cannot show the first."""
@@ -77,7 +80,7 @@ def chart(values: Sequence[float], first: int, last: int, columns: int = 60, row
     labels = [number(max(finite)), *[""] * (rows - 2), number(min(finite))]
     margin = max(map(len, labels))
     drawn = [f"{label:>{margin}} |{line}".rstrip() for label, line in zip(labels, lines, strict=True)]
-    foot = f"{first:<{max(1, len(lines[0]) - len(str(last)))}}{last}"
+    foot = f"{first:<{max(len(str(first)) + 1, len(lines[0]) - len(str(last)))}}{last}"
     return "\n".join([*drawn, f"{'':>{margin}}  {foot}"])
 
 
@@ -114,6 +117,12 @@ def when(seconds: float) -> str:
     import time
 
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def evaluated_values(evaluation: "RunDirectory") -> str:
+    """Return the values that an evaluation has logged."""
+    point = evaluation.last_point
+    return "  ".join(f"{name} {number(float(point[name]))}" for name in metric_names(point)) or "logged nothing"
 
 
 def plural(count: int, what: str) -> str:
