@@ -191,7 +191,7 @@ class NotebookBar(Display):
     """A bar of tqdm's in the output of a notebook's cell."""
 
     seconds_between = 0.2
-    width = 110  # type: ignore[assignment]  # what a cell shows of a line without scrolling
+    width = 110  # what a cell shows of a line without scrolling
 
     def __init__(self) -> None:
         self._bar: Any = None
@@ -200,12 +200,13 @@ class NotebookBar(Display):
         """Move the bar, with the lines as its text."""
         from tqdm.auto import tqdm
 
+        text = "  ".join(lines)
         if self._bar is None:
-            self._bar = tqdm(total=total, bar_format="{bar} {desc}", mininterval=0.0, leave=False)
+            self._bar = tqdm(desc=text, total=total, bar_format="{bar} {desc}", mininterval=0.0, leave=False)
         elif self._bar.total != total:
             self._bar.reset(total)
         self._bar.n = done
-        self._bar.set_description_str("  ".join(lines), refresh=False)
+        self._bar.set_description_str(text, refresh=False)
         self._bar.refresh()
 
     def write(self, text: str) -> None:

@@ -157,7 +157,7 @@ COMMANDS = {
         ".commands.export",
         "run_export",
         arguments=[
-            Argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or a run directory: its newest one"),
+            Argument("checkpoint", metavar="CHECKPOINT", help=f"a checkpoint, or the newest one of {A_RUN}"),
             Argument("out", metavar="OUT", help="the file to write: x.safetensors, x.onnx or x.pt2"),
             Argument(
                 "config",
@@ -179,7 +179,7 @@ COMMANDS = {
         ".commands.convert",
         "run_convert",
         arguments=[
-            Argument("source", metavar="SOURCE", help="a checkpoint, or a run directory: its newest one; or x.ckpt"),
+            Argument("source", metavar="SOURCE", help=f"x.ckpt, a checkpoint, or the newest one of {A_RUN}"),
             Argument("target", metavar="TARGET", help="the file of Lightning's to write, x.ckpt; or the checkpoint"),
         ],
         about=ON_DISK,

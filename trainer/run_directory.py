@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints.run_lock import belongs_to_training, is_held
-from .checkpoints.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, EVENTS, IDENTITY, OLD_EVENTS, REPLAY, VERSION
+from .checkpoints.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, EVENT_FILES, IDENTITY, OLD_EVENTS, REPLAY, VERSION
 from .checkpoints.run_record import read_starts
 from .errors import ConfigError, did_you_mean
 from .run_status import FAILED, RUNNING, STATUS, read_status
@@ -130,7 +130,7 @@ class RunDirectory:
             names = [path.name for path in self.path.iterdir()]
         except OSError:
             return False
-        return all(name in AT_START or name.startswith((".", EVENTS)) or name.endswith(".diff") for name in names)
+        return all(name in AT_START or name.startswith((".", EVENT_FILES)) or name.endswith(".diff") for name in names)
 
     @property
     def _modified(self) -> float:
@@ -207,7 +207,7 @@ def _is_run(name: str, names: set[str]) -> bool:
     if STATUS in names or IDENTITY in names:
         return True
     return VERSION.fullmatch(name) is not None and (
-        not names or POINTS_FILE in names or any(one == OLD_EVENTS or one.startswith(EVENTS) for one in names)
+        not names or POINTS_FILE in names or any(one == OLD_EVENTS or one.startswith(EVENT_FILES) for one in names)
     )
 
 

@@ -241,7 +241,7 @@ def test_without_widgets_a_notebook_has_a_line_of_tqdm(play, monkeypatch, capsys
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=ZMQInteractiveShell, version_info=(8,)))
     play(Rising(), enable_progress_bar=True)
     said, drawn = capsys.readouterr()
-    assert [row["rising"] for row in rows(said)] == ["3"]
+    assert [row["rising"] for row in rows(said)] == ["2.778"]  # the last batch is short
     assert re.search(r"epoch 1/1  step 1/5  .*rising 1", drawn)
     assert "it/s" not in drawn
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_line_folder import CONFIG, TASK
 from forked import Forked, run_module
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import free_port
 
@@ -140,7 +141,7 @@ def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder:
     before = tree(run)
     both = [Forked(run_module, "legato.trainer", "validate", "line.yaml") for _ in range(2)]
     assert [(process.communicate(timeout=100), process.returncode)[1] for process in both] == [0, 0]
-    evaluated("test", "line.yaml", "checkpoint=last", "run.name=other")  # of a run of another name, too
+    evaluated("test", "line.yaml", f"checkpoint={run}", "run.name=other")  # of a run of another name, too
     evaluated("predict", str(run / "config.yaml"))
     after = tree(run)
     assert {path: after[path] for path in before} == before
@@ -152,10 +153,13 @@ def test_an_evaluation_lies_beside_its_run_at_the_step_of_its_checkpoint(folder:
     for one in found:
         assert one.evaluated_step == (9 if one.name == "test/version_0" else 3)
         if "predict" not in one.name:
-            assert (one.last_point["step"], one.last_point["epoch"]) == (one.evaluated_step, one.evaluated_step // 3)
+            assert one.last_point["step"] == one.evaluated_step
+            assert one.last_point["epoch"] == one.evaluated_step // 3 - 1
             events = EventAccumulator(str(one.path)).Reload()
             assert [point.step for point in events.Scalars("val_loss")] == [one.evaluated_step]
     assert (run / "evaluations/predict/version_0/predictions.safetensors").exists()
+    assert legato("export", "default", "out.safetensors").returncode == 0  # by a name, as show takes it
+    assert load_file("out.safetensors").keys() == {"layer.weight", "layer.bias"}
     shown = legato("show", "default").stdout
     listed = legato("runs").stdout
     for one in found:

@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .run_names import EVALUATIONS, EVENTS
+from .run_names import EVALUATIONS, EVENT_FILES
 
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
 LARGEST_DIFF = 1_000_000
@@ -36,9 +36,9 @@ FILES = {
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
     "status.json": "how the run stands: running, done, failed or preempted; its step, best value and last error",
     "metrics.jsonl": "all logged values, a line of JSON for each step",
-    "metrics.csv": "the same as a table (run.csv=true)",
+    "metrics.csv": "all logged values as a table (run.csv=true)",
     "hparams.yaml": "the task's hyperparameters, beside metrics.csv",
-    f"{EVENTS}*": "for TensorBoard: look at them with `legato board` or `tensorboard --logdir runs`",
+    f"{EVENT_FILES}*": "for TensorBoard: look at them with `legato board` or `tensorboard --logdir runs`",
     "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",
     f"{EVALUATIONS}/": "what evaluations of its checkpoints have logged and written, in STAGE/version_N",
     "predictions.*": "what `legato predict` wrote",

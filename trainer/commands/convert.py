@@ -11,13 +11,14 @@ from ..checkpoints.convert import as_lightning
 from ..checkpoints.foreign import read_contents
 from ..checkpoints.pickled import write_pickled
 from ..errors import CheckpointError
+from .export import path_of
 
 SUFFIX = ".ckpt"
 
 
 def run_convert(arguments: Namespace) -> None:
     """Run `legato convert`."""
-    source, target = Path(arguments.source), Path(arguments.target)
+    source, target = path_of(arguments.source), Path(arguments.target)
     contents = convert_checkpoint(source, target)
     print(f"epoch {contents.get('epoch')}, step {contents.get('global_step')}  {target}")
 

@@ -2,20 +2,22 @@
 
 import os
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from ..checkpoints import commit, store
 from ..checkpoints.format import KNOWN_EVERYWHERE, write_tensors
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ConfigError
+from ..run_directory import find_run
 
 MODELS = " The whole model is written to x.onnx or x.pt2."
 
 
 def run_export(arguments: Namespace) -> None:
     """Run `legato export`: the suffix of the file says what it is."""
-    source, target = Path(arguments.checkpoint), Path(arguments.out)
+    source, target = path_of(arguments.checkpoint), Path(arguments.out)
     if target.suffix not in (".onnx", ".pt2"):
         print(f"{export_weights(source, target)} tensors  {target}")
         return
@@ -31,6 +33,14 @@ def run_export(arguments: Namespace) -> None:
     finally:
         partial.unlink(missing_ok=True)
     print(f"{said}  {target}")
+
+
+def path_of(word: str) -> Path:
+    """Return the path of a checkpoint or run directory that a word is, or that of the run which is called so."""
+    path = Path(word)
+    with suppress(ConfigError):
+        return path if path.exists() else find_run(word).path
+    return path
 
 
 def export_weights(source: Path, target: Path) -> int:

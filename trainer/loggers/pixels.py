@@ -52,5 +52,5 @@ def finite_values(values: Any) -> "numpy.ndarray[Any, Any]":
     """Return the numbers of a tensor or sequence that a histogram can hold: NaN and infinities have no place in it."""
     import numpy
 
-    found = as_array(values).ravel()
-    return found[numpy.isfinite(found)]
+    found = as_array(values)
+    return numpy.extract(numpy.isfinite(found), found)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.run_names import EVENTS, OLD_EVENTS, not_writable, run_directory_gone
+from ..checkpoints.run_names import EVENT_FILES, OLD_EVENTS, not_writable, run_directory_gone
 from .folder import LogFolder, flat_params, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
@@ -315,7 +315,7 @@ def pairs_in(names: Iterable[str]) -> dict[str, list[str]]:
 
 def _event_files(folder: Path) -> list[Path]:
     """Return the event files in the order in which TensorBoard reads them."""
-    return sorted(folder.glob(f"{EVENTS}*"))
+    return sorted(folder.glob(f"{EVENT_FILES}*"))
 
 
 def sort_before_now(folder: Path) -> None:
@@ -326,11 +326,11 @@ def sort_before_now(folder: Path) -> None:
     slow clock, would break that.
     """
     files = _event_files(folder)
-    stamps = [re.match(rf"{re.escape(EVENTS)}(\d+)(.*)", path.name) for path in files]
+    stamps = [re.match(rf"{re.escape(EVENT_FILES)}(\d+)(.*)", path.name) for path in files]
     if any(stamp and int(stamp[1]) >= int(time.time()) for stamp in stamps):
         for number, (path, stamp) in enumerate(zip(files, stamps, strict=True)):
             if stamp:
-                path.rename(folder / f"{EVENTS}{number:010d}{stamp[2]}")
+                path.rename(folder / f"{EVENT_FILES}{number:010d}{stamp[2]}")
 
 
 def tags_at(folder: Path, step: int) -> set[str]:

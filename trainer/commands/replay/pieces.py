@@ -9,7 +9,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from ...checkpoints.run_names import EVENTS
+from ...checkpoints.run_names import EVENT_FILES
 from ...errors import LegatoError
 from ...loggers.json_lines import FILE_NAME
 from ...messages import STDOUT
@@ -127,10 +127,10 @@ def join_parts(directory: Path, parts: Sequence[Path]) -> None:
         lines = dict(line for part in parts for line in numbered(part / name))
         (directory / name).write_text("".join(f"{json.dumps(lines[step])}\n" for step in sorted(lines)))
     for number, part in enumerate(parts):
-        for path in sorted(part.glob(f"{EVENTS}*")):
-            rest = path.name.removeprefix(EVENTS).partition(".")[2]
+        for path in sorted(part.glob(f"{EVENT_FILES}*")):
+            rest = path.name.removeprefix(EVENT_FILES).partition(".")[2]
             # TensorBoard reads files in the order of their names, which begin with a time in seconds
-            os.replace(path, directory / f"{EVENTS}{number:010d}.{rest}")
+            os.replace(path, directory / f"{EVENT_FILES}{number:010d}.{rest}")
 
 
 def numbered(path: Path) -> Iterator[tuple[int, Any]]:

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.run_names import EVENTS
+from ...checkpoints.run_names import EVENT_FILES
 from ...checkpoints.run_record import FILES, read_starts
 from ...errors import ConfigError, did_you_mean
 from ...run_directory import RunDirectory, find_run
@@ -125,12 +125,12 @@ def finite_points(run: RunDirectory, name: str) -> list[tuple[int, float]]:
 
 def files_text(run: RunDirectory) -> str:
     """Return what the directory holds, a line each."""
-    rows, events = [], list(run.path.glob(f"{EVENTS}*"))
+    rows, events = [], list(run.path.glob(f"{EVENT_FILES}*"))
     for path in sorted(run.path.iterdir()):
         if path.name.startswith(".") or path in events[1:]:
             continue
         if path in events:
-            rows.append([f"{EVENTS}*", size(sum(map(folder_size, events))), file_text(path)])
+            rows.append([f"{EVENT_FILES}*", size(sum(map(folder_size, events))), file_text(path)])
             continue
         held = run.checkpoints if path.name == "checkpoints" else []
         text = file_text(path)
