@@ -154,7 +154,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
         store.write_identity(trainer.run_dir, trainer.saver.run_id)
     point = evaluated_point(call, saved)
-    record_start(call, source, None if point is None else point[0])
+    record_start(call, source, point)
     set_owners(call)
     parts = {**vars(call), "hooks": Hooks(trainer, call.task, trainer.callbacks)}
     return JoinedCall(**parts, membership=membership, source=source, goes_on=goes_on, evaluated_point=point), saved
@@ -180,10 +180,10 @@ def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int]
     return int(saved.get("global_step", 0)), int(saved.get("epoch", 0))
 
 
-def record_start(call: Call, source: Path | None = None, step: int | None = None) -> None:
+def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, int] | None = None) -> None:
     """Record in the run directory, on rank 0, with what this call was started: command line, layout, versions, code.
 
-    source: the checkpoint that it goes on from, or evaluates; step: that of an evaluated one.
+    source: the checkpoint that it goes on from, or evaluates; evaluated: step and epoch of that.
     """
     trainer, strategy, directory = call.trainer, call.strategy, call.trainer.run_dir
     if directory is None or not trainer.is_global_zero or not trainer.records_starts:
@@ -191,7 +191,7 @@ def record_start(call: Call, source: Path | None = None, step: int | None = None
     device, (command, arguments) = strategy.device, trainer.command
     facts = {
         "stage": call.stage,
-        "step": call.state.global_step if step is None else step,
+        "step": call.state.global_step if evaluated is None else evaluated[0],
         "checkpoint": None if source is None else str(source),
         "command": command,
         "arguments": arguments,
@@ -347,6 +347,8 @@ def decide_directory(
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
+    if source is not None and directory is not None and directory.parent.parent.name == EVALUATIONS:
+        directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
     if directory is None:
         directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.

@@ -12,6 +12,7 @@ from command_line_folder import CONFIG, TASK
 from forked import Forked, run_module
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny import Validated, make_loader, make_trainer
 from waiting import free_port
 
 from legato.trainer.run_directory import RunDirectory
@@ -185,6 +186,22 @@ def test_an_evaluation_of_no_run_or_of_one_that_is_read_only_has_a_directory_of_
     assert done.returncode == 0, done.stderr
     assert "This evaluation has a directory of its own. The run directory" in done.stderr
     assert (folder / "runs/default/version_2/metrics.jsonl").exists()
+
+
+def test_a_trainer_that_evaluates_two_runs_writes_beside_each(tmp_path: Path) -> None:
+    fitted = [make_trainer(tmp_path, logger=True, enable_checkpointing=True, max_steps=2) for _ in range(2)]
+    for trainer in fitted:
+        trainer.fit(Validated(), make_loader())
+    runs = [tmp_path / "default" / f"version_{number}" for number in range(2)]
+    trainer, task = make_trainer(tmp_path, logger=True), Validated()
+    for run in (*runs, runs[0]):
+        trainer.validate(task, make_loader(), ckpt_path=run, verbose=False)
+    assert [[one.name for one in RunDirectory(run).evaluations] for run in runs] == [
+        ["validate/version_0", "validate/version_1"],
+        ["validate/version_0"],
+    ]
+    assert all(one.last_point["step"] == 2 for run in runs for one in RunDirectory(run).evaluations)
+    assert sorted(path.name for path in (tmp_path / "default").iterdir()) == ["version_0", "version_1"]
 
 
 def test_without_a_best_it_is_the_last(folder: Path) -> None:
