@@ -51,6 +51,11 @@ class TrainerDefaults(TrainerView):
         activation_checkpointing: Classes of blocks whose activations are recomputed in backward to save memory.
         compile: Compile the task's modules in place with torch.compile; a mapping holds its options, and
             `blocks`: classes.
+        optimizer_kernels: Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"), one
+            for each operation on all tensors ("foreach"), or one for each tensor ("loop"). None: as the
+            task made them. A resumed run keeps its own.
+        channels_last: Keep images, and the weights of convolutions, with their channels last in memory
+            (torch.channels_last).
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica needs a
             process of its own.
         limit_train_batches: Batches per epoch of each replica: a count (int) or a fraction (float).
@@ -60,6 +65,8 @@ class TrainerDefaults(TrainerView):
         overfit_batches: Train and validate on this many training batches only, in a fixed order.
         use_distributed_sampler: Distribute samples over replicas. False: each process's loader already
             yields only that process's share.
+        loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
+            prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n
             epochs. 0: never.
         leave_out_steps: Steps, counted from 1, whose batches are left out; the order of all others, and

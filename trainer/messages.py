@@ -141,7 +141,7 @@ def is_quiet() -> bool:
     return logging.getLogger("legato").level > logging.INFO
 
 
-class _ToStderr(logging.StreamHandler[Any]):
+class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg] # Python 3.10 refuses StreamHandler[Any]
     """Handler that writes to the current stderr."""
 
     def __init__(self) -> None:
