@@ -1,13 +1,11 @@
-"""A run of its own process that is told to end: `preempted_run.py FOLDER OPTIONS`.
+"""A run of its own process that is told to end.
 
-It leaves a file in FOLDER for every moment that a test may wait for, and the trained weights when it is done. OPTIONS
-is JSON: the Trainer's arguments, and what `run` takes besides.
+It leaves a file in its folder for every moment that a test may wait for, and the trained weights when it is done.
 """
 
 import json
 import os
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -115,11 +113,8 @@ def run(folder: Path, options: dict[str, Any]) -> lg.Trainer:
     return trainer
 
 
-def sweep(folder: Path, options: dict[str, Any], seconds_between: float) -> list[int]:
-    """Start the run again and again, told to end ever later, until it comes to its end; return what it ended by."""
-    import tensorboard.summary.writer  # noqa: F401 (here, and not in every child)
-    import torch._dynamo  # noqa: F401
-
+def sweep(folder: Path, options: dict[str, Any], seconds_between: float) -> None:
+    """Start the run again and again, told to end ever later, until it comes to its end; print what it ended by."""
     ends: list[int] = []
     while 0 not in ends and len(ends) < 40:
         (folder / "setup-0").unlink(missing_ok=True)
@@ -140,11 +135,4 @@ def sweep(folder: Path, options: dict[str, Any], seconds_between: float) -> list
         status = os.waitpid(child, 0)[1]
         over = os.WIFSIGNALED(status) and (folder / "teardown-0").exists()  # it hit what comes after fit
         ends.append(0 if over else os.waitstatus_to_exitcode(status))
-    return ends
-
-
-if __name__ == "__main__":
-    if len(sys.argv) == 4:
-        print(sweep(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3])))
-    else:
-        run(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    print(json.dumps(ends))

@@ -17,7 +17,7 @@ import preempted_run
 import psutil
 import pytest
 import torch
-from forked import Forked
+from forked import Forked, run_module
 from waiting import members, wait_until
 
 from legato.trainer.checkpoints import store
@@ -31,15 +31,17 @@ TWO = {"pace": 0.1, "devices": 2, "strategy": "ddp"}
 class Running:
     """A run in a process group of its own, as a terminal or a scheduler starts it."""
 
-    def __init__(self, folder: Path, options: dict[str, Any], command: list[str] | None = None, **popen: Any) -> None:
+    def __init__(self, folder: Path, what: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> None:
+        """`what`: options of a run, a function with its arguments, or the words of a command."""
         self.folder = folder
         for mark in folder.glob("*-*"):
             mark.unlink()
-        if command is None:
-            self.process = Forked(preempted_run.run, folder, options, **popen)
-        else:
+        if isinstance(what, list):
             streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **popen}
-            self.process = subprocess.Popen(command, start_new_session=True, **streams)
+            self.process = subprocess.Popen(what, start_new_session=True, **streams)
+        else:
+            called = what if isinstance(what, tuple) else (preempted_run.run, folder, what)
+            self.process = Forked(*called, **popen)
         self.output = self.errors = ""
 
     def wait_for(self, mark: str, seconds: float = 60) -> int:
@@ -56,8 +58,8 @@ class Running:
 
 
 @contextmanager
-def running(folder: Path, options: dict[str, Any], *arguments: Any, **popen: Any) -> Iterator[Running]:
-    run = Running(folder, options, *arguments, **popen)
+def running(folder: Path, what: dict[str, Any] | tuple[Any, ...] | list[str], **popen: Any) -> Iterator[Running]:
+    run = Running(folder, what, **popen)
     try:
         yield run
     finally:
@@ -178,8 +180,7 @@ def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
 @pytest.mark.slow
 def test_any_moment(tmp_path, undisturbed):
     """A run that is told to end, ever later after its start, and resumed each time."""
-    command = [sys.executable, str(SCRIPT), str(tmp_path), json.dumps({"pace": 0.03}), "0.05"]
-    with running(tmp_path, {}, command) as run:
+    with running(tmp_path, (preempted_run.sweep, tmp_path, {"pace": 0.03}, 0.05)) as run:
         assert run.end(300) == 0
     ends = json.loads(run.output)
     assert set(ends) <= {0, RESUME_ME}, run.errors
@@ -342,7 +343,7 @@ def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
     keyboard, terminal = pty.openpty()
     # the terminal becomes the controlling one of the new session, so that Ctrl-C is a signal to its process group
     code = f"import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv({command[0]!r}, {command!r})"
-    with running(tmp_path, {}, [sys.executable, "-c", code], cwd=tmp_path, stdin=terminal) as run:
+    with running(tmp_path, [sys.executable, "-c", code], cwd=tmp_path, stdin=terminal) as run:
         run.wait_for("step-4-0")
         os.write(keyboard, b"\x03")
         assert run.end() == 130, run.errors
@@ -355,12 +356,12 @@ def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, RESUME_ME), (signal.SIGINT, 130)])
-def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, number, code):
+def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, monkeypatch, number, code):
+    monkeypatch.chdir(tmp_path)
     module = MODULE.format(tests=str(SCRIPT.parent)) + "\nimport time; Path('began').touch(); time.sleep(20)"
     (tmp_path / "command.py").write_text(module)
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=1))
-    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml"]
-    with running(tmp_path, {}, command, cwd=tmp_path) as run:
+    with running(tmp_path, (run_module, "legato.trainer", "fit", "config.yaml")) as run:
         assert wait_until((tmp_path / "began").exists, 30)
         os.kill(run.process.pid, number)
         assert run.end() == code
@@ -427,13 +428,14 @@ def test_a_job_is_requeued_once_by_a_signal_in_its_start_up(tmp_path, options):
 
 
 @pytest.mark.slow
-def test_a_job_is_requeued_by_a_signal_while_its_modules_are_imported(tmp_path):
+def test_a_job_is_requeued_by_a_signal_while_its_modules_are_imported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     module = MODULE.format(tests=str(SCRIPT.parent)) + "\nimport time; Path('began').touch(); time.sleep(20)"
     (tmp_path / "command.py").write_text(module)
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=1))
     job = Slurm(tmp_path)
-    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml", "trainer.requeue=true"]
-    with running(tmp_path, {}, command, cwd=tmp_path, env=job.environment) as run:
+    command = run_module, "legato.trainer", "fit", "config.yaml", "trainer.requeue=true"
+    with running(tmp_path, command, env=job.environment) as run:
         assert wait_until((tmp_path / "began").exists, 30)
         os.kill(run.process.pid, signal.SIGUSR1)
         assert run.end() == RESUME_ME
