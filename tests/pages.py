@@ -13,7 +13,6 @@ All blocks of a page share a folder.
 
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -21,8 +20,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from forked import Forked, run_module
+from forked import completed, run_module, run_script
 
 import legato
 
@@ -110,7 +110,7 @@ class Reader:
     def script(self, text: str, name: str = "page.py") -> str:
         """Run the text of a script; return what it printed. Raises AssertionError where it fails."""
         self.write(name, text)
-        return self._finish(Forked(_run_script, str(self.folder), name), name)
+        return self._finish(name, _run_script, name)
 
     def command(self, line: str) -> str:
         """Run a line of a shell, `legato` and `python` without loading torch anew; return what it printed."""
@@ -125,9 +125,9 @@ class Reader:
             if len(words) > 1 and words[1] in TRAINS and "--help" not in words:  # what the line itself says wins
                 first = next((i for i, word in enumerate(words[2:], 2) if not word.endswith(".yaml")), len(words))
                 words[first:first] = self.tiny
-            return self._finish(Forked(_run_legato, str(self.folder), words[1:]), line)
+            return self._finish(line, run_module, *words)
         if words[0] == "python" and words[1].endswith(".py"):
-            return self._finish(Forked(_run_script, str(self.folder), *words[1:]), line)
+            return self._finish(line, _run_script, *words[1:])
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             words,
@@ -141,20 +141,12 @@ class Reader:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
         return done.stdout
 
-    def _finish(self, process: Forked, what: str) -> str:
-        said, errors = process.communicate(timeout=self.timeout)
-        assert process.returncode == 0, f"{what} ended with {process.returncode}\n{said}\n{errors}"
-        return said
+    def _finish(self, what: str, *called: Any) -> str:
+        done = completed(*called, timeout=self.timeout, cwd=self.folder)
+        assert done.returncode == 0, f"{what} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
 
-def _run_legato(folder: str, arguments: list[str]) -> None:
-    os.chdir(folder)
-    run_module("legato", *arguments)
-
-
-def _run_script(folder: str, name: str, *arguments: str) -> None:
-    os.chdir(folder)
+def _run_script(*words: str) -> None:
     warnings.simplefilter("error")
-    sys.argv = [name, *arguments]
-    sys.path.insert(0, str(Path(folder, name).parent))
-    runpy.run_path(name, run_name="__main__")
+    run_script(*words)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked import Forked, run_module
+from forked import completed, run_module
 
 TASK = '''
 import torch
@@ -96,9 +96,7 @@ def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def legato(*arguments: str, fails: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    process = Forked(run_module, "legato.trainer", *arguments, env={**os.environ, **environment})
-    said = process.communicate(timeout=100)
-    done = subprocess.CompletedProcess(arguments, process.returncode or 0, *said)
+    done = completed(run_module, "legato.trainer", *arguments, env={**os.environ, **environment})
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line_folder import CONFIG, TASK
-from forked import Forked, run_module
+from forked import completed, run_module
 from tiny import Tiny, make_loader, make_trainer
 
 import legato as lg
@@ -163,9 +163,8 @@ def test_the_command_line_stores_the_config_as_it_was_given(tmp_path, monkeypatc
     Path("line.yaml").write_text(CONFIG)
     two = ("trainer.devices=2", "trainer.strategy=ddp")
     words = ("fit", "line.yaml", "trainer.max_epochs=1", "run.csv=true", "run.save_code=false", *two)
-    done = Forked(run_module, "legato.trainer", *words)
-    _, errors = done.communicate(timeout=100)
-    assert done.returncode == 0, errors
+    done = completed(run_module, "legato.trainer", *words)
+    assert done.returncode == 0, done.stderr
     folder = Path("runs/default/version_0")
     given = (folder / "config_given.yaml").read_text()
     assert "max_epochs: 1" in given
@@ -178,6 +177,5 @@ def test_the_command_line_stores_the_config_as_it_was_given(tmp_path, monkeypatc
     assert (start["processes"], start["strategy"], start["git"]) == (2, "ddp", None)
     assert start["working_directory"] == str(tmp_path)
     assert (folder / "metrics.csv").exists()
-    again = Forked(run_module, "legato.trainer", "config", str(folder / "config_given.yaml"))
-    again.communicate(timeout=100)
+    again = completed(run_module, "legato.trainer", "config", str(folder / "config_given.yaml"))
     assert again.returncode == 0

@@ -1,6 +1,7 @@
 """`legato check`: what it tries, what it finds, and that nothing is left behind."""
 
 import copy
+import os
 import re
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import completed, run_module
 from waiting import free_port, own_lines
 
 import legato as lg
@@ -58,9 +60,7 @@ def in_two_terminals(*arguments: str) -> list[subprocess.CompletedProcess[str]]:
 
     def start(rank: int) -> None:
         place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        command = ["env", *(f"{name}={value}" for name, value in place.items())]
-        command += [sys.executable, "-m", "legato.trainer", *arguments]
-        found[rank] = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+        found[rank] = completed(run_module, "legato.trainer", *arguments, env={**os.environ, **place})
 
     threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
     for thread in threads:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line_folder import CONFIG, TASK
-from forked import Forked, run_module
+from forked import completed, run_module
 from safetensors.torch import load_file
 
 import legato as legato_package
@@ -39,9 +39,7 @@ def legato(*arguments: str, timeout: float = 100) -> subprocess.CompletedProcess
 
 def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command without loading torch anew."""
-    process = Forked(run_module, "legato.trainer", *arguments)
-    said = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(arguments, process.returncode or 0, *said)
+    return completed(run_module, "legato.trainer", *arguments)
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
@@ -303,7 +301,7 @@ def test_validate_and_predict_use_the_checkpoint() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "code"), [("graph", 1), ("bug", 1), ("interrupt", 130)])
 def test_a_run_that_fails_says_why_and_how_by_its_code(fault: str, code: int) -> None:
-    done = legato("fit", "line.yaml", f"task.fault={fault}")
+    done = forked("fit", "line.yaml", f"task.fault={fault}")
     assert done.returncode == code
     assert ("Traceback" in done.stderr) == (fault == "bug")
     assert fault != "bug" or "ZeroDivisionError: a bug of the user" in done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line_folder import CONFIG, TASK
-from forked import Forked, run_module
+from forked import Forked, completed, run_module
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny import Validated, make_loader, make_trainer
@@ -55,9 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def legato(*arguments: str) -> subprocess.CompletedProcess[str]:
-    process = Forked(run_module, "legato.trainer", *arguments)
-    said = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(arguments, process.returncode or 0, *said)
+    return completed(run_module, "legato.trainer", *arguments)
 
 
 def trained(*overrides: str) -> dict[str, list[str]]:
@@ -291,13 +289,13 @@ def test_a_launcher_is_told_the_checkpoint_of_the_run_that_is_meant(folder: Path
     environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     own = "runs/default/version_0/config.yaml"
     for command, words in (("test", []), ("fit", ["resume=auto"])):
-        process = Forked(run_module, "legato.trainer", command, own, "launcher=slurm", *words, env=environment)
-        _, said = process.communicate(timeout=100)
+        done = completed(run_module, "legato.trainer", command, own, "launcher=slurm", *words, env=environment)
+        said = done.stderr
         if command == "fit":
-            assert process.returncode == 2
+            assert done.returncode == 2
             assert "resumes the newest run of 'default', " in said
             assert "/runs/default/version_1, and not" in said
         else:
-            assert process.returncode == 0, said
+            assert done.returncode == 0, said
             (sent,) = folder.rglob("slurm/*.yaml")
             assert f"version_0/checkpoints/{BEST}" in sent.read_text()

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from forked import Forked, run_module
+from forked import completed, run_module
 
 from legato.trainer.commands.replay.history import RunHistory
 from legato.trainer.commands.replay.samples import SampleLookup
@@ -116,9 +116,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def legato(*arguments: str) -> subprocess.CompletedProcess[str]:
-    process = Forked(run_module, "legato.trainer", *arguments)
-    said = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(arguments, process.returncode or 0, *said)
+    return completed(run_module, "legato.trainer", *arguments)
 
 
 def trained(*overrides: str) -> Path:

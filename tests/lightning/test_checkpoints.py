@@ -2,13 +2,13 @@
 
 import argparse
 import logging
-import subprocess
-import sys
 import warnings
+from functools import partial
 
 import lightning.pytorch as real
 import pytest
 import torch
+from forked import completed, run_module
 from lightning.pytorch.callbacks import EarlyStopping as RealEarlyStopping
 from lightning.pytorch.callbacks import EMAWeightAveraging as RealAveraging
 from lightning.pytorch.callbacks import ModelCheckpoint as RealCheckpoint
@@ -269,18 +269,18 @@ def test_lightning_goes_on_from_the_end_of_a_run_and_with_its_callbacks(tmp_path
 def test_a_file_becomes_a_checkpoint_and_a_file_again(tmp_path):
     fit(real, "Stepped", callbacks=[saver(real, tmp_path / "x.ckpt", "within")])
     whole = fit(room, "Stepped", source=tmp_path / "x.ckpt")
-    command = [sys.executable, "-m", "legato", "convert"]
-    done = subprocess.run([*command, "x.ckpt", "own/step"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    convert = partial(completed, run_module, "legato", "convert", cwd=tmp_path)
+    done = convert("x.ckpt", "own/step")
     assert done.stdout == "epoch 1, step 10  own/step\n"
     store.verify(tmp_path / "own" / "step")
     rest = fit(room, "Stepped", source=tmp_path / "own" / "step")
     torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=0, atol=0)
-    subprocess.run([*command, "own/step", "y.ckpt"], cwd=tmp_path, check=True)
+    assert convert("own/step", "y.ckpt").returncode == 0
     first, again = (torch.load(tmp_path / name, weights_only=True) for name in ("x.ckpt", "y.ckpt"))
     for name in ("state_dict", "optimizer_states"):
         torch.testing.assert_close(again.pop(name), first.pop(name), rtol=0, atol=0)
     assert again == first
-    done = subprocess.run([*command, "own/step", "y.ckpt"], cwd=tmp_path, capture_output=True, text=True)
+    done = convert("own/step", "y.ckpt")
     assert (done.returncode, "is there already" in done.stderr) == (1, True)
 
 

@@ -3,13 +3,12 @@
 import csv
 import importlib
 import inspect
-import subprocess
-import sys
 import warnings
 
 import pytest
 import torch
 import yaml
+from forked import completed, run_module, run_script
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -236,9 +235,8 @@ trainer.logger.save()
 def test_a_script_writes_the_rows_that_it_writes_with_lightning(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     found = {}
-    for name, command in (("theirs", ["-W", "ignore"]), ("ours", ["-m", "legato.trainer", "lightning"])):
-        command = [sys.executable, *command, "train.py", name]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    for name, called in (("theirs", [run_script]), ("ours", [run_module, "legato.trainer", "lightning"])):
+        done = completed(*called, "train.py", name, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         with (tmp_path / name / "mine" / "version_0" / "metrics.csv").open(newline="") as file:
             found[name] = list(csv.DictReader(file))

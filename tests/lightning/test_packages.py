@@ -5,12 +5,11 @@ None of them is a dependency of the tests; CONTRIBUTING.md says how to install a
 
 import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from forked import completed, run_module, run_script
 from public_programs import same
 
 pytestmark = pytest.mark.slow
@@ -39,12 +38,10 @@ NEEDS = {
 """The package that each script needs."""
 
 
-def run(folder, *command):
+def run(folder, *called):
     folder.mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "NIXTLA_ID_AS_COL": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
+    done = completed(*called, cwd=folder, env=environment, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -58,7 +55,7 @@ def test_a_package_runs_unchanged(tmp_path, name):
     if find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
     script = str(SCRIPTS / f"{name}.py")
-    ours = run(tmp_path / "legato", "-m", "legato.trainer", "lightning", script)
-    theirs = run(tmp_path / "lightning", script)
+    ours = run(tmp_path / "legato", run_module, "legato.trainer", "lightning", script)
+    theirs = run(tmp_path / "lightning", run_script, script)
     assert ours.keys() == theirs.keys()
     assert same(theirs.get("exact", {}), ours.get("exact", {})), (theirs, ours)

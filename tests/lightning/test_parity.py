@@ -6,11 +6,10 @@ What differs stands in DIFFERENT, with its reason.
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked import Forked, run_module, run_script
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +38,10 @@ def results(folder, processes):
     """Return what each package makes of all kinds, one after the other in the same processes."""
     started = []
     for package in PACKAGES:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = [sys.executable, *(launcher if processes > 1 else []), str(SCRIPT), package, str(folder / package)]
+        launcher = (run_module, "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}")
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        started.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        called = (*(launcher if processes > 1 else (run_script,)), str(SCRIPT), package, str(folder / package))
+        started.append(Forked(*called, env=environment))
     for process in started:
         _, told = process.communicate(timeout=600)
         assert process.returncode == 0, told[-3000:]

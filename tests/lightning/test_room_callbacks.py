@@ -3,14 +3,12 @@
 import importlib
 import io
 import json
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from forked import completed, run_script
 from lightning_callbacks import SCENARIOS, fit, loader, make_module, make_trainer, seen, weights_of
 
 import legato.compat.lightning as L
@@ -20,10 +18,7 @@ import legato.compat.lightning as L
 def real(tmp_path_factory):
     """Return what every scenario returns under the real package."""
     script = Path(__file__).parents[1] / "lightning_callbacks.py"
-    done = subprocess.run(
-        [sys.executable, script, "lightning", tmp_path_factory.mktemp("real")],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = completed(run_script, script, "lightning", tmp_path_factory.mktemp("real"), timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout[done.stdout.index("{") :])
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from forked import completed, run_module
 
 from legato.compat.lightning.names import EXPORTS, NAMES
 from legato.compat.lightning.placeholders import UnsupportedError
@@ -137,19 +138,19 @@ print("ran", sys.argv[1:])
 """
 
 
-def run(tmp_path, *command, script=SCRIPT):
+def run(tmp_path, *called, script=SCRIPT):
     (tmp_path / "train.py").write_text(script)
-    done = subprocess.run([sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = completed(*called, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     return done
 
 
 @pytest.mark.slow
 def test_a_script_runs_unchanged(tmp_path):
-    done = run(tmp_path, "-m", "legato.trainer", "lightning", "train.py", "--lr", "3")
+    done = run(tmp_path, run_module, "legato.trainer", "lightning", "train.py", "--lr", "3")
     assert done.stdout == "ran ['--lr', '3']\n"
     assert done.stderr.startswith("legato: Timer, Trainer, seed_everything of Lightning stood for Legato's")
-    done = run(tmp_path, "-m", "legato.compat.lightning", "-m", "train", "--help")
+    done = run(tmp_path, run_module, "legato.compat.lightning", "-m", "train", "--help")
     assert done.stdout == "ran ['--help']\n"
 
 
@@ -167,8 +168,7 @@ def test_an_error_of_a_script_is_told_as_by_python(tmp_path):
 @pytest.mark.slow
 def test_an_exit_code_of_a_script_is_its_own(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nsys.exit(7)\n")
-    command = [sys.executable, "-m", "legato.trainer", "lightning", "train.py"]
-    assert subprocess.run(command, cwd=tmp_path, capture_output=True, timeout=120).returncode == 7
+    assert completed(run_module, "legato.trainer", "lightning", "train.py", cwd=tmp_path).returncode == 7
 
 
 CHILDREN = """
@@ -197,7 +197,9 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_processes_started_from_it_see_the_same(tmp_path):
-    done = run(tmp_path, "train.py", script=CHILDREN)
+    (tmp_path / "train.py").write_text(CHILDREN)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["legato.compat.lightning.trainer"] * 2 + ["2.6.6", "2.6.6"]
 
 
@@ -215,5 +217,5 @@ print(trainer.global_step)
 
 @pytest.mark.slow
 def test_lightnings_own_demonstrations_run(tmp_path):
-    done = run(tmp_path, "-m", "legato.trainer", "lightning", "train.py", script=DEMO)
+    done = run(tmp_path, run_module, "legato.trainer", "lightning", "train.py", script=DEMO)
     assert done.stdout.split()[-1] == "2"

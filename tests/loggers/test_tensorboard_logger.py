@@ -5,7 +5,7 @@ import time
 
 import pytest
 import torch
-from forked import Forked, run_source
+from forked import completed, run_source
 from tiny import Validated, make_loader, make_trainer
 
 import legato as lg
@@ -30,9 +30,8 @@ def scalars(folder, tag):
 
 def run_python(code, *arguments):
     """Run code in a process of its own; return its exit code and what it wrote as errors."""
-    process = Forked(run_source, code, *map(str, arguments))
-    _, errors = process.communicate(timeout=120)
-    return process.returncode, errors
+    done = completed(run_source, code, *map(str, arguments))
+    return done.returncode, done.stderr
 
 
 RUN = """

@@ -3,14 +3,16 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from forked import Forked, run_module
+from waiting import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -40,11 +42,6 @@ class Failing(Line):
 """
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.fixture
 def ended(tmp_path):
     """Return a function that runs two ranks, and returns their exit codes and what they said."""
@@ -56,20 +53,15 @@ def ended(tmp_path):
 
     def run(who, when):
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-        words = [sys.executable, "-m", "legato", "fit", "config.yaml"]
-        ranks = [
-            subprocess.Popen(
-                words,
-                cwd=tmp_path,
-                env={**os.environ, **address, "RANK": str(rank), "WHO": str(who), "WHEN": when},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for rank in range(2)
-        ]
+        environment = {**os.environ, **address, "WHO": str(who), "WHEN": when}
+        words = ("legato", "fit", "config.yaml")
+        start = partial(Forked, run_module, *words)
+        if when == "step":  # how an interpreter lets go of its connections at its end is part of it
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            start = partial(subprocess.Popen, [sys.executable, "-m", *words], **pipes)
+        ranks = [start(cwd=tmp_path, env={**environment, "RANK": str(rank)}) for rank in range(2)]
         try:
-            said = [rank.communicate(timeout=120)[0] for rank in ranks]
+            said = ["".join(rank.communicate(timeout=120)) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()

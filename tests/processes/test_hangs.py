@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from forked import Forked, completed, run_script, run_source
 from tiny import Tiny, Validated, make_data, make_loader
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -305,8 +306,7 @@ def test_a_start_up_in_which_nobody_answers(tmp_path):
 
 
 LATE = """
-import os, sys
-sys.path.insert(0, {tests!r})
+import os
 from tiny import Tiny, make_loader, make_trainer
 from waiting import runs, wait_until
 
@@ -323,18 +323,16 @@ trainer.fit(Late(), make_loader(8))
 
 @pytest.mark.slow
 def test_a_rank_ends_though_the_one_with_the_store_has_ended_before(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(LATE.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), port=str(free_port())))
-    first = subprocess.Popen([sys.executable, script], env=os.environ | {"RANK": "0"})
-    late = subprocess.Popen([sys.executable, script], env=os.environ | {"RANK": "1", "FIRST": str(first.pid)})
+    source = LATE.format(folder=str(tmp_path), port=str(free_port()))
+    first = Forked(run_source, source, env=os.environ | {"RANK": "0"})
+    late = Forked(run_source, source, env=os.environ | {"RANK": "1", "FIRST": str(first.pid)})
     try:
-        assert first.wait(60) == 0
-        assert late.wait(30) == 0
+        for process in (first, late):
+            errors = process.communicate(60)[1]
+            assert process.returncode == 0, errors
     finally:
         first.kill()
         late.kill()
-        first.wait()
-        late.wait()
 
 
 @pytest.mark.slow
@@ -445,8 +443,7 @@ def test_collectives_of_the_script_that_are_unlike(trainer):
 
 
 SCRIPT = """
-import sys, time
-sys.path.insert(0, {tests!r})
+import time
 from tiny import Tiny, make_loader, make_trainer
 
 class Sleeps(Tiny):
@@ -462,11 +459,11 @@ make_trainer({folder!r}, hang_timeout=2.0, logger=True).fit(Sleeps(), make_loade
 @pytest.mark.slow
 def test_a_single_process(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    script.write_text(SCRIPT.format(folder=str(tmp_path)))
+    done = completed(run_script, script)
     assert done.returncode == 1
     assert done.stderr.startswith("HangError: No progress for 2 s")
-    assert re.search(r"The process is in script\.py:9 \(training_step\) since 2 s, at step 3\.?\n", done.stderr)
+    assert re.search(r"The process is in script\.py:8 \(training_step\) since 2 s, at step 3\.?\n", done.stderr)
     assert "Traceback" not in done.stderr
     assert "script.py" in (tmp_path / "default/version_0/hang/rank-0.txt").read_text()
 

@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from forked import Forked, run_source
+from forked import completed, run_source
 
 from legato.trainer.messages import RankOutput
 
@@ -39,8 +39,8 @@ print("after")
 
 @pytest.mark.slow
 def test_lines_of_other_ranks_have_their_rank(tmp_path):
-    done = Forked(run_source, PROGRAM, str(tmp_path))
-    output, errors = done.communicate(timeout=100)
+    done = completed(run_source, PROGRAM, str(tmp_path))
+    output, errors = done.stdout, done.stderr
     assert done.returncode == 0, errors
     lines = output.splitlines()
     assert sorted(lines) == sorted(["two lines", "of output", "[rank 1] two lines", "[rank 1] of output", "after"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import completed, run_script
 from rpc_cases import QUIET, RPC, Ratings, fit, flat, in_one, loader, on_server
 from shared_processes import run_cases
 from torch import nn
@@ -232,8 +233,7 @@ def test_an_error_on_the_server_is_told_by_the_trainer_that_asked():
 
 @pytest.mark.slow
 def test_a_run_that_is_told_to_end_saves_what_the_servers_have(tmp_path):
-    script = Path(__file__).parents[1] / "rpc_preempted.py"
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=200)
+    done = completed(run_script, Path(__file__).parents[1] / "rpc_preempted.py", tmp_path)
     assert done.returncode == 75, done.stderr
     assert "is complete. Exit code 75 asks for a new start" in done.stderr
     *_, saved = sorted((tmp_path / "default" / "version_0" / "checkpoints").glob("step-*"))
