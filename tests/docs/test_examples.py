@@ -12,13 +12,13 @@ pytestmark = pytest.mark.slow
 EXAMPLES = ROOT / "examples"
 NEEDS = {"transformers_finetuning": "transformers", "k_fold": "sklearn"}
 SMALL = {
-    "gan.py": "1",
-    "iterable_stream.py": "",
-    "k_fold.py": "2 1",
-    "plain_script.py": "1",
-    "recommender.py": "single 1",
+    "gan.py": ("10", "losses: train/critic_loss"),
+    "iterable_stream.py": ("", "4100 samples seen in 300 steps; there are 4100"),
+    "k_fold.py": ("2 1", ""),
+    "plain_script.py": ("1", "accuracy of the task in this process on new points: "),
+    "recommender.py": ("single 1", ""),
 }
-"""Arguments that make a script short."""
+"""Arguments that make a script short, and words that it prints."""
 NAMED_BY_A_CONFIG = {"local_sgd.py", "html_logger.py"}
 HAS_A_TEST = {"two_parts.py": "tests/tasks/test_two_parts_example.py"}
 
@@ -52,7 +52,10 @@ def test_an_example_with_a_config_trains_and_resumes(config: str, reader: Reader
 
 @pytest.mark.parametrize("script", sorted(SMALL))
 def test_a_script_runs(script: str, reader: Reader) -> None:
-    assert reader.command(f"python {script} {SMALL[script]}")
+    arguments, words = SMALL[script]
+    said = reader.command(f"python {script} {arguments}")
+    assert said
+    assert words in said
 
 
 def test_a_strategy_of_ones_own_trains_on_two_processes(reader: Reader) -> None:

@@ -1,7 +1,6 @@
 """The ready tasks, their configs and the examples."""
 
 import math
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -270,23 +269,3 @@ def test_ready_config_is_found_by_name_and_builds(name, tmp_path):
 def test_characters_config_has_one_block_size():
     values = check.load_config(["characters.yaml", "task.block_size=32"]).values
     assert values["data"]["block_size"] == 32
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        ("plain_script.py", "accuracy of the task in this process on new points: "),
-        ("gan.py", "losses: train/critic_loss"),
-        ("iterable_stream.py", "4100 samples seen in 300 steps; there are 4100"),
-    ],
-)
-def test_example_runs(script, expected, tmp_path):
-    path = ROOT / "examples" / script
-    if not path.exists():
-        pytest.skip("examples are not part of an installed package")
-    done = subprocess.run(
-        [sys.executable, path], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert expected in done.stdout
