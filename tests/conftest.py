@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from collections import Counter
 from multiprocessing.util import Finalize, get_temp_dir
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for the processes that tests start
@@ -20,6 +21,21 @@ torch.set_num_threads(1)
 # What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
 # only the slow part: when it is imported, it looks up which rank it is in.
 workers.PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.datasets", "tensorboard.summary.writer"]
+
+
+FIRST = ("test_preemption", "test_pages", "test_two_nodes", "test_sweep", "test_tuning", "test_new", "test_stored_runs")
+"""Files that take a minute, though they have few tests."""
+
+
+def pytest_configure(config):
+    """Leave to `pytest_collection_modifyitems` which files come first; pytest-xdist's order is by number of tests."""
+    config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the files that take longest, so that at the end no process waits for another."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (item.path.stem not in FIRST, -slow[item.path]))
 
 
 @pytest.fixture(autouse=True, scope="session")
