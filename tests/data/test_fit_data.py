@@ -137,7 +137,9 @@ def test_loader_options_are_kept(trainer):
         return 3 * torch.stack(inputs), torch.stack(targets)
 
     task = Tiny()
-    loader = make_loader(18, collate_fn=collate, num_workers=1, persistent_workers=True, prefetch_factor=3)
+    more = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}
+    more["multiprocessing_context"] = "fork"  # from Python 3.14 on the default pickles what workers get
+    loader = make_loader(18, collate_fn=collate, **more)
     trainer(max_epochs=2).fit(task, loader)
     assert_same_bits(task, train_by_hand(Tiny(), make_loader(18, collate_fn=collate), epochs=2))
 

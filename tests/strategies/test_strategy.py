@@ -37,7 +37,8 @@ def test_a_strategy_adds_nothing_public(name):
 
 
 def test_the_collectives_of_a_group_of_one_do_what_those_of_one_process_do():
-    assert methods_of(GroupCollectives) - {"__init__", "_group_for"} == methods_of(Collectives)
+    public = [{one for one in methods_of(kind) if not one.startswith("_")} for kind in (GroupCollectives, Collectives)]
+    assert public[0] == public[1]
     for ranks in (SINGLE, GroupCollectives(0, 1)):
         value = torch.arange(3)
         assert (ranks.rank, ranks.size) == (0, 1)
