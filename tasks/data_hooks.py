@@ -32,10 +32,14 @@ class DataHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override for custom batch types."""
+        """Move a batch to the device; override for custom batch types.
+
+        What is passed on to this method is copied while the device computes the batch before (prefetch_to_device).
+        """
         from ..trainer.data.transfer import to_device
 
-        return to_device(batch, device)
+        trainer = vars(self).get("_trainer") or vars(self).get("trainer")
+        return to_device(batch, device, None if trainer is None else trainer.strategy.copies)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Modify a batch on its device."""

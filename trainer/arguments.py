@@ -107,6 +107,8 @@ class TrainerArguments:
     loader: Mapping[str, Any] | None = None
     """Options of every DataLoader that is dealt out by sample, instead of its own: num_workers, prefetch_factor,
     persistent_workers, pin_memory. They change the speed and not the samples."""
+    prefetch_to_device: bool = True
+    """Copy a batch to a CUDA device while it computes the one before; takes memory for one more batch there."""
     reload_dataloaders_every_n_epochs: int = 0
     """Call the loader hooks of the task or data module again every n epochs. 0: never.
 

@@ -718,18 +718,22 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         owners.append(next((source for source, kind in sources if source and overrides(source, kind, name)), None))
     before, move, after = owners
     device, precision = call.strategy.device, call.strategy.precision
-    bitwise, channels_last = call.bitwise, call.trainer.channels_last
+    bitwise, channels_last, copies = call.bitwise, call.trainer.channels_last, None
+    if call.trainer.prefetch_to_device:
+        copies = call.strategy.copies = call.strategy.copy_stream()
     unchanged = device.type == "cpu" and precision.weights_dtype is None and not (bitwise or channels_last)
     if owners == [None] * 3 and unchanged:
         return None
 
     def transfer(batch: Any, dataloader_idx: int) -> Any:
+        if copies is not None:
+            copies.begin_batch()
         if before is not None:
             batch = before.on_before_batch_transfer(batch, dataloader_idx)
         if move is not None:
             batch = move.transfer_batch_to_device(batch, device, dataloader_idx)
         else:
-            batch = to_device(batch, device)
+            batch = to_device(batch, device, copies)
         batch = precision.convert_batch(batch)
         if channels_last:
             batch = with_channels_last(batch)

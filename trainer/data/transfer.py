@@ -11,12 +11,56 @@ ALIGNMENT = 64
 """Bytes to which torch's CPU allocator aligns a tensor."""
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
+class CopyStream:
+    """Copies batches to a device on a stream of its own, so that the next one arrives while this one is computed.
+
+    No batch is read ahead of its step for that: the host has queued the work of a batch long before the device has done
+    it, and on another stream the copy of the next one is not behind that work. At most one further batch fills the
+    device: before a copy the host waits until the batch before the newest one is done, with the newest one queued.
+    """
+
+    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
+        """`streams`: what has the streams of the device, torch.cuda or of its kind."""
+        self.device, self.streams, self.stream = device, streams, streams.Stream(device)
+        self.queued: Any = None
+        """Event at the end of the work that was queued when the newest batch was moved."""
+
+    def begin_batch(self) -> None:
+        """Wait until there is room for another batch."""
+        before, self.queued = self.queued, self.streams.current_stream(self.device).record_event()
+        if before is not None:
+            before.synchronize()
+
+    def copy(self, batch: Any) -> Any:
+        """Return `batch` with plain tensors of the host's memory on the device; all else stays where it is.
+
+        Work that is queued after this call waits for the copy; the memory is not used again before that work is done.
+        """
+        computing = self.streams.current_stream(self.device)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+            if tensor.device.type != "cpu" or not plain:
+                return tensor
+            there = tensor.to(self.device, non_blocking=True)
+            there.record_stream(computing)
+            return there
+
+        with self.streams.stream(self.stream):
+            batch = map_tensors(batch, copied)
+        computing.wait_stream(self.stream)
+        return batch
+
+
+def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None) -> Any:
     """Return `batch` with every tensor on `device`; tuples, lists, mappings and dataclasses keep their type.
 
     Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved by it.
+    copies: copies what it can on its own stream.
     """
     non_blocking = device.type == "cuda"
+    if copies is not None and device == copies.device:
+        batch = copies.copy(batch)
     return map_tensors(
         batch, lambda tensor: tensor.to(device, non_blocking=non_blocking), lambda other: other.to(device)
     )

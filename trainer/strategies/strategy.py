@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from .. import torch_private
 from ..data.sampling import Layout
-from ..data.transfer import align_in_place
+from ..data.transfer import CopyStream, align_in_place
 from ..elastic.membership import Elasticity
 from ..errors import ConfigError, TaskError
 from ..optimization.kernels import Recomputing
@@ -75,6 +75,8 @@ class Strategy:
         """Whether `place_task` compiles the task, and nothing is left for later."""
         self.devices: list[torch.device] = []
         self.device = torch.device("cpu")
+        self.copies: CopyStream | None = None
+        """Copies batches to a CUDA device while it computes, during a run."""
         self.precision = Precision("32", "cpu")
         self.task: Task | None = None
         self.recomputing: Recomputing | None = None
@@ -135,6 +137,10 @@ class Strategy:
         self.precision.place(task)
         task.to(self.device)
 
+    def copy_stream(self) -> CopyStream | None:
+        """Return what copies batches to the device while that computes; None where it has no streams."""
+        return CopyStream(self.device) if self.device.type == "cuda" else None
+
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use instead of one of the placed task's."""
         return optimizer
@@ -180,7 +186,7 @@ class Strategy:
     def teardown(self) -> None:
         """Release what `setup` made; the process group stays, and the task may still be saved."""
         self.reducer.close()
-        self.reducer = Reducer()
+        self.reducer, self.copies = Reducer(), None
         if self.recomputing is not None:
             self.recomputing.undo()
         self.recomputing = None
