@@ -165,6 +165,10 @@ class TrainerArguments:
     """Seconds without progress after which to end the run; more than the longest step, save or hook. None: never."""
     hang_report_seconds: float | None = 120.0
     """Report where each rank is after this many seconds, and 20 longest steps, without progress. None: never."""
+    garbage_collection_seconds: float | None = 10.0
+    """Run Python's full garbage collections about this often, on all ranks at once. None: as Python does, within steps.
+
+    What was made before the first is not looked at again for ten minutes (`gc.freeze`)."""
     signal_grace_seconds: float = 30.0
     """Seconds in which a run must react to SIGTERM or SIGHUP, or its process ends; a save in progress is finished."""
     requeue: bool = False
@@ -196,7 +200,8 @@ MINIMUM = {
 """Minimum of each argument that is a count."""
 MAY_BE_NONE = (
     *("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads"),
-    *("optimizer_kernels", "gradient_clip_val", "hang_timeout", "hang_report_seconds"),
+    *("optimizer_kernels", "gradient_clip_val"),
+    *("hang_timeout", "hang_report_seconds", "garbage_collection_seconds"),
 )
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
@@ -226,7 +231,7 @@ def wanted(name: str, value: Any) -> str | None:
         return f"one of {CHOICES[name]}"
     if name == "gradient_clip_val" and not (number and value >= 0):
         return "a positive number, or 0 for no clipping"
-    if name in ("hang_timeout", "hang_report_seconds", "signal_grace_seconds") and not (number and value > 0):
+    if (name == "hang_timeout" or name.endswith("_seconds")) and not (number and value > 0):
         return "a positive number of seconds"
     if name == "val_check_interval":
         if isinstance(value, (str, timedelta, Mapping)):

@@ -55,6 +55,7 @@ from .optimization.nonfinite import make_guard
 from .optimization.optimization import Optimization
 from .optimization.optimizers import read_optimizers
 from .optimization.precision import Precision
+from .processes import garbage
 from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
@@ -496,6 +497,10 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
     open_loggers(run)
+    if run.stage == "fit" and trainer.garbage_collection_seconds is not None and garbage.is_left_to_python():
+        collector = garbage.GarbageCollector(trainer.garbage_collection_seconds)
+        run.agreement.collect_garbage = collector.collect
+        run.undo.callback(collector.close)
     if trainer.hang_timeout is not None:
         run.strategy.collectives.barrier()  # all are watched from the same moment: some may have had much to prepare
     run.watchdog.begin()  # last: a slow set-up (downloads, compilation) is no hang

@@ -85,6 +85,8 @@ class Agreement:
     def __init__(self, collectives: Collectives, processes: int, step: int, elapsed: float) -> None:
         self.newest: Callable[[], int] = int
         """Returns the newest generation of an elastic run that this rank knows of."""
+        self.collect_garbage: Callable[[float], object] = float
+        """Called with the agreed seconds of the run, each time that the ranks have agreed."""
         self.join(collectives, processes, step, elapsed)
 
     def join(self, collectives: Collectives, processes: int, step: int, elapsed: float) -> None:
@@ -149,6 +151,7 @@ class Agreement:
         self.next_step = 0 if self.signal or changed else step + self._steps_between
         self._met_at, self._met_step = time.monotonic(), step
         self.on_result(said)
+        self.collect_garbage(self.elapsed)
 
     def now(self) -> float:
         """Return the seconds of the run so far by this rank's clock."""

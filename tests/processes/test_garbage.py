@@ -1,0 +1,187 @@
+"""Python's garbage collections: when they run, what they find, and that all is put back."""
+
+import gc
+import time
+import weakref
+
+import pytest
+import torch
+from tiny import Tiny, assert_same_bits, make_loader, make_trainer
+
+from legato.trainer.errors import ConfigError
+from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.garbage import WHOLE_SECONDS, GarbageCollector
+
+
+class Node:
+    """Refers to itself, so that only the garbage collector frees it."""
+
+    def __init__(self):
+        self.itself = self
+
+
+class Littering(Tiny):
+    """Makes many lasting objects in each step, and one that is garbage; notes full collections and where they ran."""
+
+    def __init__(self, objects=60_000, pause=0.0):
+        super().__init__()
+        self.objects, self.pause, self.kept = objects, pause, []
+        self.within, self.places, self.garbage, self.frozen = False, [], [], []
+
+    def on_fit_start(self):
+        gc.callbacks.append(self.note)
+
+    def teardown(self, stage):
+        gc.callbacks.remove(self.note)
+
+    def note(self, phase, details):
+        if phase == "start" and details["generation"] == 2:
+            self.places.append((self.within, self.global_step, bool(gc.get_freeze_count())))
+
+    def training_step(self, batch, batch_idx):
+        self.within = True
+        self.kept.append([[] for _ in range(self.objects)])
+        node = Node()
+        self.garbage.append(weakref.ref(node))
+        del node
+        time.sleep(self.pause)
+        loss = super().training_step(batch, batch_idx)
+        self.within = False
+        self.frozen.append(gc.get_freeze_count() > 0)
+        return loss
+
+
+@pytest.fixture(autouse=True)
+def left_to_python():
+    """See that nothing of a run is left."""
+    before = gc.get_threshold()
+    yield
+    assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == (before, 0, True)
+
+
+@pytest.mark.slow
+def test_full_collections_run_between_steps(trainer):
+    steady, as_ever = Littering(), Littering()
+    trainer(garbage_collection_seconds=0.2, max_epochs=2).fit(steady, make_loader(60, 4))
+    trainer(garbage_collection_seconds=None, max_epochs=2).fit(as_ever, make_loader(60, 4))
+    begun = [place for place in steady.places if place[2]]
+    assert any(steady.frozen)
+    assert begun
+    assert not any(within for within, _, _ in begun)
+    assert any(within for within, _, _ in as_ever.places)
+    assert not any(as_ever.frozen)
+    assert_same_bits(steady, as_ever)
+
+
+@pytest.mark.slow
+def test_garbage_of_steps_is_freed_on_the_way(trainer):
+    task = Littering(objects=10, pause=0.02)
+    alive = []
+    task.on_train_end = lambda: alive.extend(one() is not None for one in task.garbage)
+    gc.set_threshold(10**8, *gc.get_threshold()[1:])  # nothing but what is asked for
+    try:
+        trainer(garbage_collection_seconds=0.2, max_epochs=4).fit(task, make_loader(60, 4))
+    finally:
+        gc.set_threshold(700, *gc.get_threshold()[1:])
+    assert len(alive) == 60
+    assert sum(alive) < 45
+
+
+def test_a_short_run_pays_nothing(trainer):
+    task = Littering(objects=10)
+    trainer().fit(task, make_loader())
+    assert not any(task.frozen)
+
+
+def test_what_is_frozen_is_looked_at_again():
+    node, collector = Node(), GarbageCollector(10.0)
+    seen = weakref.ref(node)
+    collector.collect(3.0)
+    assert gc.get_freeze_count() == 0
+    collector.collect(11.0)
+    assert gc.get_freeze_count() > 1000
+    del node
+    collector.collect(25.0)
+    assert seen() is not None  # frozen
+    collector.collect(WHOLE_SECONDS + 1)
+    assert seen() is None
+    collector.close()
+
+
+def test_ranks_that_join_later_collect_when_the_others_do():
+    first, later, when = GarbageCollector(10.0), GarbageCollector(10.0), {}
+    for elapsed in range(0, 60, 3):
+        for name, collector in {"first": first, **({"later": later} if elapsed > 16 else {})}.items():
+            before = []
+            gc.callbacks.append(lambda phase, details, before=before: before.append(details["generation"]))
+            collector.collect(float(elapsed))
+            gc.callbacks.pop()
+            if 2 in before:
+                when.setdefault(name, []).append(elapsed)
+    first.close()
+    later.close()
+    assert when == {"first": [12, 21, 30, 42, 51], "later": [21, 30, 42, 51]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["error", "within another run", "in an evaluation"])
+def test_it_is_put_back(trainer, tmp_path, how):
+    class Ends(Littering):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if not gc.get_freeze_count():
+                return
+            before = gc.get_threshold()
+            if how == "within another run":
+                inner = make_trainer(tmp_path / "inner", garbage_collection_seconds=0.01)
+                inner.fit(Littering(objects=10, pause=0.02), make_loader())
+                assert gc.get_threshold() == before
+                assert gc.get_freeze_count() > 1000
+            if how == "error":
+                raise ValueError("a mistake")
+            self.trainer.should_stop = True
+
+        def validation_step(self, batch, batch_idx):
+            if how == "in an evaluation" and gc.get_freeze_count():
+                raise ValueError("a mistake")
+
+    made = trainer(garbage_collection_seconds=0.05, max_epochs=50)
+    task = Ends(objects=10, pause=0.01)
+    if how == "within another run":
+        made.fit(task, make_loader(), make_loader())
+    else:
+        with pytest.raises(ValueError, match="a mistake"):
+            made.fit(task, make_loader(), make_loader())
+    assert any(task.frozen)
+
+
+def test_what_a_user_has_chosen_stays(trainer):
+    for choose, undo in ((gc.disable, gc.enable), (gc.freeze, gc.unfreeze)):
+        choose()
+        try:
+            before, task = (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()), Littering(10, pause=0.02)
+            trainer(garbage_collection_seconds=0.01).fit(task, make_loader())
+            assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
+            assert not any(frozen for _, _, frozen in task.places) or choose is gc.freeze
+        finally:
+            undo()
+
+
+def test_it_takes_a_positive_number(trainer):
+    with pytest.raises(ConfigError, match=r"garbage_collection_seconds=0.*positive number of seconds"):
+        trainer(garbage_collection_seconds=0)
+
+
+@pytest.mark.slow
+def test_all_ranks_pause_at_the_same_steps(tmp_path):
+    def work():
+        task = Littering(objects=10, pause=0.01)
+        options = {"strategy": "ddp", "devices": 2, "garbage_collection_seconds": 0.1, "log_every_n_steps": 5}
+        made = make_trainer(tmp_path, **options, max_epochs=6)
+        made.fit(task, make_loader(80))
+        mine = torch.zeros(made.global_step + 1)
+        mine[[step for within, step, frozen in task.places if frozen and not within]] = 1
+        return [one.tolist() for one in made.strategy.collectives.gather_objects(mine)]
+
+    first, second = run_workers(work, 2)
+    assert first == second
+    assert 0 < sum(first) < len(first)
