@@ -168,7 +168,8 @@ class TrainerArguments:
     garbage_collection_seconds: float | None = 10.0
     """Run Python's full garbage collections about this often, on all ranks at once. None: as Python does, within steps.
 
-    What was made before the first is not looked at again for ten minutes (`gc.freeze`)."""
+    What was made before the first is not looked at again for ten minutes (`gc.freeze`).
+    """
     signal_grace_seconds: float = 30.0
     """Seconds in which a run must react to SIGTERM or SIGHUP, or its process ends; a save in progress is finished."""
     requeue: bool = False

@@ -39,8 +39,8 @@ class TrainerDefaults(TrainerView):
         seed: Determines, with config and data, the order of samples and every random number.
         reproducible: What is the same on any number of processes: "order" (samples, random numbers),
             "bitwise" (every bit), "off".
-        threads: Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their number
-            changes last bits.
+        threads: Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their
+            number changes last bits.
         deterministic: Use torch's deterministic kernels only; "warn" instead of an error if there is none.
         accumulate_grad_batches: Batches that each replica accumulates for one optimizer step.
         gradient_clip_val: Clip gradients to this norm or value before each step. None or 0: no clipping.
@@ -51,13 +51,13 @@ class TrainerDefaults(TrainerView):
         activation_checkpointing: Classes of blocks whose activations are recomputed in backward to save memory.
         compile: Compile the task's modules in place with torch.compile; a mapping holds its options, and
             `blocks`: classes.
-        optimizer_kernels: Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"), one
-            for each operation on all tensors ("foreach"), or one for each tensor ("loop"). None: as the
-            task made them. A resumed run keeps its own.
+        optimizer_kernels: Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"),
+            one for each operation on all tensors ("foreach"), or one for each tensor ("loop"). None: as
+            the task made them. A resumed run keeps its own.
         channels_last: Keep images, and the weights of convolutions, with their channels last in memory
             (torch.channels_last).
-        sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica needs a
-            process of its own.
+        sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica
+            needs a process of its own.
         limit_train_batches: Batches per epoch of each replica: a count (int) or a fraction (float).
         limit_val_batches: Validation batches, counted over all replicas: a count (int) or a fraction (float).
         limit_test_batches: Test batches, counted over all replicas: a count (int) or a fraction (float).
@@ -67,13 +67,16 @@ class TrainerDefaults(TrainerView):
             yields only that process's share.
         loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
+        prefetch_to_device: Copy a batch to a CUDA device while it computes the one before; takes memory
+            for one more batch there.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n
             epochs. 0: never.
         leave_out_steps: Steps, counted from 1, whose batches are left out; the order of all others, and
             their numbers, stay.
         resume_at: Where to resume if the samples of a step have changed (batch size, data, limits).
-        val_check_interval: Validate after this fraction of an epoch (float), this many training batches of
-            a replica (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes": 30}.
+        val_check_interval: Validate after this fraction of an epoch (float), this many training batches
+            of a replica (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes":
+            30}.
         check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches over epochs.
         num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
         inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
@@ -90,12 +93,14 @@ class TrainerDefaults(TrainerView):
         cluster: Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off").
         max_restarts: How often Legato's launcher restarts failed workers, each time from the newest
             complete checkpoint.
-        hang_timeout: Seconds without progress after which to end the run; more than the longest step, save
-            or hook. None: never.
+        hang_timeout: Seconds without progress after which to end the run; more than the longest step,
+            save or hook. None: never.
         hang_report_seconds: Report where each rank is after this many seconds, and 20 longest steps,
             without progress. None: never.
-        signal_grace_seconds: Seconds in which a run must react to SIGTERM or SIGHUP, or its process ends; a
-            save in progress is finished.
+        garbage_collection_seconds: Run Python's full garbage collections about this often, on all ranks
+            at once. None: as Python does, within steps.
+        signal_grace_seconds: Seconds in which a run must react to SIGTERM or SIGHUP, or its process
+            ends; a save in progress is finished.
         requeue: Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved.
     """
 
