@@ -17,6 +17,7 @@ QUICK = {
     "elastic": ["--processes", "2", "--kills", "4"],
     "imports": ["--rounds", "3"],
     "memory": ["--steps", "4"],
+    "scale": ["--processes", "2", "4", "8", "--kill"],
     "replay": ["--steps", "200", "--rounds", "1"],
     "step_overhead": ["--modes", "bare,usual", "--steps", "1000", "--rounds", "2"],
 }

@@ -19,8 +19,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ..errors import ConfigError, WorkerError
 from ..optimization.kernels import require_same_numerics
-from ..processes import environment
-from ..processes.environment import Place
+from ..processes import connections, environment
+from ..processes.environment import Place, allow_connections
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
 from ..run import Run
@@ -48,7 +48,7 @@ Doubled after each attempt that failed without a death: on a busy machine it tak
 """
 MAX_BREAKS = 3
 """Number of times that a group may break at the same step without a death before that is an error."""
-_STORE_POLL = 0.003  # seconds between two looks at the store
+_STORE_POLL = 0.003  # seconds between two looks at the store, by few processes
 
 
 class MembershipChanged(Exception):
@@ -107,7 +107,7 @@ class ElasticMembership(Membership):
         while (facts := self.store.facts()) is None:
             if self.store.version():
                 self._raise_if_over(self.store.generation(self.store.version()))
-            time.sleep(_STORE_POLL)
+            time.sleep(self._pause)
         return facts
 
     def _take_part(self) -> None:
@@ -160,6 +160,8 @@ class ElasticMembership(Membership):
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True
+            if not isinstance(error, MembershipChanged):  # which all ranks raise, once each has heard of it
+                connections.shut_down()
             # An update cannot be undone, and one that broke off may have changed some weights: this process then takes
             # those of another. Elsewhere the step is repeated from what is here.
             self.consistent = self.consistent and not _is_in_update(trace)
@@ -184,12 +186,18 @@ class ElasticMembership(Membership):
         self.store.post("broken", self.member, version=self.generation.version)
         return self._newer_generation_within(RECOVERY_TIMEOUT)
 
+    @property
+    def _pause(self) -> float:
+        """The seconds between two looks at the store: together about a thousand looks a second, however many look."""
+        # looks of 63 survivors every 3 ms keep two cores busy, while the news of a death still goes from rank to rank
+        return max(_STORE_POLL, len(self.generation.members) / 1000)
+
     def _newer_generation_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self.store.version() <= self.generation.version:
             if time.monotonic() > deadline or self.trainer.current_run.preemption.signal:
                 return False
-            time.sleep(_STORE_POLL)
+            time.sleep(self._pause)
         return True
 
     # --- from one group to the next ---------------------------------------------------------------------------------
@@ -199,7 +207,9 @@ class ElasticMembership(Membership):
         recovery.release(run.strategy)
         environment.leave_process_group()
         breaks = self.breaks if self.broke_at == run.state.global_step else 0
-        self._form(self._next_generation(), FORM_TIMEOUT * 2**breaks)
+        generation = self._next_generation()
+        # gloo connects every pair: 64 processes on two cores need 6 s, and would time out again and again in 2
+        self._form(generation, FORM_TIMEOUT * max(1, len(generation.members) / 8) * 2**breaks)
         opens_loggers = self.place.rank == 0 and not self.loggers_open
         recovery.transfer_state(run, self.place, self.snapshot, self.consistent, opens_loggers)
         if self.joins:
@@ -233,7 +243,7 @@ class ElasticMembership(Membership):
                 return generation
             if self.trainer.current_run.preemption.signal and time.monotonic() > began + RECOVERY_TIMEOUT:
                 raise_for_signal(self.trainer.current_run.preemption.signal)
-            time.sleep(_STORE_POLL)
+            time.sleep(self._pause)
 
     def _raise_if_over(self, generation: Generation) -> None:
         if generation.order == "lost":
@@ -248,6 +258,7 @@ class ElasticMembership(Membership):
         node, slot, world = nodes.index(self.member.node), self.member.slot, len(generation.members)
         self.generation, self.place = generation, Place(rank, slot, node, world, here, len(nodes), "legato")
         if world > 1:
+            allow_connections(world)
             # Keys of its own for each generation: gloo would else find addresses of an earlier group, and wait for
             # processes that are gone (pytorch/pytorch#135712 is that bug in torch's elastic agent).
             store = PrefixStore(f"group/{generation.version}", self.store.entries)
@@ -255,7 +266,8 @@ class ElasticMembership(Membership):
             reset_group_names()
             # short for forming, where all have arrived and only a death can hold it up; then as long as a step may take
             patience = timedelta(seconds=seconds)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
+            with connections.noting():
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
             set_group_timeout(timedelta(seconds=self.timeout))
 
     def _leave(self) -> None:
@@ -276,7 +288,7 @@ class ElasticMembership(Membership):
         """Wait for permission to exit; return whether this process returns the result."""
         self.store.post("finished", self.member)
         while (word := self.store.released(self.member)) is None:
-            time.sleep(_STORE_POLL)
+            time.sleep(self._pause)
         return word == "answer"
 
 

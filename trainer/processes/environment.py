@@ -9,6 +9,7 @@ import functools
 import os
 import re
 import socket
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 from ..elastic import launcher
 from ..elastic.store import ElasticOptions, ElasticWorker, split_address
 from ..errors import ConfigError
-from . import fork_safety, own_group, rendezvous, workers
+from . import connections, fork_safety, own_group, rendezvous, workers
 from .rendezvous import Rendezvous, host_store, is_loopback, join_store
 from .workers import GRACE
 from .workers import warm_up as warm_up
@@ -318,15 +319,43 @@ def join_process_group(
         distributed.init_process_group("mpi", timeout=timeout)
         own_group.note_made_here()
         return "MPI's own place"
+    if "gloo" in backend:
+        allow_connections(place.world_size)
     where, store = find_store(place, timeout, init_method)
     bound = device if device is not None and "nccl" in backend else None
-    distributed.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound
-    )
+    with connections.noting():
+        distributed.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound
+        )
     own_group.note_made_here()
     fork_safety.install()
     atexit.register(leave_process_group)
     return where
+
+
+def allow_connections(ranks: int) -> None:
+    """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group.
+
+    Raises ConfigError where the system does not allow as many.
+    """
+    if sys.platform == "win32":
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least, wanted = 64 + GROUPS[0] * ranks, 256 + GROUPS[1] * ranks
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and hard < least:
+        raise ConfigError(
+            f"{ranks} processes need about {least} open files each, for their connections, and this machine allows "
+            f"{hard}. Raise the limit (`ulimit -Hn`, or nofile in /etc/security/limits.conf), or start fewer processes."
+        )
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
+
+
+GROUPS = 2, 4
+"""How many process groups a run has at least (the script's, Legato's), and with those of saves and batch norm."""
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":

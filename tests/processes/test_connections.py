@@ -1,0 +1,58 @@
+"""Connections that are opened in a context are shut down together; others are not touched."""
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from legato.trainer.processes import connections
+
+
+@pytest.fixture
+def connect():
+    """A function that opens a TCP connection, and returns both ends."""
+    with ExitStack() as opened:
+        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+
+        def connect():
+            near = opened.enter_context(socket.create_connection(listener.getsockname(), timeout=5))
+            far = opened.enter_context(listener.accept()[0])
+            far.settimeout(5)
+            return near, far
+
+        yield connect
+        connections.shut_down()  # what a failed test has left noted
+
+
+def test_peers_of_noted_connections_hear_of_it_at_once(connect):
+    earlier = connect()
+    with connections.noting():
+        pairs = [connect() for _ in range(3)]
+    connections.shut_down()
+    assert [far.recv(1) for _, far in pairs] == [b""] * 3
+    assert all(near.fileno() >= 0 for near, _ in pairs)  # whoever opened them closes them
+    earlier[0].sendall(b"x")
+    assert earlier[1].recv(1) == b"x"
+
+
+def test_a_number_that_is_another_connection_by_now(connect):
+    with connections.noting():
+        near, _ = connect()
+    number = near.fileno()
+    near.close()
+    other = connect()
+    assert other[0].fileno() == number
+    connections.shut_down()
+    other[0].sendall(b"x")
+    assert other[1].recv(1) == b"x"
+
+
+def test_a_second_group_takes_the_place_of_the_first(connect):
+    with connections.noting():
+        first = connect()
+    with connections.noting():
+        second = connect()
+    connections.shut_down()
+    assert second[1].recv(1) == b""
+    first[0].sendall(b"x")
+    assert first[1].recv(1) == b"x"

@@ -1,0 +1,108 @@
+"""More processes than cores: 32 start, train, log, save, lose one and go on; what a process sends, counted."""
+
+import json
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader
+
+import legato as lg
+from legato.trainer.errors import ConfigError
+from legato.trainer.processes.environment import allow_connections
+from legato.trainer.processes.sync import Agreement
+
+scale = pytest.importorskip("benchmarks.scale")  # not part of an installed package
+
+MANY = 32
+
+
+class Limited(scale.Tiny):
+    """Lowers its process's limit of open files when it arrives in a worker, before the ranks meet."""
+
+    def __setstate__(self, state):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        super().__setstate__(state)
+
+
+@pytest.mark.slow
+def test_a_run_that_logs_saves_and_loses_a_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(scale, "Tiny", Limited)  # gloo's connections to 31 others in two groups do not fit into 64
+    _, sizes = scale.kill_one(MANY, tmp_path, rounds=5)
+    assert sizes == [MANY, MANY - 1]
+    assert json.loads((tmp_path / "saved" / "state.json").read_text())["global_step"] == 2
+    points = lg.read_metrics(next(tmp_path.rglob("metrics.jsonl")), as_frame=False)
+    assert [step for step in points["step"] if step < 5] == [2, 4]
+
+
+def test_a_machine_that_allows_too_few_files():
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        pytest.skip("this machine allows any number")
+    with pytest.raises(ConfigError, match=rf"processes need about \d+ open files each.* allows {hard}"):
+        allow_connections(hard)
+
+
+class Alike:
+    """A group whose ranks all say what this one says."""
+
+    def all_reduce(self, tensor, operation):
+        return tensor
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(2, 1), (100, 1), (1024, 10.24)])
+def test_agreements_come_rarer_among_many(ranks, seconds, monkeypatch):
+    """Of a run of 100 steps a second."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    agreement, met = Agreement(Alike(), ranks, 0, 0.0), []
+    for step in range(1, 10_000):
+        now[0] += 0.01
+        if step >= agreement.next_step:
+            agreement.agree(step, wants_stop=False)
+            met.append(step)
+    assert met[-1] - met[-2] == pytest.approx(100 * seconds, abs=2)
+
+
+# --- the counts of benchmarks/scale.py --------------------------------------------------------------------------------
+FRAME = 48
+"""Bytes that gloo writes before each message, and for each that only says that a peer is ready."""
+
+
+class Written(lg.Callback):
+    """Writes to a file how many bytes rank 0 gives to its sockets in a log point and in a meeting."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        if trainer.global_step == 3:
+            sent = [self.count(trainer, call) for call in (trainer.log_step, trainer.agree)]
+            if trainer.is_global_zero:
+                self.path.write_text(json.dumps(sent))
+
+    def count(self, trainer, call):
+        trainer.strategy.collectives.barrier()
+        time.sleep(0.2)  # gloo's thread may still tell peers that it is ready
+        before = self.written()
+        call()
+        time.sleep(0.2)
+        after = self.written()
+        return after["wchar"] - before["wchar"] - FRAME * (after["syscw"] - before["syscw"])
+
+    def written(self):
+        lines = Path("/proc/self/io").read_text().splitlines()
+        return {name: int(number) for name, number in (line.split(": ") for line in lines)}
+
+
+@pytest.mark.slow
+def test_the_counted_bytes_are_those_that_are_sent(tmp_path):
+    """A simulation of 4 processes, and 4 processes."""
+    path, ranks, values = tmp_path / "sent", 4, 5
+    options = {"devices": ranks, "strategy": "ddp", "logger": False, "callbacks": [Written(path)]}
+    scale.make_trainer(tmp_path, 3, **options).fit(scale.Tiny(values), DataLoader(scale.Vectors(), 4))
+    counted = scale.simulate(ranks, 96, values)
+    for part, sent in zip(("log point", "meeting"), json.loads(path.read_text()), strict=True):
+        expected = sum(scale.messages(name, *found, ranks)[1] for name, found in counted[part].items())
+        assert sent == pytest.approx(expected, abs=16), part  # a ring's pieces are whole numbers of 8 bytes
