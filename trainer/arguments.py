@@ -85,7 +85,8 @@ class TrainerArguments:
     """Compile the task's modules in place with torch.compile; a mapping holds its options, and `blocks`: classes."""
     optimizer_kernels: Literal["fused", "foreach", "loop"] | None = None
     """Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"), one for each operation on all
-    tensors ("foreach"), or one for each tensor ("loop"). None: as the task made them. A resumed run keeps its own."""
+    tensors ("foreach"), or one for each tensor ("loop"). None: as the task made them, and fused for Adam and
+    AdamW on CUDA where it says nothing. A resumed run keeps its own."""
     channels_last: bool = False
     """Keep images, and the weights of convolutions, with their channels last in memory (torch.channels_last)."""
     sync_batchnorm: bool = False

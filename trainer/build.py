@@ -697,6 +697,8 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     for callback in trainer.callbacks:
         callback.extend_optimizers(task, optimizers)
     kernels.choose_kernels(optimizers, trainer.optimizer_kernels)
+    for optimizer in optimizers:
+        kernels.choose_fused(optimizer)
     # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
     optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)

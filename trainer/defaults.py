@@ -53,7 +53,8 @@ class TrainerDefaults(TrainerView):
             `blocks`: classes.
         optimizer_kernels: Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"),
             one for each operation on all tensors ("foreach"), or one for each tensor ("loop"). None: as
-            the task made them. A resumed run keeps its own.
+            the task made them, and fused for Adam and AdamW on CUDA where it says nothing. A resumed run
+            keeps its own.
         channels_last: Keep images, and the weights of convolutions, with their channels last in memory
             (torch.channels_last).
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato as lg
+from legato.callbacks import Checkpoint
 from legato.trainer.loggers.tensorboard import TensorBoardLogger
 
 PACKAGE = Path(lg.__file__).resolve().parent
@@ -226,19 +227,59 @@ class Open(Small):
         self.between = self.global_step > 1 and self.global_step % self.every != 0
 
 
-def test_nothing_waits_for_the_device_between_logging_steps(trainer, tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value", "nan": "ignore"},
+        {"replicas": 2, "reproducible": "bitwise", "gradient_clip_val": 0.1},
+    ],
+)
+def test_nothing_waits_for_the_device_between_logging_steps(trainer, options):
     task = Open()
     made = trainer(
         max_steps=40,
         log_every_n_steps=task.every,
         logger=TensorBoardLogger(),
         enable_progress_bar=True,
+        callbacks=[Checkpoint(every_n_train_steps=task.every)],
+        enable_checkpointing=True,
         max_time="1:00:00:00",
+        **options,
     )
     with Asked(task.note), Dispatched(task.note):
-        made.fit(task, stream(40))
+        made.fit(task, stream(80))
     assert task.waits[True] == {}
     assert (
         task.waits[False]["aten::_local_scalar_dense"] >= 4
     )  # in the logging steps they are read, or nothing was seen
     assert any(made.run_dir.glob("events*"))
+    assert len(list(made.run_dir.glob("checkpoints/step-*"))) >= 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}])
+def test_nothing_waits_for_a_gpu_between_logging_steps(trainer, options):
+    class Strict(Open):
+        """Torch raises an error where anything waits."""
+
+        def on_train_batch_start(self, batch, batch_idx):
+            super().on_train_batch_start(batch, batch_idx)
+            torch.cuda.set_sync_debug_mode("error" if self.between else "default")
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            super().on_train_batch_end(outputs, batch, batch_idx)
+            torch.cuda.set_sync_debug_mode("error" if self.between else "default")
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    inputs, targets = batches(80)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=32, pin_memory=True)
+    made = trainer(accelerator="cuda", devices=1, log_every_n_steps=Open.every, enable_progress_bar=True, **options)
+    try:
+        made.fit(Strict(), loader)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
