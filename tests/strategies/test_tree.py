@@ -210,8 +210,11 @@ def count_bytes(process, processes):
 
     dist.all_to_all_single, bitwise_tree.all_gather_single = exchange, hand_out
     try:
+        tree.send_early()
         tree.begin()
+        tree.expect_last(process)
         sum(parameter.sum() for parameter in parameters).backward()
+        assert len(sent) == 4  # within backward: every bucket, and the sum of the first one
         tree.take(process)
         tree.finish()
     finally:
