@@ -342,3 +342,6 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     def remove_checkpoint(self, path: str | Path) -> None:
         """Delete a checkpoint that this run wrote; every rank may call it, rank 0 does it."""
         self.saver.remove(Path(path))
+
+
+Trainer.__doc__ = TrainerDefaults.__doc__  # Python does not inherit it; editors, which read the source, do
