@@ -53,31 +53,7 @@ _HOMES = {
     "Timer": ".timer",
     "WeightAveraging": ".weight_averaging",
 }
-__all__ = [
-    "BackboneFinetuning",
-    "BaseFinetuning",
-    "Callback",
-    "Checkpoint",
-    "CheckpointCallback",
-    "DeviceStatsMonitor",
-    "EarlyStopping",
-    "ExponentialMovingAverage",
-    "GradientAccumulationScheduler",
-    "LambdaCallback",
-    "LearningRateMonitor",
-    "Microscope",
-    "ModelSummary",
-    "OnExceptionCheckpoint",
-    "PredictionWriter",
-    "ProgressBar",
-    "ProgressDisplay",
-    "SpikeWatch",
-    "StochasticWeightAveraging",
-    "StragglerMonitor",
-    "ThroughputMonitor",
-    "Timer",
-    "WeightAveraging",
-]
+__all__ = list(_HOMES)
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
 

@@ -19,7 +19,7 @@ _HOMES = {
     "PydocText": ".characters",
     "Task": ".task",
 }
-__all__ = ["CharacterGPT", "DataModule", "Digits", "DigitsData", "PydocText", "Task"]
+__all__ = list(_HOMES)
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
 

@@ -244,12 +244,7 @@ def file_sum(path: Path, sync: bool = False) -> FileSum:
 MARK = "__legato__"
 DEPTH = 100  # levels of nesting; a value that contains itself ends here too
 MODEL, OTHERS = "model", "tensors"
-KNOWN_EVERYWHERE = frozenset(
-    {
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-    }
-)
+KNOWN_EVERYWHERE = frozenset(DTYPE_NAMES)
 """Dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
 DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 

@@ -45,7 +45,7 @@ FILES = {
     "spikes.jsonl": "steps whose loss or gradient norm left its range, with their samples (SpikeWatch)",
     "hang/": "where each process was when the run stood still",
 }
-"""What a run directory may hold, by name."""
+"""Files of a run directory, by name, with their contents."""
 
 
 def write_readme(directory: Path) -> None:
@@ -70,7 +70,7 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool) -> Non
         code["diff_file"] = _store_diff(directory, diff, len(starts), before.get("diff_file")) if diff else None
     starts.append(
         {
-            "time": _now(),
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
             "process": os.getpid(),
             "working_directory": str(Path.cwd()),
             **facts,
@@ -105,10 +105,6 @@ def _store_diff(directory: Path, diff: bytes, number: int, before: str | None) -
     name = f"{Path(DIFF).stem}-{number}.diff" if (directory / DIFF).exists() else DIFF
     (directory / name).write_bytes(diff)
     return name
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
 
 # --- host and versions ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 there."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .. import build
@@ -33,7 +34,7 @@ class MetricSnapshot:
         hooks = self.trainer.current_run.hooks
         if self.trainer.metrics.states.by_path:
             hooks["on_train_batch_start"] += (self._before_batch,)
-            hooks["on_validation_start"] += (self._before_validation,)
+            hooks["on_validation_start"] += (partial(self._take, in_validation=True),)
 
     def _before_batch(self, batch: Any, batch_idx: int) -> None:
         # of the first batch only: an interrupted step is repeated from its beginning
@@ -41,9 +42,6 @@ class MetricSnapshot:
             self._take(in_validation=False)
             if self.trainer.metrics.states.swaps_states:
                 self.trainer.metrics.states.open_replica(self.trainer.metrics.replica)
-
-    def _before_validation(self) -> None:
-        self._take(in_validation=True)
 
     def _take(self, in_validation: bool) -> None:
         self.saved, self.step = self.trainer.metrics.states.snapshot(), self.trainer.state.global_step
@@ -148,7 +146,6 @@ def transfer_state(run: "Run", place: Place, snapshot: MetricSnapshot, consisten
 
 
 def _load_state(run: "Run", saved: dict[str, Any]) -> None:
-    """Load the state of another process."""
     trainer = run.trainer
     saved["data"] = {}  # a stream's state belongs to its process, in the middle of a step
     run.hooks.call("on_load_checkpoint", saved)

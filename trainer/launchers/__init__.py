@@ -16,9 +16,9 @@ LAUNCHERS = {
 }
 """The class of each launcher, by its name in a config."""
 
-__all__ = ["LAUNCHERS", "KubernetesLauncher", "Launcher", "RayLauncher", "SlurmLauncher"]
-
 _HOMES = {"Launcher": ".launcher", **{home.split(":")[1]: home.split(":")[0] for home in LAUNCHERS.values()}}
+__all__ = list(_HOMES)
+__all__ += ["LAUNCHERS"]
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
 

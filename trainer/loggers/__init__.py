@@ -21,15 +21,7 @@ _HOMES = {
     "TensorBoardLogger": ".tensorboard",
     "WandbLogger": ".wandb",
 }
-__all__ = [
-    "CSVLogger",
-    "JSONLinesLogger",
-    "Logger",
-    "MLFlowLogger",
-    "NoExperiment",
-    "TensorBoardLogger",
-    "WandbLogger",
-]
+__all__ = list(_HOMES)
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
 

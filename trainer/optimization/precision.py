@@ -72,10 +72,8 @@ class Precision:
 
     def convert_batch(self, batch: Any) -> Any:
         """Return `batch` with floating point tensors in the dtype of the weights; the same object for 32 and mixed."""
-        return batch if self.weights_dtype is None else map_tensors(batch, self._convert)
-
-    def _convert(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.weights_dtype) if tensor.is_floating_point() else tensor
+        dtype = self.weights_dtype
+        return batch if dtype is None else map_tensors(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the scaled loss to call backward on; the scale is constant within a step."""

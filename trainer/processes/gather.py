@@ -94,7 +94,6 @@ def _joined(parts: list[Tensor]) -> Any:
 
 # --- who takes part ---------------------------------------------------------------------------------------------------
 def _ranks_of(strategy: "Strategy", group: Any) -> Collectives:
-    """Return the collectives of the ranks that gather."""
     if group is None or strategy.place.world_size == 1:
         ranks = strategy.data_ranks
         if strategy.leaves_default_group and serves_host():  # among the script's own, which are counted
@@ -176,7 +175,7 @@ def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks:
             (i for i, t in enumerate(tensors) if t.device == device), key=lambda i: -tensors[i].element_size()
         )
         sizes = [
-            [_bytes_of(tensors[i], shape) for i in some for shape in [shapes[i][rank]]]
+            [torch.Size(shapes[i][rank]).numel() * tensors[i].element_size() for i in some]
             for rank in range(len(shapes[0]))
         ]
         # padded to the longest: all_gather takes equal sizes, and gloo aborts the process (SIGABRT) where they differ
@@ -190,10 +189,6 @@ def _exchange(tensors: list[Tensor], shapes: list[list[tuple[int, ...]]], ranks:
             for index, part in zip(some, parts, strict=True):
                 found[index].append(part.view(tensors[index].dtype).view(shapes[index][rank]).clone())
     return found
-
-
-def _bytes_of(tensor: Tensor, shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel() * tensor.element_size()
 
 
 _channels: dict[Any, Any] = {}

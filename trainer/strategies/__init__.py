@@ -27,25 +27,13 @@ STRATEGIES = {
 }
 """The names that a config may use, and the class behind each."""
 
-__all__ = [
-    "STRATEGIES",
-    "DDPModelParallelStrategy",
-    "DDPRPCStrategy",
-    "DDPStrategy",
-    "DataParallelStrategy",
-    "FSDPStrategy",
-    "MeshStrategy",
-    "PipelineMeshStrategy",
-    "SingleStrategy",
-    "Strategy",
-    "Zero1Strategy",
-]
-
 _HOMES = {
     "Strategy": ".strategy",
     "MeshStrategy": ".mesh.mesh",
     **{home.split(":")[1]: home.split(":")[0] for home in STRATEGIES.values()},
 }
+__all__ = list(_HOMES)
+__all__ += ["STRATEGIES"]
 
 if not TYPE_CHECKING:  # else any name would do for a type checker
 

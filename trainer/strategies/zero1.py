@@ -38,7 +38,6 @@ class Zero1Strategy(DDPStrategy):
         self.state_dicts: Zero1StateDicts = Zero1StateDicts()
 
     def _elastic_options(self, min_processes: int, join: str | None) -> ElasticOptions:
-        """Refuse an elastic run."""
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -80,13 +79,15 @@ class Zero1StateDicts(ShardedStateDicts):
         """Return the state dict of `optimizer`, with placeholders for other ranks' values; every rank calls it."""
         if not isinstance(optimizer, ZeroRedundancyOptimizer):
             return super().optimizer(optimizer)
-        own = {index: optimizer.optim.state[one] for one, index in _numbered(optimizer) if one in optimizer.optim.state}
+        indices = dict(_numbered(optimizer))
+        groups = [{**group, "params": [indices[one] for one in group["params"]]} for group in optimizer.param_groups]
+        own = {index: optimizer.optim.state[one] for one, index in indices.items() if one in optimizer.optim.state}
         numbers = {index: with_placeholders(values) for index, values in own.items()}
         # only descriptions are gathered (shapes and dtypes), never the states themselves
         known = {index: values for each in self.collectives.gather_objects(numbers) for index, values in each.items()}
         return {
             "state": {index: without_placeholders(known[index], own.get(index, {})) for index in sorted(known)},
-            "param_groups": _numbered_groups(optimizer),
+            "param_groups": groups,
         }
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -104,13 +105,7 @@ class Zero1StateDicts(ShardedStateDicts):
 
 
 def _numbered(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, int]]:
-    """Yield each parameter with its number in a state_dict."""
     return zip((one for group in optimizer.param_groups for one in group["params"]), count(), strict=False)
-
-
-def _numbered_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    numbers = dict(_numbered(optimizer))
-    return [{**group, "params": [numbers[one] for one in group["params"]]} for group in optimizer.param_groups]
 
 
 class _Parts:

@@ -59,7 +59,8 @@ def run_check(arguments: Sequence[str]) -> None:
         print(report.text())
     if not report.ok:
         count = len(report.problems)
-        listed = "\n".join(f"  {index + 1}. {_indented(one)}" for index, one in enumerate(report.problems))
+        indented = [problem.replace("\n", "\n     ") for problem in report.problems]
+        listed = "\n".join(f"  {index + 1}. {problem}" for index, problem in enumerate(indented))
         raise ConfigError(f"the check found {count} problem{'s' if count > 1 else ''}:\n{listed}")
     print("All is well.")
 
@@ -253,7 +254,3 @@ def describe_error(error: Exception) -> str:
     places = traceback.format_list([frame for frame in frames if not frame.filename.startswith(ours)] or frames)
     where = f" (rank {rank})" if rank is not None else ""
     return f"{type(error).__name__}{where}: {error}\n{''.join(places).rstrip()}"
-
-
-def _indented(text: str) -> str:
-    return text.replace("\n", "\n     ")

@@ -87,10 +87,8 @@ class Recorder(Callback):
         wanted = {id(parameter) for parameter in trainable(task)}
         for name, parameter in task.named_parameters():
             if id(parameter) in wanted:
-                self.names[name] = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._reach(name))
-
-    def _reach(self, name: str) -> None:
-        self.reached.add(name)
+                hook = parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.reached.add(name))
+                self.names[name] = hook
 
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock."""

@@ -82,9 +82,5 @@ def from_defaults(config: Mapping[str, str]) -> dict[str, str]:
                 if one.default is not NO_DEFAULT:
                     defaults[f"{key.removesuffix(TARGET)}{name}"] = one.default
     texts = flat_config(dump_yaml(defaults))
-    plain = {"resume": "null", "checkpoint": "null"} | {_flattened(key): text for key, text in texts.items()}
+    plain = {"resume": "null", "checkpoint": "null"} | {key.strip("'\""): text for key, text in texts.items()}
     return {key: value for key, value in config.items() if plain.get(key) != value}
-
-
-def _flattened(key: str) -> str:
-    return key.strip("'\"")

@@ -260,13 +260,9 @@ class DDPRPCStrategy(DDPStrategy):
                 else:
                     parameter.grad = gradient.clone()
         # asked of the configuration and not of what this rank has held: all of them must meet in the same collectives
-        if last and self._has_several_batches():
+        several = self.task.trainer.accumulate_grad_batches > 1 or self.layout.replicas > self.layout.processes
+        if last and several:
             self._add_held()
-
-    def _has_several_batches(self) -> bool:
-        """Return whether a trainer may have several turns in a step; the same on all of them."""
-        assert self.task is not None
-        return self.task.trainer.accumulate_grad_batches > 1 or self.layout.replicas > self.layout.processes
 
     def _add_held(self) -> None:
         """Add the gradients of the batches before the last one: in its context DDP reduces that one's alone."""
