@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 Ends = tuple[object, object]
 """The addresses of both ends of a connection."""
 
-_opened: dict[int, Ends] = {}
+_noted: dict[int, Ends] = {}
 
 
 @contextmanager
@@ -20,18 +20,18 @@ def noting() -> Iterator[None]:
     """Note which connections are opened in this context; none where the system does not list a process's files."""
     before = _connected()
     yield
-    _opened.clear()
-    _opened.update((number, ends) for number, ends in _connected().items() if before.get(number) != ends)
+    _noted.clear()
+    _noted.update((number, ends) for number, ends in _connected().items() if before.get(number) != ends)
 
 
 def shut_down() -> None:
     """Tell all peers at once that this process has left; the group is of no use from then on."""
     now = _connected()
-    for number, ends in _opened.items():
+    for number, ends in _noted.items():
         if now.get(number) == ends:  # else it is closed, and its number may be another's by now
             with suppress(OSError), _borrowed(number) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
-    _opened.clear()
+    _noted.clear()
 
 
 def _connected() -> dict[int, Ends]:

@@ -343,7 +343,7 @@ def allow_connections(ranks: int) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = 64 + GROUPS[0] * ranks, 256 + GROUPS[1] * ranks
+    least, wanted = 64 + CONNECTED_GROUPS[0] * ranks, 256 + CONNECTED_GROUPS[1] * ranks
     unlimited = resource.RLIM_INFINITY
     if hard != unlimited and hard < least:
         raise ConfigError(
@@ -354,7 +354,7 @@ def allow_connections(ranks: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
 
 
-GROUPS = 2, 4
+CONNECTED_GROUPS = 2, 4
 """How many process groups a run has at least (the script's, Legato's), and with those of saves and batch norm."""
 
 
