@@ -361,6 +361,23 @@ def test_a_schedule_that_cannot_be_stepped_is_refused_with_the_way_out(tmp_path)
         as_lightning(contents)
 
 
+def test_the_step_that_ends_the_first_epoch_is_made_without_a_warning():
+    task = ROOM["Stepped"]()
+    [optimizer], [schedule] = task.configure_optimizers()
+    described = [{"class": type(schedule).__name__, "interval": "epoch", "frequency": 1}]
+    contents = {
+        "state_dict": task.state_dict(),
+        "state": {"epoch": 0, "epoch_rounds": 6, "epoch_ended": False, "global_step": 6},
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [schedule.state_dict()],
+        "fingerprint": {"samples": {"batches of an epoch": 6}, "schedulers": described},
+        "callbacks": {},
+    }
+    before, found = schedule.get_last_lr(), as_lightning(contents)
+    assert found["lr_schedulers"][0]["last_epoch"] == 1
+    assert [group["lr"] for group in found["optimizer_states"][0]["param_groups"]] == [before[0] / 2]
+
+
 def test_programs_open_a_checkpoint_as_the_file_that_they_expect(tmp_path):
     assert room.LightningModule is not None  # a program that reads checkpoints has some name of Lightning's
     path = tmp_path / "last.ckpt"

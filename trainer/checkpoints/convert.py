@@ -6,6 +6,7 @@ optimizers are known. `as_lightning` makes the other direction, from a checkpoin
 
 import ast
 import logging
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -265,8 +266,9 @@ def _stepped(kind: Any, optimizer: Mapping[str, Any], state: Mapping[str, Any]) 
     scheduler = kind.__new__(kind)
     scheduler.optimizer = stand_in
     scheduler.load_state_dict(dict(state))
-    stand_in.step()
-    scheduler.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at its first step it asks for marks that __init__ makes
+        scheduler.step()
     moved = [
         {**saved, **{name: group[name] for name in saved.keys() & group.keys() - {"params"}}}
         for saved, group in zip(optimizer["param_groups"], stand_in.param_groups, strict=True)
