@@ -24,6 +24,7 @@ from legato.trainer.checkpoints import store
 from legato.trainer.checkpoints.convert import as_lightning
 from legato.trainer.commands.convert import convert_checkpoint
 from legato.trainer.errors import CheckpointError
+from legato.trainer.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:::torch.optim", "ignore:::torch.jit")
 EPOCHS, AT = 4, 2
@@ -367,7 +368,7 @@ def test_the_step_that_ends_the_first_epoch_is_made_without_a_warning():
     described = [{"class": type(schedule).__name__, "interval": "epoch", "frequency": 1}]
     contents = {
         "state_dict": task.state_dict(),
-        "state": {"epoch": 0, "epoch_rounds": 6, "epoch_ended": False, "global_step": 6},
+        "state": State().to_dict() | {"epoch_rounds": 6, "rounds": 6, "global_step": 6},
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [schedule.state_dict()],
         "fingerprint": {"samples": {"batches of an epoch": 6}, "schedulers": described},
