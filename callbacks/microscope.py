@@ -89,12 +89,15 @@ class Microscope(Callback):
         return (item for item in task.named_modules() if self._wanted.match(item[0]))
 
     def _hook(self, trainer: "Trainer", name: str) -> Any:
+        import torch
+
         def look(module: "nn.Module", inputs: Any, output: Any) -> None:
             found = output[0] if isinstance(output, (tuple, list)) and output else output
             if trainer.training and hasattr(found, "is_floating_point") and found.is_floating_point():
                 self._moments.setdefault(name, []).append(moments(found.detach()))
 
-        return look
+        # a compiled task is looked at between its graphs: the list of moments is Python's
+        return torch.compiler.disable(look)
 
     def _log(self, trainer: "Trainer", task: "Task") -> None:
         """Collect the values of all ranks, and write them on rank 0."""
