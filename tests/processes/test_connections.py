@@ -1,5 +1,6 @@
 """Connections that are opened in a context are shut down together; others are not touched."""
 
+import os
 import socket
 from contextlib import ExitStack
 
@@ -41,8 +42,11 @@ def test_a_number_that_is_another_connection_by_now(connect):
     number = near.fileno()
     near.close()
     other = connect()
-    assert other[0].fileno() == number
+    if other[0].fileno() != number:  # a lower one was free
+        os.dup2(other[0].fileno(), number)
     connections.shut_down()
+    if other[0].fileno() != number:
+        os.close(number)
     other[0].sendall(b"x")
     assert other[1].recv(1) == b"x"
 
