@@ -165,6 +165,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args()
+    if max(options.processes) > REPLICAS:  # one without a replica has no batch, and never says that it is there
+        parser.error(f"--processes: at most {REPLICAS}, a process for each replica")
     torch.set_num_threads(1)
     logging.getLogger("legato").setLevel(logging.ERROR)  # each death is a warning
     environment.warm_up()

@@ -333,6 +333,10 @@ def join_process_group(
     return where
 
 
+LEAST_GROUPS, MOST_GROUPS = 2, 4
+"""Process groups of a run: the script's and Legato's, and besides them those of sharded saves and batch norm."""
+
+
 def allow_connections(ranks: int) -> None:
     """Raise this process's limit of open files to what gloo needs, which connects every pair of ranks in each group.
 
@@ -343,7 +347,7 @@ def allow_connections(ranks: int) -> None:
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    least, wanted = 64 + CONNECTED_GROUPS[0] * ranks, 256 + CONNECTED_GROUPS[1] * ranks
+    least, wanted = 64 + LEAST_GROUPS * ranks, 256 + MOST_GROUPS * ranks
     unlimited = resource.RLIM_INFINITY
     if hard != unlimited and hard < least:
         raise ConfigError(
@@ -352,10 +356,6 @@ def allow_connections(ranks: int) -> None:
         )
     if soft != unlimited and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted if hard == unlimited else min(wanted, hard), hard))
-
-
-CONNECTED_GROUPS = 2, 4
-"""How many process groups a run has at least (the script's, Legato's), and with those of saves and batch norm."""
 
 
 def find_store(place: Place, timeout: timedelta, init_method: str | None = None) -> "tuple[str, Store]":
