@@ -1,6 +1,8 @@
 """TensorBoardLogger: real event files, read by TensorBoard's own reader; real processes that die."""
 
 import json
+import os
+import shutil
 import time
 
 import pytest
@@ -465,3 +467,22 @@ def test_the_config_is_shown_as_it_is_written(tmp_path):
     shown = markdown_to_safe_html(found.tensor_proto.string_val[0])
     assert "_target_: a.b.C_d_e\n" in shown
     assert "<em>" not in shown
+
+
+def test_a_folder_that_a_save_makes_again_meanwhile_is_not_called_forbidden(tmp_path, monkeypatch, caplog):
+    """Between the question whether the folder may be written to and the next one, a save makes it again."""
+    run_dir, access = tmp_path / "run", os.access
+    logger = TensorBoardLogger()
+    logger.open(run_dir, None)
+    shutil.rmtree(run_dir)
+
+    def ask(path, mode):
+        answer = access(path, mode)
+        run_dir.mkdir(exist_ok=True)
+        return answer
+
+    monkeypatch.setattr(os, "access", ask)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.finalize("success")
+    assert "A new event file begins here" in caplog.text
+    assert scalars(run_dir, "loss") == [(1, 1.0)]

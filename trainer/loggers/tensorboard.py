@@ -257,7 +257,8 @@ class TensorBoardLogger(Logger):
         if self._events is None or os.access(self._events, os.W_OK):
             return
         self._let_go()
-        if self._events.is_dir():
+        # asked again: a save in the background may have made the folder after the question above
+        if self._events.is_dir() and not os.access(self._events, os.W_OK):
             raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
         if self.folder is None and self._directory is not None and not self._directory.is_dir():
             raise run_directory_gone(self._directory)
@@ -266,7 +267,7 @@ class TensorBoardLogger(Logger):
         )
         from torch.utils.tensorboard import SummaryWriter
 
-        self._events.mkdir(parents=True)
+        self._events.mkdir(parents=True, exist_ok=True)
         self._writer, self._resume_step, self._session_started = SummaryWriter(str(self._events)), None, False
         self._pairs = {}
 
