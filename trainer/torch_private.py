@@ -588,6 +588,23 @@ def is_compiled(module: nn.Module) -> bool:
     return CALLS.usable and module._compiled_call_impl is not None
 
 
+_DYNAMO = "torch._dynamo.utils"
+GRAPH_BREAKS = Shortcut(
+    "torch._dynamo.utils's graph_break_reasons",
+    "where torch.compile breaks graphs is not named",
+    lambda: _DYNAMO not in sys.modules or isinstance(sys.modules[_DYNAMO].graph_break_reasons, list),
+)
+
+
+def graph_breaks() -> list[str]:
+    """Return where torch.compile has broken graphs in this process, and why, each place once; the fallback: none."""
+    if _DYNAMO not in sys.modules or not GRAPH_BREAKS.usable:
+        return []
+    reasons = [one for one in sys.modules[_DYNAMO].graph_break_reasons if one.user_stack]
+    places = [(one.user_stack[-1], str(one.reason).strip().partition("\n")[0]) for one in reasons]
+    return list(dict.fromkeys(f"{at.filename}:{at.lineno} in {at.name} ({why})" for at, why in places))
+
+
 def _has_base_classes() -> bool:
     norm, dropout = nn.modules.batchnorm._BatchNorm, nn.modules.dropout._DropoutNd
     return issubclass(nn.BatchNorm2d, norm) and issubclass(nn.Dropout, dropout)

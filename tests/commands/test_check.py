@@ -261,3 +261,15 @@ def test_parameters_without_gradient_are_a_remark_where_the_strategy_was_told_of
     found, nothing = (report.remarks, report.problems) if declared else (report.problems, report.remarks)
     assert nothing == []
     assert "No gradient reaches head.bias." in found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "count"), [({"compile": {"backend": "eager"}}, 1), ({}, 0)])
+def test_breaks_of_a_compiled_graph_are_named(folder: Path, options: dict[str, Any], count: int) -> None:
+    report = try_run(TrainerArguments(**ALONE, **options, logger=False), *parts(fault="breaks"))
+    assert report.problems == []
+    told = [one for one in report.remarks if one.startswith("torch.compile breaks its graph at ")]
+    assert len(told) == count
+    lines = (folder / "checked_task.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "graph_break()" in text)
+    assert all(f"checked_task.py:{line} in forward (" in one for one in told)

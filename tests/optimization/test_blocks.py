@@ -5,6 +5,7 @@ import torch
 from ddp_cases import DATA, QUIET, Net, flat, loader
 from tiny import make_loader
 from torch import nn
+from torch.utils.data import DataLoader
 
 import legato as lg
 from legato.trainer.errors import ConfigError, TaskError
@@ -185,6 +186,23 @@ def test_blocks_are_compiled_by_class_and_compute_the_same(trainer, backend):
     assert compiled.head._compiled_call_impl is None
     if backend == "eager":
         assert 1 <= len(graphs) <= 2  # the three share one: their code is the same
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks at it
+@pytest.mark.parametrize(("sizes", "count"), [((4, 4, 4), 2), ((4, 4, 3), 4), ((5, 7, 3, 6, 8), 4)])
+def test_a_smaller_last_batch_and_sequences_of_many_lengths_compile_once_more(trainer, sizes, count):
+    """Two graphs for each: of blocks whose input needs a gradient, and of the one whose input does not."""
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    batches = [(torch.ones(size, 4), torch.zeros(size, dtype=torch.int64)) for size in sizes]
+    trainer(max_epochs=2, compile={"blocks": ["Block"], "backend": counting}).fit(Deep(), DataLoader(batches, None))
+    assert len(graphs) == count
 
 
 def test_compile_options_that_are_none_are_refused(refused):

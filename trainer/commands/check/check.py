@@ -30,7 +30,7 @@ from ...messages import is_quiet
 from ...processes import environment, transport
 from ...run import Request
 from ...trainer import Trainer
-from .report import Report, check_disk_space, check_gradients, check_monitors
+from .report import Report, check_disk_space, check_gradients, check_graph_breaks, check_monitors
 from .trial import make_trial, needs_every_gradient, own_loggers, read_records
 
 TRIAL_STEPS = 2
@@ -85,6 +85,7 @@ def try_run(arguments: TrainerArguments, task: Task, data: DataModule | None = N
     check_gradients(original, task, report)
     check_monitors(original, report)
     check_disk_space(original, report)
+    check_graph_breaks(report)
     return report
 
 

@@ -127,6 +127,12 @@ def check_monitors(trainer: Trainer, report: Report) -> None:
             )
 
 
+def check_graph_breaks(report: Report) -> None:
+    """Tell where torch.compile breaks the graph: what comes after is another one, with Python between."""
+    for found in dict.fromkeys(place for one in report.records for place in one.graph_breaks):
+        report.remarks.append(f"torch.compile breaks its graph at {found}.")
+
+
 def is_strict(callback: Callback) -> bool:
     """Return whether a callback requires its monitored metric."""
     return bool(getattr(callback, "strict", True))

@@ -21,6 +21,7 @@ from ...arguments import ARGUMENT_NAMES
 from ...elastic.membership import Elasticity
 from ...processes.layout_report import entry_of
 from ...strategies.strategy import trainable
+from ...torch_private import graph_breaks
 from ...trainer import Trainer
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class RankRecord:
     """Names of all metrics at the end of an epoch; None if no epoch has ended."""
     plateaus: list[str] = field(default_factory=list)
     """Metrics that learning rate schedulers monitor."""
+    graph_breaks: list[str] = field(default_factory=list)
+    """Where torch.compile could not go on with its graph, and why."""
     total_steps: int | None = None
     steps_per_epoch: int | None = None
     host_bytes: int = 0
@@ -146,6 +149,7 @@ class Recorder(Callback):
     def _write(self, trainer: "Trainer") -> None:
         record = self.record
         record.host_bytes = peak_memory()
+        record.graph_breaks = graph_breaks() if trainer.compile else []
         peaks = [torch.cuda.max_memory_allocated(one) for one in trainer.strategy.task_devices if one.type == "cuda"]
         record.device_bytes = max(peaks, default=None)
         assert trainer.run_dir is not None
