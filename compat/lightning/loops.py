@@ -3,9 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor, tensor
+
 from ...trainer.data.combined import CombinedLoader
 from .attributes import TrainerAttributes
 from .placeholders import OwnParts
+from .states import RunningStage, TrainerFn
 
 
 @dataclass
@@ -128,7 +131,7 @@ class TrainingEpochLoop(Loop):
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         super().__init__(trainer)
-        self.val_loop = EvaluationLoop(trainer, "validation")
+        self.val_loop = EvaluationLoop(trainer, TrainerFn.FITTING, RunningStage.VALIDATING)
         self.automatic_optimization = Optimizing(trainer)
         self.manual_optimization = Optimizing(trainer)
 
@@ -223,13 +226,35 @@ class OptimizerProgress:
 
 
 class EvaluationLoop(Loop):
-    """Batches of a validation or a test."""
+    """Batches of a validation or a test; a subclass may show the results in its own way."""
 
-    verbose = True
-
-    def __init__(self, trainer: TrainerAttributes, doing: str) -> None:
+    def __init__(
+        self,
+        trainer: TrainerAttributes,
+        trainer_fn: TrainerFn,
+        stage: RunningStage,
+        verbose: bool = True,
+        inference_mode: bool = True,  # as the trainer has it
+    ) -> None:
         super().__init__(trainer)
-        self.doing = doing
+        self.stage, self.verbose = stage, verbose
+        self.doing = "test" if stage is RunningStage.TESTING else "validation"
+
+    @staticmethod
+    def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:  # private in Lightning, and overridden
+        """Print the results of each loader, one metric to a line."""
+        for name, value in sorted({name: value for one in results for name, value in one.items()}.items()):
+            print(f"{name}  {float(value):.6g}")
+
+    def show(self, results: list[dict[str, float]]) -> None:
+        """Show the results in the way of a subclass."""
+        if self.trainer.is_global_zero:
+            self._print_results([{name: tensor(value) for name, value in one.items()} for one in results], self.stage)
+
+    @property
+    def shows(self) -> bool:
+        """Whether a subclass shows the results."""
+        return type(self)._print_results is not EvaluationLoop._print_results
 
     @property
     def inference_mode(self) -> bool:

@@ -509,6 +509,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "_WANDB_AVAILABLE": Entry("same", ".loggers:WANDB_AVAILABLE"),
     },
     "pytorch.loops.evaluation_loop": {
+        "_EvaluationLoop": Entry("adapter", ".loops:EvaluationLoop", "It runs nothing; _print_results is called."),
         "RestartStage": Entry(
             "placeholder",
             "",

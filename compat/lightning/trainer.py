@@ -35,7 +35,7 @@ from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
-from .states import TrainerFn, TrainerState, TrainerStatus
+from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES
 
 log = logging.getLogger("legato")
@@ -160,7 +160,8 @@ class Trainer(TrainerAttributes):
         super().__init__(**arguments)
         self.accelerator = KINDS[self.device_list[0].type]()
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
-        self.validate_loop, self.test_loop = EvaluationLoop(self, "validation"), EvaluationLoop(self, "test")
+        self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
+        self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
         self.take_profiler(make_profiler(profiler))
         if self.fast_dev_run and wants_loggers:
             self.loggers = [Logger()]  # which writes nothing, and takes every call
@@ -316,8 +317,11 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
-            source = self._checkpoint(ckpt_path)
-            return of_epochs(super().validate(uncompiled(model), dataloaders, source, verbose, datamodule))
+            source, prints = self._checkpoint(ckpt_path), verbose and not self.validate_loop.shows
+            found = of_epochs(super().validate(uncompiled(model), dataloaders, source, prints, datamodule))
+            if verbose and not prints:
+                self.validate_loop.show(found)
+            return found
 
     def test(
         self,
@@ -330,8 +334,11 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
-            source = self._checkpoint(ckpt_path)
-            return of_epochs(super().test(uncompiled(model), dataloaders, source, verbose, datamodule))
+            source, prints = self._checkpoint(ckpt_path), verbose and not self.test_loop.shows
+            found = of_epochs(super().test(uncompiled(model), dataloaders, source, prints, datamodule))
+            if verbose and not prints:
+                self.test_loop.show(found)
+            return found
 
     def predict(  # type: ignore[override]
         self,

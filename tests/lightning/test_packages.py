@@ -33,6 +33,7 @@ NEEDS = {
     "rectools_sasrec": "rectools",
     "scvi_vae": "scvi",
     "tabular": "pytorch_tabular",
+    "uncertainty_classification": "torch_uncertainty",
     "uqbox_methods": "lightning_uq_box",
 }
 """The package that each script needs."""

@@ -8,7 +8,9 @@ import torch
 import legato.compat.lightning as L
 from legato.compat.lightning.checkpoint_files import load_file, open_directories
 from legato.compat.lightning.pytorch.core.saving import _load_from_checkpoint, get_filesystem
+from legato.compat.lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
+from legato.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn
 
 
 class Linear(L.LightningModule):
@@ -83,6 +85,32 @@ def test_the_loaders_of_training_are_found_where_programs_look_for_them(tmp_path
     given = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
     trainer.fit(Looks(torch.nn.Tanh()), given)
     assert seen == [given]
+
+
+def test_a_loop_of_ones_own_shows_the_results_of_a_test(tmp_path, capsys):
+    shown = []
+
+    class Table(_EvaluationLoop):
+        @staticmethod
+        def _print_results(results, stage):
+            shown.append((stage, results))
+
+    class Tests(Linear):
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", self.training_step(batch, batch_idx))
+
+        validation_step = test_step
+
+    trainer = L.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=tmp_path)
+    trainer.test_loop = Table(trainer, TrainerFn.TESTING, RunningStage.TESTING, inference_mode=True)
+    module, loader = Tests(torch.nn.Tanh()), torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+    found = trainer.test(module, loader)
+    assert shown == [("test", [{"test_loss": torch.tensor(found[0]["test_loss"])}])]
+    assert "test_loss" not in capsys.readouterr().out
+    trainer.test(module, loader, verbose=False)
+    assert len(shown) == 1
+    trainer.validate(module, loader)
+    assert "test_loss" in capsys.readouterr().out
 
 
 def test_an_unknown_private_name_is_answered_by_a_sentence():
