@@ -9,7 +9,7 @@ import torch
 from ...tasks.hyperparameters import IN_PROCESS
 from ...trainer.checkpoints import store
 from ...trainer.checkpoints.convert import as_lightning
-from ...trainer.checkpoints.left_out import LEFT_OUT, find_hyperparameters
+from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
 from ...trainer.checkpoints.pickled import pickled
 
@@ -36,8 +36,11 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
     saved = store.read_checkpoint(Path(os.fspath(f)))
     left_out = saved.get(LEFT_OUT) or {}
     found = load_file(pickled(as_lightning(saved)), *arguments, **options)
+    values = found.get("hyper_parameters", {})
     if left_out.get("object") in IN_PROCESS:
-        found["hyper_parameters"] = {**found.get("hyper_parameters", {}), **find_hyperparameters(dict, left_out, {})}
+        values = {**values, **find_hyperparameters(dict, left_out, {})}
+    if values:
+        found["hyper_parameters"] = as_omegaconf(values, saved.get(OMEGACONF) or ())
     return found
 
 

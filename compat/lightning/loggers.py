@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from ...trainer.loggers.folder import write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
 from .placeholders import UnsupportedError
-from .rank_zero import rank_zero_only
+from .rank_zero import rank_zero_only, rank_zero_warn
 from .utilities import package_available
 
 LOCAL_FILE_URI_PREFIX = "file:"
@@ -223,6 +224,18 @@ class CSVLogger(csv_file.CSVLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
         self._experiment: ExperimentWriter | None = None
+        self._has_written = False
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Open the file; one that another run left under this version is kept beside it."""
+        super().open(run_dir, resume_step)
+        path, begins = self._path, resume_step is None and not self._has_written
+        self._has_written = True
+        if begins and path is not None and path.exists():
+            kept = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
+            path.rename(kept)
+            self._columns = []
+            rank_zero_warn(f"{path.parent} has the metrics of another run, which are kept as {kept.name}.")
 
     @property
     def experiment(self) -> Any:

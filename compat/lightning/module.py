@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...tasks.data_module import DataModule
 from ...tasks.hyperparameters import AttributeDict
 from ...tasks.task import Task
+from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
 from .checkpoint_files import load_file
 from .instantiation import instantiate_module
@@ -78,10 +79,14 @@ class InitialHyperparameters:
         if given_hparams is not None:
             named = [name for name in args if isinstance(name, str) and name in given_hparams]
             args = ({name: given_hparams[name] for name in named} if named else given_hparams,)
+        if is_omegaconf(self.__dict__.get("_hparams")):  # which is replaced, not updated
+            del self.__dict__["_hparams"]
         caller = inspect.currentframe()
         own.save_hyperparameters(
             *args, ignore=ignore, frame=frame or (caller.f_back if caller else None), logger=logger
         )
+        if len(args) == 1 and isinstance(args[0], Mapping) and is_omegaconf(args[0]):
+            self.__dict__["_hparams"] = args[0]
         this: Any = self
         self.__dict__["_hparams_initial"] = copy.copy(this.hparams)
 

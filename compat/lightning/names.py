@@ -462,7 +462,8 @@ NAMES: dict[str, dict[str, Entry]] = {
         "CSVLogger": Entry(
             "better",
             ".loggers",
-            "Each row is written at once, and a resume removes the rows of later steps.",
+            "Each row is written at once, and a resume removes the rows of later steps. What another run wrote under "
+            "the same version is kept as metrics.1.csv, where Lightning deletes it.",
         ),
     },
     "pytorch.loggers.litlogger": {

@@ -14,6 +14,11 @@ from .tree import resolved
 
 FROZEN_RUNPY = "<frozen runpy>"
 USAGE = "legato lightning SCRIPT.py [arguments], or legato lightning -m MODULE [arguments]"
+HELP = f"""usage: {USAGE}
+
+Runs a program that was written for PyTorch Lightning, unchanged: in it, and in every process that it starts, lightning,
+lightning.pytorch and pytorch_lightning mean Legato. The arguments are the program's. The last line says which names
+were replaced, and which of them differ: docs/from-lightning.md."""
 
 
 def run_lightning(arguments: Sequence[str]) -> None:
@@ -25,6 +30,9 @@ def run_lightning(arguments: Sequence[str]) -> None:
     as_module = words[:1] == ["-m"]
     if as_module:
         words.pop(0)
+    if not as_module and words[:1] in (["--help"], ["-h"]):
+        print(HELP)
+        return
     if not words:
         raise ConfigError(f"Which script? {USAGE}")
     if not as_module and not Path(words[0]).is_file():

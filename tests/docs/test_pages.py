@@ -184,9 +184,9 @@ def test_the_figures_of_the_readme_are_those_of_their_sources() -> None:
     assert re.findall(r"(?<![\w.])\d[\d.]*", text) == []
 
 
-def test_the_readme_names_as_many_packages_as_there_are() -> None:
-    assert len(list((ROOT / "tests" / "lightning" / "packages").glob("*.py"))) == 17 + 1  # Lightning's demos
-    assert "seventeen public packages" in " ".join(read("README.md").split())
+def test_the_readme_names_no_more_packages_than_there_are() -> None:
+    assert len(list((ROOT / "tests" / "lightning" / "packages").glob("*.py"))) > 15 + 1  # Lightning's demos
+    assert "more than fifteen public packages" in " ".join(read("README.md").split())
 
 
 # --- the site -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import DataLoader
 
 import legato.compat.lightning as L
+from legato.compat.lightning.checkpoint_files import load
 from legato.tasks.hyperparameters import IN_PROCESS
 from legato.trainer.errors import CheckpointError
 
@@ -85,6 +86,29 @@ def test_a_run_that_goes_on_takes_it_from_its_own_module(tmp_path):
     model = Model(loss=torch.nn.MSELoss())
     fit(tmp_path / "second", model, ckpt_path=best)
     assert model.note == "text"
+
+
+class TakesConfig(Model):
+    def __init__(self, config, width=3):
+        super(Model, self).__init__()
+        self.save_hyperparameters(config)
+        self.loss, self.scale = torch.nn.MSELoss(), None
+        self.layer = torch.nn.Linear(2, config.width)
+
+    on_save_checkpoint = on_load_checkpoint = L.LightningModule.on_save_checkpoint
+
+
+def test_a_config_that_is_all_the_hyperparameters_is_them(tmp_path):
+    given = OmegaConf.create({"width": 2, "deep": {"rates": [0.1], "width": "${width}"}})
+    module = TakesConfig(given)
+    assert module.hparams is given
+    assert isinstance(module.hparams_initial, DictConfig)
+    best = fit(tmp_path, module).checkpoint_callback.best_model_path
+    IN_PROCESS.clear()
+    for found in (TakesConfig.load_from_checkpoint(best).hparams, load(best, weights_only=True)["hyper_parameters"]):
+        assert (type(found), found) == (DictConfig, given)
+    module.save_hyperparameters({"other": 1})
+    assert module.hparams == {"other": 1}
 
 
 class Configured(Model):

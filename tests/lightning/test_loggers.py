@@ -3,7 +3,9 @@
 import csv
 import importlib
 import inspect
+import pickle
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -88,6 +90,20 @@ def test_a_logger_that_a_user_wrote(tmp_path):
     assert (logger.save_dir, logger.log_dir, logger.root_dir) == (None, None, None)
     with pytest.raises(TypeError, match="abstract"):
         Logger()
+
+
+def test_a_csv_file_of_another_run_is_kept(tmp_path):
+    for step, expected in enumerate(([], ["metrics.1.csv"], ["metrics.1.csv", "metrics.2.csv"])):
+        logger = CSVLogger(tmp_path, "mine", version=0)
+        with nullcontext() if step == 0 else pytest.warns(UserWarning, match="another run"):
+            logger.log_metrics({"loss": 1.0}, step)
+        logger.log_metrics({"more": 1.0}, step)
+        copy = pickle.loads(pickle.dumps(logger))  # as for a worker, in which it goes on
+        copy.log_metrics({"loss": 0.5}, step)
+        folder = tmp_path / "mine" / "version_0"
+        assert sorted(path.name for path in folder.glob("metrics.*.csv")) == expected
+        rows = (folder / "metrics.csv").read_text().splitlines()
+        assert [row.split(",")[-1] for row in rows[1:]] == [str(step)] * 3
 
 
 @pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger"])

@@ -12,6 +12,7 @@ from forked import completed, run_module
 from legato.compat.lightning.names import EXPORTS, NAMES
 from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.tree import ABOVE, MODULES, find_entry, names_of, resolve
+from legato.trainer.__main__ import main
 
 
 def public_names(path):
@@ -152,6 +153,12 @@ def test_a_script_runs_unchanged(tmp_path):
     assert done.stderr.startswith("legato: Timer, Trainer, seed_everything of Lightning stood for Legato's")
     done = run(tmp_path, run_module, "legato.compat.lightning", "-m", "train", "--help")
     assert done.stdout == "ran ['--help']\n"
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_the_command_tells_its_own_help(capsys, word):
+    assert main(["lightning", word]) == 0
+    assert "legato lightning SCRIPT.py [arguments]" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from .left_out import (
     LEFT_OUT,
     OMEGACONF,
     built_hyperparameters,
+    is_omegaconf,
     leave_out_added,
     split_hyperparameters,
     tell_left_out,
@@ -118,7 +119,8 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
     values, left = split_hyperparameters(owner)
     found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
     found[BUILT] = [name for name in built_hyperparameters(owner) if name in values]
-    found[OMEGACONF] = [name for name in values if type(owner.hparams[name]).__module__.startswith("omegaconf.")]
+    whole = is_omegaconf(owner.hparams)
+    found[OMEGACONF] = [""] if whole else [name for name in values if is_omegaconf(owner.hparams[name])]
     if left:
         found[LEFT_OUT] = {"names": left, "object": owner.identity_in_process()}
     return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}

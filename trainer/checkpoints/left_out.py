@@ -57,6 +57,22 @@ def built_hyperparameters(owner: "Hyperparameters") -> dict[str, Any]:
     return {name: config for name, (value, config) in recorded.items() if owner.hparams.get(name) is value}
 
 
+def is_omegaconf(value: Any) -> bool:
+    """Return whether a value is a config of OmegaConf's."""
+    return type(value).__module__.startswith("omegaconf.")
+
+
+def as_omegaconf(values: dict[str, Any], names: Sequence[str]) -> Any:
+    """Return hyperparameters with those named as configs of OmegaConf's; the name "" makes them one config."""
+    if not names:
+        return values
+    from omegaconf import OmegaConf
+
+    if "" in names:
+        return OmegaConf.create(values)
+    return values | {name: OmegaConf.create(values[name]) for name in names if name in values}
+
+
 def plain_containers(value: Any) -> Any:
     """Convert mappings and sequences of other types, such as OmegaConf's, to dicts and lists."""
     if isinstance(value, Mapping):
@@ -99,7 +115,7 @@ def find_hyperparameters(kind: type, left_out: Mapping[str, Any], replaced: Mapp
         )
     if owner is None:
         return {}
-    values = owner.hparams | owner.__dict__.get("_added_hyperparameters", {})
+    values = {**owner.hparams, **owner.__dict__.get("_added_hyperparameters", {})}
     return {name: copy.deepcopy(values[name]) for name in names if name in values}
 
 

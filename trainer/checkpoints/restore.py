@@ -18,7 +18,7 @@ from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
 from .contents import STEPS_FIRST
 from .fingerprint import Changes, SettingChange
-from .left_out import BUILT, LEFT_OUT, OMEGACONF, add_left_out, find_hyperparameters, names_added
+from .left_out import BUILT, LEFT_OUT, OMEGACONF, add_left_out, as_omegaconf, find_hyperparameters, names_added
 from .targets import rebuild_targets
 
 if TYPE_CHECKING:
@@ -475,11 +475,8 @@ def _build_from_checkpoint(
     for name in saved.get(prefix + BUILT) or ():
         if name not in replaced and name in values:
             values[name] = rebuild_targets(values[name], kind, name)
-    for name in saved.get(prefix + OMEGACONF) or ():
-        if name in values:
-            from omegaconf import OmegaConf
-
-            values[name] = OmegaConf.create(values[name])
+    configs = saved.get(prefix + OMEGACONF) or ()
+    values = as_omegaconf(values, [name for name in configs if name])
     values = find_hyperparameters(kind, saved.get(prefix + LEFT_OUT) or {}, replaced) | values
     made: Built | None = kind.from_hyperparameters({**values, **replaced})
     if made is not None:
@@ -488,7 +485,7 @@ def _build_from_checkpoint(
     if together is not None and together in known and known[together].kind is not inspect.Parameter.VAR_KEYWORD:
         values |= {name: value for name, value in replaced.items() if name not in known}
         replaced = {name: value for name, value in replaced.items() if name in known}
-        arguments: dict[str, Any] = {together: values}
+        arguments: dict[str, Any] = {together: as_omegaconf(values, [name for name in configs if not name])}
     else:
         arguments = {name: value for name, value in values.items() if takes_any or name in known}
     try:
