@@ -155,8 +155,7 @@ class Trainer(TrainerAttributes):
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
         wants_loggers = bool(arguments["logger"])
         set_benchmark(benchmark, deterministic)
-        self.barebones, self.logs_hyperparameters = barebones, enable_autolog_hparams
-        self.predictions = []
+        self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
         self.accelerator = KINDS[self.device_list[0].type]()
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
