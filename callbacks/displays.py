@@ -3,7 +3,7 @@
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -51,13 +51,18 @@ class PlainLines(Display):
 
 
 class Terminal(Display):
-    """What both displays of a terminal share: its width, and that messages are written above the lines."""
+    """What both displays of a terminal share: its width, and that whatever is printed goes above the lines."""
 
     seconds_between = 0.1
 
     def __init__(self) -> None:
         encoding = getattr(sys.stderr, "encoding", None) or "ascii"
         self.blocks = " ▏▎▍▌▋▊▉█" if encoding.lower().replace("-", "").startswith("utf") else " #"
+        self._shown: list[str] = []
+        """Lines that stand on the terminal now."""
+        self._in_line = False
+        """Whether the program has printed a part of a line, below which to draw."""
+        self._end_printing = _print_above(self._make_room)
         _write_messages_within(self.hidden)
 
     @property
@@ -69,14 +74,51 @@ class Terminal(Display):
             columns = 0
         return (columns or DEFAULT_WIDTH) - 1
 
+    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
+        """Draw the lines."""
+        if self._in_line:
+            print(file=_output("STDERR"))
+        self._in_line = False
+        self._draw(lines)
+        self._shown = list(lines)
+
+    def write(self, text: str) -> None:
+        """Write a line above."""
+        with self.hidden():
+            print(self._styled(text), file=_output("STDERR"), flush=True)
+
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Context in which the lines are not shown, so that other text can be written."""
-        yield
+        shown = self._shown
+        self._erase()
+        try:
+            yield
+        finally:
+            if shown:
+                self.draw(shown)
 
     def clear(self) -> None:
-        """Remove the lines, and let messages be written as before."""
+        """Remove the lines, and let everything be written as before."""
+        self._erase()
+        self._end_printing()
         _write_messages_within(nullcontext)
+
+    def _make_room(self, text: str) -> None:
+        """Remove the lines for what the program prints, until the next drawing: it may be a debugger's prompt."""
+        self._erase()
+        self._in_line = not text.endswith("\n") and "\r" not in text
+
+    def _erase(self) -> None:
+        if self._shown:
+            self._shown = []
+            print(_output("ERASE"), end="", file=_output("STDERR"), flush=True)
+
+    def _draw(self, lines: Sequence[str]) -> None:
+        """Draw the lines over those that stand there; leave the cursor in the first one."""
+
+    def _styled(self, text: str) -> str:
+        return text
 
 
 class TqdmLines(Terminal):
@@ -93,98 +135,55 @@ class TqdmLines(Terminal):
         # process
         Line.set_lock(threading.RLock())
         self._kind = Line
-        self._lines: list[Any] = []
+        self._bars: list[Any] = []
         super().__init__()
 
-    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
-        """Draw the lines, and remove those that are left of a longer drawing."""
-        while len(self._lines) > len(lines):
-            self._lines.pop().close()
+    def _draw(self, lines: Sequence[str]) -> None:
+        while len(self._bars) > len(lines):
+            self._bars.pop().close()
         for index, text in enumerate(lines):
-            if index == len(self._lines):
+            if index == len(self._bars):
                 options: dict[str, Any] = {"ncols": self.width, "mininterval": 0.0, "miniters": 0, "leave": False}
                 made = self._kind(file=_output("STDERR"), bar_format="{desc}", position=index, desc=text, **options)
-                self._lines.append(made)
+                self._bars.append(made)
             else:
-                self._lines[index].ncols = self.width
-                self._lines[index].set_description_str(text)
-
-    def write(self, text: str) -> None:
-        """Write a line above."""
-        with self.hidden():
-            print(text, file=_output("STDERR"), flush=True)
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Context in which the lines are not shown."""
-        with self._kind.external_write_mode(file=_output("STDERR")):
-            yield
+                self._bars[index].ncols = self.width
+                self._bars[index].set_description_str(text)
 
     def clear(self) -> None:
         """Remove the lines."""
-        while self._lines:
-            self._lines.pop().close()
         super().clear()
+        while self._bars:
+            self._bars.pop().close()
 
 
 class RichLines(Terminal):
-    """Lines drawn by rich, in colours unless NO_COLOR is set; its thread is not used."""
+    """Lines coloured by rich, unless NO_COLOR is set."""
 
     def __init__(self) -> None:
         from rich.console import Console
         from rich.text import Text
 
-        self._text, self._drawn = Text, Text()
+        self._text = Text
         self._console = Console(file=_output("STDERR"), force_terminal=True, highlight=False, soft_wrap=True)
-        self._live: Any = None
-        """What is drawn now; None: nothing."""
         super().__init__()
 
-    def draw(self, lines: Sequence[str], done: int = 0, total: int | None = None) -> None:
-        """Draw the lines."""
+    def _draw(self, lines: Sequence[str]) -> None:
         text = self._text("\n".join(lines), no_wrap=True, overflow="ellipsis")
         text.highlight_regex(r"\|[^|]*\|", "cyan")
-        if len(lines) > 1:
-            text.stylize("dim", 0, 0)
-        self._drawn = text
-        if self._live is None:
-            self._begin()
-        else:
-            self._live.update(text, refresh=True)
+        # after several lines the cursor goes back to the end of the first
+        back = f"\x1b[{len(lines) - 1}A\x1b[{len(lines[0]) + 1}G" if len(lines) > 1 else ""
+        print(_output("ERASE"), self._rendered(text), back, sep="", end="", file=_output("STDERR"), flush=True)
 
-    def _begin(self) -> None:
-        from rich.live import Live
+    def _styled(self, text: str) -> str:
+        styled = self._text(text)
+        styled.highlight_regex(r" \*$", "bold green")
+        return self._rendered(styled)
 
-        # A new one each time: one that was stopped remembers how many lines it had, and would clear those above.
-        options: dict[str, Any] = dict.fromkeys(("auto_refresh", "redirect_stdout", "redirect_stderr"), False)
-        self._live = Live(self._drawn, console=self._console, transient=True, **options)
-        self._live.start(refresh=True)
-
-    def write(self, text: str) -> None:
-        """Write a line above."""
-        with self.hidden():
-            styled = self._text(text)
-            styled.highlight_regex(r" \*$", "bold green")
-            self._console.print(styled)
-
-    @contextmanager
-    def hidden(self) -> Iterator[None]:
-        """Context in which the lines are not shown."""
-        shown, self._live = self._live, None
-        if shown is not None:
-            shown.stop()
-        try:
-            yield
-        finally:
-            if shown is not None:
-                self._begin()
-
-    def clear(self) -> None:
-        """Remove the lines."""
-        if self._live is not None:
-            self._live.stop()
-        self._live = None
-        super().clear()
+    def _rendered(self, text: Any) -> str:
+        with self._console.capture() as capture:
+            self._console.print(text, end="")
+        return capture.get()
 
 
 class NotebookBar(Display):
@@ -246,7 +245,7 @@ def in_notebook() -> bool:
 
 
 def _output(name: str) -> Any:
-    """Return "STDOUT" or "STDERR", which ignores writes after its reader has gone."""
+    """Return "STDOUT" or "STDERR", which ignores writes after its reader has gone, or ERASE."""
     from ..trainer import messages
 
     return getattr(messages, name)
@@ -257,3 +256,21 @@ def _write_messages_within(by: Any) -> None:
     from ..trainer import messages
 
     messages.making_room = by
+
+
+def _print_above(make_room: Callable[[str], None]) -> Callable[[], None]:
+    """Have what is printed on this terminal announced to `make_room`; return the function that ends it."""
+    from ..trainer.messages import AboveLines
+
+    replaced = [name for name in ("stdout", "stderr") if (stream := getattr(sys, name)) and stream.isatty()]
+    made = {name: AboveLines(getattr(sys, name), make_room) for name in replaced}
+    for name, output in made.items():
+        setattr(sys, name, output)
+
+    def end() -> None:
+        for name, output in made.items():
+            output.flush()
+            if getattr(sys, name) is output:  # else somebody has replaced it since
+                setattr(sys, name, output.stream)
+
+    return end

@@ -348,7 +348,8 @@ def decide_directory(
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
     directory = trainer.run_dir or found
-    if source is not None and directory is not None and directory.parent.parent.name == EVALUATIONS:
+    last = None if directory == trainer.given_dir else directory
+    if source is not None and last is not None and last.parent.parent.name == EVALUATIONS:
         directory = None  # of the trainer's last evaluation, perhaps of another run's checkpoint
     if directory is None:
         directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()

@@ -12,6 +12,11 @@ making_room: Callable[[], AbstractContextManager[Any]] = nullcontext
 """Context in which a message is written; a progress bar clears its line in it, and redraws afterwards."""
 
 
+ERASE = "\x1b[1G\x1b[J"
+"""Erases a terminal from the cursor's line on; displays leave the cursor in the first of the lines that they draw.
+Without "\\r", at which stdout is flushed: a line must come in one piece."""
+
+
 class Output:
     """Current stdout or stderr; writes are dropped once nothing reads the stream.
 
@@ -39,8 +44,10 @@ class Output:
 
     @property
     def _stream(self) -> TextIO:
-        found: TextIO = getattr(sys, self.name)
-        return found
+        found: Any = getattr(sys, self.name)
+        while isinstance(found, AboveLines):
+            found = found.stream
+        return found  # type: ignore[no-any-return]
 
     def _fall_silent(self, error: Exception) -> None:
         if isinstance(error, ValueError) and not self._stream.closed:
@@ -61,21 +68,17 @@ class Output:
         return hash(self.name)
 
 
-class RankOutput:
-    """Stream of a rank other than 0: begins each line with `[rank N]`."""
+class WholeLines:
+    """Stream in place of stdout or stderr that passes on whole lines, and a part of one when it is flushed."""
 
-    def __init__(self, stream: TextIO, rank: int) -> None:
-        self.stream, self.prefix = stream, f"[rank {rank}] "
-        self._in_line = False
-        """Whether the newest text did not end a line."""
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self._rest = stream, ""
 
     def write(self, text: str) -> int:
-        """Write the text, in one piece, so that lines of several processes do not mix."""
-        lines = text.splitlines(keepends=True)
-        marked = [line if index == 0 and self._in_line else self.prefix + line for index, line in enumerate(lines)]
-        if lines:
-            self._in_line = not lines[-1].endswith("\n")
-            self.stream.write("".join(marked))
+        """Pass on what ends with a line, in one piece, so that lines of several processes do not mix."""
+        whole, end, self._rest = (self._rest + text).rpartition("\n")
+        if end:
+            self.put(whole + end)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -83,8 +86,52 @@ class RankOutput:
         for line in lines:
             self.write(line)
 
+    def flush(self) -> None:
+        """Pass on the rest, too."""
+        rest, self._rest = self._rest, ""
+        if rest:
+            self.put(rest)
+        self.stream.flush()
+
+    def put(self, text: str) -> None:
+        """Write to the stream."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stream"], name)
+
+
+class RankOutput(WholeLines):
+    """Stream of a rank other than 0: begins each line with `[rank N]`."""
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
+        super().__init__(stream)
+        self.prefix = f"[rank {rank}] "
+        self._in_line = False
+        """Whether the newest text did not end a line."""
+
+    def put(self, text: str) -> None:
+        """Write lines with their rank."""
+        lines = text.splitlines(keepends=True)
+        marked = [line if index == 0 and self._in_line else self.prefix + line for index, line in enumerate(lines)]
+        if not self._in_line and self.stream.isatty():
+            marked.insert(0, ERASE)  # what rank 0 has drawn; it draws it again below
+        self._in_line = not text.endswith("\n")
+        self.stream.write("".join(marked))
+
+
+class AboveLines(WholeLines):
+    """Stream of a process that draws lines in place on it: what a program prints stands above them."""
+
+    def __init__(self, stream: TextIO, make_room: Callable[[str], None]) -> None:
+        super().__init__(stream)
+        self._make_room = make_room
+
+    def put(self, text: str) -> None:
+        """Write to the stream."""
+        self._make_room(text)
+        self.stream.write(text)
+        self.stream.flush()
 
 
 def mark_output(rank: int) -> Callable[[], None]:
@@ -95,6 +142,7 @@ def mark_output(rank: int) -> Callable[[], None]:
 
     def undo() -> None:
         for name, output in made.items():
+            output.flush()
             if getattr(sys, name) is output:  # else somebody has replaced it since
                 setattr(sys, name, output.stream)
 

@@ -36,6 +36,11 @@ class Task(lg.Task):
             raise RuntimeError("as planned")
         if self.global_step == 250:
             logging.getLogger("legato").warning("a message")
+        if self.global_step == 260:
+            print("pr", end="", file=sys.stderr)
+            print("inted", file=sys.stderr)
+        if self.global_step == 270:
+            print("not ended", end="", file=sys.stderr, flush=True)
         loss = self.net(batch[0]).square().mean()
         self.log("train/loss", loss, prog_bar=True)
         time.sleep(float(sys.argv[2]))
@@ -89,8 +94,11 @@ def screen(drawn):
     for piece in re.findall(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", drawn):
         if re.fullmatch(r"\x1b\[\d*A", piece):
             row -= int(piece[2:-1] or 1)
-        elif piece == "\x1b[2K":
-            lines[row] = ""
+        elif piece == "\x1b[J":
+            lines[row] = lines[row][:column]
+            lines[row + 1 :] = [""] * len(lines[row + 1 :])
+        elif re.fullmatch(r"\x1b\[\d+G", piece):
+            column = int(piece[2:-1]) - 1
         elif piece == "\n":
             row += 1
             lines += [""] * (row + 1 - len(lines))
@@ -104,7 +112,7 @@ def screen(drawn):
 
 
 def plain(drawn):
-    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn)
+    return re.sub(r"\x1b\[[?\d;]*[A-Za-z]", "", drawn.replace("\x1b[1G", "\r"))
 
 
 @pytest.mark.slow
@@ -123,8 +131,8 @@ def test_lines_on_a_terminal(tmp_path, style, columns):
     left = screen(drawn)
     assert max(map(len, left)) <= (columns or 80)
     assert max(map(len, re.split(r"[\r\n]+", shown))) <= (columns or 80)
-    head, first, message, second, said, end = left  # nothing else stays
-    assert message == "a message"
+    head, first, *printed, second, said, end = left  # nothing else stays
+    assert printed == ["a message", "printed", "not ended"]
     assert head.split() == ["epoch", "train/loss", "lr", "time"]
     assert [row.split()[0] for row in (first, second)] == ["1", "2"]
     assert re.match(r"2 epochs, 400 steps in 0:00:\d\d, [\d.]+k? samples/s$", said)
@@ -167,16 +175,17 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path):
     assert done.returncode == 0, errors
     assert "\r" not in errors
     assert "\x1b" not in errors
-    first, blank, head, row, message, other, said, end = errors.splitlines()
+    first, blank, head, row, message, printed, other, said, end = errors.splitlines()
     assert re.match(r"epoch 1/2  step 1/200  .* left  train/loss [\d.e-]+$", first)
     assert (blank, head.split()[:2], message) == ("", ["epoch", "train/loss"], "a message")
-    assert [line.split()[0] for line in (row, other, said, end)] == ["1", "2", "2", "END"]
+    assert printed == "printed"
+    assert [line.split()[0] for line in (row, other.removeprefix("not ended"), said, end)] == ["1", "2", "2", "END"]
 
 
 @pytest.mark.slow
 def test_no_bar_when_refresh_rate_is_0(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0, refresh_rate=0)
-    assert (code, drawn) == (0, "a message\r\nEND\r\n")
+    assert (code, drawn) == (0, "a message\r\nprinted\r\nnot endedEND\r\n")
 
 
 @pytest.mark.slow

@@ -269,6 +269,7 @@ def test_two_processes_take_the_same_run(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert " ".join(weights[BEST]) in done.stdout
     assert len(re.findall("checkpoint=none", done.stderr)) == 1
+    assert len(list(Path("runs").glob("*/*/evaluations/validate/*"))) == 1  # the launcher's, which the workers write to
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [
         Forked(run_module, "legato.trainer", "validate", *words, env={**environment, "RANK": rank, "LOCAL_RANK": rank})

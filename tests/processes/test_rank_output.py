@@ -54,5 +54,6 @@ def test_a_line_in_pieces_has_one_mark():
     for piece in ("a", "b\nc", "", "\n", "d\ne\n"):
         assert output.write(piece) == len(piece)
     output.writelines(["f\n", "g"])
+    output.flush()
     assert found.getvalue() == "".join(f"[rank 3] {line}" for line in ("ab\n", "c\n", "d\n", "e\n", "f\n", "g"))
     assert output.getvalue() == found.getvalue()

@@ -43,11 +43,12 @@ def summary(trainer: "Trainer") -> str:
     """Return the final metrics, the run directory, the best checkpoint, and how to view them."""
     metrics = {name: f"{float(value):.6g}" for name, value in sorted(trainer.callback_metrics.items())}
     rows = [("Metric", "Final value"), *metrics.items()] if metrics else []
-    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    saved = trainer.checkpoint_callback
+    best = getattr(saved, "best_model_path", "")
     if trainer.run_dir is not None:
         rows += [("Run directory", str(trainer.run_dir))]
     if best:
-        rows += [("Best checkpoint", str(best))]
+        rows += [("Checkpoint" if getattr(saved, "monitor", None) is None else "Best checkpoint", str(best))]
     if trainer.run_dir is not None:
         rows += [("Look at it", f"tensorboard --logdir {shlex.quote(str(trainer.default_root_dir))}")]
     width = max((len(name) for name, _ in rows), default=0)
