@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from rpc_cases import Ratings
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -152,23 +153,50 @@ class Layer(nn.Module):
         return stream + self.out(torch.tanh(self.into(stream)))
 
 
-NAMES = {"allreduce_": "all_reduce", "broadcast_": "broadcast", "_allgather_base_": "all_gather"}
-SCATTERS = "_reduce_scatter_base_"
+class Pieces(Stack):
+    """Blocks that can be cut over processes, and no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def configure_blocks(self):
+        return list(self.blocks)
+
+    def tensor_plan(self):
+        return {"blocks.*.into": "column", "blocks.*.out": "row"}
+
+
+COLLECTIVES = {
+    "allreduce_": ("all_reduce", 0), "all_reduce": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
+    "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1), "send": ("send", 0),
+    "alltoall_base_": ("all_to_all", 1),
+}  # fmt: skip
+"""By torch's name: what it is, and which of its arguments has the whole tensors."""
 
 
 class CountedBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that torch's collectives are given: the whole ones, not a rank's part."""
+    """Counts the bytes of tensors that torch's collectives are given, and how many begin within backward.
+
+    The bytes are those of whole tensors, not of a rank's part. Objects (pickled, so of bytes) do not count.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[str, int] = {}
+        self.begun: dict[str, list[int]] = {}
+        """By kind: how many began within backward, and how many in all."""
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         namespace, _, name = function.name().partition("::")
-        if namespace == "c10d":
-            kind, tensors = ("reduce_scatter", arguments[1]) if name == SCATTERS else (NAMES[name], arguments[0])
-            tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        if namespace in ("c10d", "_c10d_functional") and name in COLLECTIVES:
+            kind, which = COLLECTIVES[name]
+            given = arguments[which]
+            tensors = [given] if isinstance(given, torch.Tensor) else given
             self.bytes[kind] = self.bytes.get(kind, 0) + sum(one.nbytes for one in tensors)
+            begun = self.begun.setdefault(kind, [0, 0])
+            begun[0] += torch._C._current_graph_task_id() != -1
+            begun[1] += 1
         return function(*arguments, **(options or {}))
 
 
@@ -177,24 +205,52 @@ class CountsStep(lg.Callback):
 
     def __init__(self) -> None:
         self.counted, self.entered = CountedBytes(), False
+        self.known: dict[int, torch.UntypedStorage] = {}
+        self.saved = 0
+        """Bytes that autograd saves, each memory once, with the batch."""
+
+    def pack(self, tensor):
+        storage = local_of(tensor).untyped_storage()
+        if storage.data_ptr() not in self.known:
+            self.known[storage.data_ptr()] = storage
+            self.saved += storage.nbytes()
+        return tensor
+
+    def on_train_start(self, trainer, task) -> None:
+        for module in task.modules():
+            if isinstance(module, remote.Remote):
+                module.register_forward_hook(self.on_remote_call)
+
+    def on_remote_call(self, module, given, output) -> None:
+        """Count what goes to a server, which needs no gradient here, and what comes back, whose gradient goes there."""
+        if self.entered:
+            count = self.counted.bytes.get("remote call", 0)
+            self.counted.bytes["remote call"] = count + given[0].nbytes + 2 * output.nbytes
 
     def on_train_batch_start(self, trainer, task, batch, batch_idx) -> None:
         if trainer.global_step == 2 and not self.entered:
             self.entered = True
             self.counted.__enter__()
+            for tensor in (*task.parameters(), *task.buffers()):
+                self.known[local_of(tensor).untyped_storage().data_ptr()] = local_of(tensor).untyped_storage()
+            self.pack(batch[0])
+            self.saving = saved_tensors_hooks(self.pack, lambda tensor: tensor)
+            self.saving.__enter__()
 
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
         if trainer.global_step == 3 and self.entered and not trainer.should_stop:
+            self.saving.__exit__(None, None, None)
             self.counted.__exit__(None, None, None)
             trainer.should_stop = True
 
 
 def count_traffic(folder: Path, cases) -> None:
-    """Run every case; each process writes the bytes of its collectives in a step."""
+    """Run every case; each process writes the bytes of its collectives in a step, when they began, and saved bytes."""
     torch.set_num_threads(1)
-    for name, options in cases.items():
+    for name, (kind, options) in cases.items():
         counts = CountsStep()
-        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[counts]).fit(Stack())
+        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[counts]).fit(kind())
         place = find_place()
         assert place is not None
-        (folder / f"{name} {place.rank}.json").write_text(json.dumps(counts.counted.bytes))
+        found = [counts.counted.bytes, counts.counted.begun, counts.saved]
+        (folder / f"{name} {place.rank}.json").write_text(json.dumps(found))

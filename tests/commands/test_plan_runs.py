@@ -3,10 +3,11 @@
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from plan_cases import BATCH, Cuttable, Rated, Stack, count_traffic, look
+from plan_cases import BATCH, Cuttable, Pieces, Rated, Stack, count_traffic, look
 from torch.autograd.graph import saved_tensors_hooks
 
 from legato.trainer.commands.plan.plan import Plan, render
@@ -80,25 +81,54 @@ def test_ranks_hold_and_see_what_was_planned(folder: Path, name: str) -> None:
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------
-TRAFFIC = {
-    "ddp": {"devices": 2, "strategy": "ddp"},
-    "accumulated": {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 2},
-    "zero1": {"devices": 2, "strategy": "zero1"},
-    "whole": {"devices": 2, "strategy": "fsdp"},
-    "blocks": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": ["Layer"]}, "accumulate_grad_batches": 2},
-    "kept": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": ["Layer"], "reshard_after_forward": False}},
-    "dropped": {"devices": 2, "strategy": {"name": "fsdp", "shard_blocks": 100, "reshard_after_forward": True}},
+def two(strategy: Any, **options: Any) -> dict[str, Any]:
+    return {"devices": 2, "strategy": strategy, **options}
+
+
+BLOCKS = {"name": "fsdp", "shard_blocks": ["Layer"]}
+PARTS = {"name": "ddp_model_parallel", "part_devices": ["cpu"] * 4, "devices_per_replica": 2}
+BITWISE = {"reproducible": "bitwise", "replicas": 6}
+TRAFFIC: dict[str, tuple[Any, dict[str, Any], dict[str, list[int]]]] = {
+    "ddp": (Stack, two("ddp"), {"all_reduce": [1, 1]}),
+    "accumulated": (Stack, two("ddp", accumulate_grad_batches=2), {"all_reduce": [1, 1]}),
+    "ddp_model_parallel": (Pieces, two(PARTS), {"all_reduce": [1, 1]}),
+    "bitwise": (Stack, two("ddp", **BITWISE), {"all_to_all": [1, 1], "all_gather": [0, 1]}),
+    "zero1": (Stack, two("zero1"), {"all_reduce": [1, 1]}),
+    "zero1, bitwise": (Stack, two("zero1", **BITWISE), {"all_to_all": [1, 1], "all_gather": [0, 1]}),
+    "whole": (Stack, two("fsdp"), {"reduce_scatter": [1, 1]}),
+    "blocks": (Stack, two(BLOCKS, accumulate_grad_batches=2), {"reduce_scatter": [4, 4]}),
+    "kept": (Stack, two({**BLOCKS, "reshard_after_forward": False}), {"reduce_scatter": [4, 4]}),
+    "dropped": (
+        Stack,
+        two({"name": "fsdp", "shard_blocks": 100, "reshard_after_forward": True}),
+        {"reduce_scatter": [4, 4]},
+    ),
+    "fsdp, bitwise": (Stack, two(BLOCKS, **BITWISE), {"all_to_all": [4, 4]}),
+    "data": (Stack, two({"name": "mesh", "data": 2}), {"all_reduce": [1, 1]}),
+    "tensor": (Pieces, two({"name": "mesh", "tensor": 2}), {"all_reduce": [2, 5]}),
+    "pipeline": (Pieces, two({"name": "mesh", "pipeline": 2, "split": [1, 2]}), {"send": [0, 2]}),
 }
+"""The task, the options, and collectives of gradients: how many begin within backward, and how many there are."""
+WITH_SERVER = {"ddp_rpc": (Rated, two("ddp_rpc"), {"all_reduce": [1, 2]})}
 
 
-def test_a_step_sends_what_was_planned(tmp_path: Path) -> None:
-    run_workers(partial(count_traffic, tmp_path, TRAFFIC), 2, threads=1)
-    for name, options in TRAFFIC.items():
-        plan = plan_of(tmp_path, Stack, {}, options)
+def test_a_step_sends_what_was_planned_and_gradients_travel_within_backward(tmp_path: Path) -> None:
+    run_workers(partial(count_traffic, tmp_path, {name: case[:2] for name, case in TRAFFIC.items()}), 2, threads=1)
+    run_workers(partial(count_traffic, tmp_path, {name: case[:2] for name, case in WITH_SERVER.items()}), 3, threads=1)
+    for name, (kind, options, begun) in {**TRAFFIC, **WITH_SERVER}.items():
+        plan = plan_of(tmp_path, kind, {}, options)
         assert plan.traffic is not None
         for rank in range(2):
-            counted = json.loads((tmp_path / f"{name} {rank}.json").read_text())
-            assert dict(plan.traffic.payloads) == counted, name
+            counted, when, saved = json.loads((tmp_path / f"{name} {rank}.json").read_text())
+            # what a plan leaves out: the loss and what is logged, as objects; a barrier
+            counted = {word: size for word, size in counted.items() if (name, word) != ("pipeline", "broadcast")}
+            if name == "ddp_rpc":
+                counted["all_reduce"] -= torch.zeros(1).nbytes
+            assert {one.kind: one.bytes for one in plan.traffic.payloads} == counted, name
+            assert when == {**when, **begun}, name
+            if name == "tensor":  # each rank has its part of what is between a column and a row
+                assert plan.activations is not None
+                assert plan.activations.plain == saved
         assert plan.traffic.buffer_bytes > 0
 
 

@@ -1,5 +1,6 @@
 """Process-wide torch settings, numerics that bitwise runs compare, compilation and activation checkpointing."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
@@ -243,6 +244,15 @@ def modules_named(task: nn.Module, names: str | Sequence[str], option: str) -> l
             f"{option}: no module of {type(task).__name__} is a {name!r}.{did_you_mean(name, known)} There are {shown}."
         )
     return found
+
+
+def find_blocks(task: nn.Module) -> tuple[str, ...]:
+    """Return the class that is most often the child of a list or sequence of modules, if it has parts of its own."""
+    counts: Counter[str] = Counter()
+    for module in task.modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential):
+            counts.update(type(one).__name__ for one in module if any(True for _ in one.children()))
+    return tuple(name for name, count in counts.most_common(1) if count > 1)
 
 
 class Recomputing:

@@ -1,6 +1,7 @@
 """Memory and traffic of a step besides the state, and whether all of it fits into a device. No torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...errors import ConfigError, did_you_mean
 
@@ -36,18 +37,32 @@ class Activations:
         return self.recomputed if self.recomputes and self.recomputed is not None else self.plain
 
 
+class Payload(NamedTuple):
+    """What one kind of collective takes in a step, on the rank that has most."""
+
+    kind: str
+    """Of a collective; "send" from rank to rank, or "remote call" with its answer."""
+    bytes: int
+    """Of the whole tensors that are reduced, handed out or sent."""
+    ranks: int
+    """Ranks that take part in it together."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What each rank sends, in a ring where they are several: all_reduce is a reduce_scatter and an all_gather."""
+        if self.kind in ("send", "remote call"):
+            return self.bytes
+        return (2 if self.kind == "all_reduce" else 1) * self.bytes * (self.ranks - 1) // self.ranks
+
+
 @dataclass(frozen=True)
 class Traffic:
     """What communication takes on each rank: memory, and payloads of a step."""
 
     buffer_bytes: int = 0
-    payloads: tuple[tuple[str, int], ...] = ()
-    """Kind of collective, and the bytes of the whole tensors that it reduces or hands out in a step."""
-
-    def sent_bytes(self, ranks: int) -> int:
-        """Return what each rank sends in a ring of `ranks`: all_reduce is a reduce_scatter and an all_gather."""
-        passes = sum((2 if kind == "all_reduce" else 1) * count for kind, count in self.payloads)
-        return passes * (ranks - 1) // ranks
+    payloads: tuple[Payload, ...] = ()
+    unknown: str = ""
+    """Why nothing of this is known."""
 
 
 def parse_memory(text: str) -> int:

@@ -67,7 +67,6 @@ class Plan:
     """Number of processes, the last ones, that hold remote modules and have no samples."""
     activations: Activations | None = None
     traffic: Traffic | None = None
-    """None: unknown."""
     memory: int | None = None
     """Bytes of a device, to fit into."""
 
@@ -226,9 +225,11 @@ def _state_rows(state: StateSize, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "A checkpoint", f"{format_bytes(state.checkpoint_bytes)}{_unknown(state)}"
     if plan.activations is not None:
         yield "Activations", _shown_activations(plan.activations, plan.batch_size)
-    if plan.traffic is not None and plan.traffic.payloads:
-        payloads = ", ".join(f"{kind} of {format_bytes(size)}" for kind, size in plan.traffic.payloads)
-        sent = format_bytes(plan.traffic.sent_bytes(plan.processes))
+    if plan.traffic is not None and plan.traffic.unknown:
+        yield "A step sends", f"unknown: {plan.traffic.unknown}"
+    elif plan.traffic is not None and plan.traffic.payloads:
+        payloads = ", ".join(f"{one.kind} of {format_bytes(one.bytes)}" for one in plan.traffic.payloads)
+        sent = format_bytes(sum(one.sent_bytes for one in plan.traffic.payloads))
         yield "A step sends", f"{payloads}; in a ring {sent} from each rank"
         yield "Its buffers", f"{format_bytes(plan.traffic.buffer_bytes)} on each rank"
     if plan.memory is not None:
@@ -262,7 +263,7 @@ def _shown_memory(state: StateSize, plan: Plan, memory: int) -> str:
         lacking.append("activations")
     else:
         used += activations.bytes
-    if traffic is None:
+    if traffic is None or traffic.unknown:
         lacking.append("buffers of communication")
     else:
         used += traffic.buffer_bytes

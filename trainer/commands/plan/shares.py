@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...errors import ConfigError
 from ...strategies.ddp_rpc.remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
 from ...strategies.mesh.dtensors import replace
 from ...strategies.mesh.sizes import Sizes, stages_each
-from ...strategies.mesh.tensor_plan import cut_dimensions
+from ...strategies.mesh.tensor_plan import cut_dimensions, read_plan
 from ...strategies.model_parallel.parts import PartBlock, cut_task, refuse_idle, stage_places
 from .processes import Processes
 from .state_size import Share, StateSize, measure
@@ -125,6 +126,27 @@ def _replaced_tensors(task: nn.Module, change: Callable[[Tensor], Tensor]) -> It
         yield
     finally:
         replace(task, lambda tensor: before[id(tensor)])
+
+
+@contextmanager
+def cut_layers(task: "Task", parts: int) -> Iterator[None]:
+    """Give a task the parameters of one rank of the axis tensor within this context.
+
+    Raises ConfigError where activations are cut, too, along the sequence.
+    """
+    if parts > 1 and (others := set(read_plan(task, task.tensor_plan(), parts).values()) - {"column", "row"}):
+        raise ConfigError(f"tensor_plan has {min(others)!r}: torch chooses where what is cut along the sequence meets")
+    cuts = cut_dimensions(task, task.tensor_plan(), parts) if parts > 1 else {}
+
+    def change(tensor: Tensor) -> Tensor:
+        if id(tensor) not in cuts:
+            return tensor
+        shape = [*tensor.shape]
+        shape[cuts[id(tensor)]] //= parts
+        return nn.Parameter(torch.empty(shape, dtype=tensor.dtype, device="meta"), tensor.requires_grad)
+
+    with _replaced_tensors(task, change):
+        yield
 
 
 def _of_trainers_and_servers(task: "Task", processes: Processes, make_optimizers: MakeOptimizers) -> tuple[Share, ...]:

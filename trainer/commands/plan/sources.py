@@ -147,44 +147,77 @@ def make_plan(options: PlanArguments, arguments: Sequence[str]) -> Plan:
     plan = replace(plan, state=state, parts=count_parts(trainer, processes), shares=shares, memory=memory)
     if options.parameters is not None:
         return plan
-    return replace(plan, activations=find_activations(parts, options), traffic=find_traffic(parts, plan))
+    return replace(plan, activations=find_activations(parts, options), traffic=find_traffic(parts, options, plan))
 
 
 def find_activations(parts: "ConfigParts", options: PlanArguments) -> Activations:
     """Return the activations of a batch of the first sample, repeated; or why they are unknown."""
-    from ...data.combined import combined
-    from ...data.loaders import MapLoader, is_dealable
+    from .shares import cut_layers
     from .step_size import measure_activations
 
-    trainer = parts.config.values["trainer"]
-    if options.length is not None and options.batch_size is not None:
-        return Activations(0, unknown="the data is not built where length= and batch_size= are given")
-    if parts.processes.sizes is not None and parts.processes.sizes.tensor * parts.processes.sizes.pipeline > 1:
-        return Activations(0, unknown="the model is cut over processes")
-    loader = combined(parts.loader)
-    if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
-        return Activations(0, unknown="the loader's batches are kept whole")
-    names, mixed = tuple(trainer["activation_checkpointing"] or ()), parts.precision.endswith(("mixed", "bf16", "16"))
+    names, sizes = tuple(parts.config.values["trainer"]["activation_checkpointing"] or ()), parts.processes.sizes
+    if sizes is not None and sizes.pipeline > 1:
+        return Activations(
+            0, unknown="a stage of a pipeline keeps those of as many pieces as torch's schedule has on the way"
+        )
     try:
-        size = options.batch_size or MapLoader(loader, 0).batch_size
-        batch = loader.collate_fn([loader.dataset[0]] * size)
-        found = measure_activations(parts.task, batch, names, mixed and parts.width == 4)
+        batch = read_batch(parts, options)
+        with cut_layers(parts.task, sizes.tensor if sizes is not None else 1):
+            found = measure_activations(parts.task, batch, names, parts.mixed)
+    except ConfigError as error:
+        return Activations(0, unknown=str(error))
     except Exception as error:  # training_step may need values, or a run
-        reason = str(error).partition("\n")[0]
-        return Activations(0, unknown=f"training_step without values: {type(error).__name__}: {reason:.100}")
+        return Activations(0, unknown=describe_failure(error))
     return replace(found, recomputes=bool(names))
 
 
-def find_traffic(parts: "ConfigParts", plan: Plan) -> Traffic | None:
-    """Return what the strategy sends in a step; None: unknown."""
-    from .step_size import traffic_of
+def read_batch(parts: "ConfigParts", options: PlanArguments) -> Any:
+    """Return a batch of the first sample, repeated. Raises ConfigError where the data is not known by sample."""
+    from ...data.combined import combined
+    from ...data.loaders import MapLoader, is_dealable
 
-    assert plan.state is not None
-    trainer, whole = parts.config.values["trainer"], plan.state
+    if options.length is not None and options.batch_size is not None:
+        raise ConfigError("the data is not built where length= and batch_size= are given")
+    loader = combined(parts.loader)
+    if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
+        raise ConfigError("the loader's batches are kept whole")
+    return loader.collate_fn([loader.dataset[0]] * (options.batch_size or MapLoader(loader, 0).batch_size))
+
+
+def describe_failure(error: Exception) -> str:
+    """Return why training_step did not go through on tensors without memory."""
+    return f"training_step without values: {type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
+
+
+def find_traffic(parts: "ConfigParts", options: PlanArguments, plan: Plan) -> Traffic:
+    """Return what the strategy sends in a step, or why that is unknown."""
+    from .shares import cut_layers
+    from .step_size import fake_step
+    from .traffic import PlannedStep, traffic_of
+
+    def run_step() -> None:
+        try:
+            with fake_step(parts.task, read_batch(parts, options), parts.mixed) as (step, _):
+                step()
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(describe_failure(error)) from error
+
+    trainer, sizes = parts.config.values["trainer"], parts.processes.sizes
     batches = trainer["accumulate_grad_batches"] * -(-plan.replicas // plan.ranks.data_size)
-    if trainer["reproducible"] == "bitwise" and plan.processes > 1:
-        return None
-    return traffic_of(parts.task, parts.strategy, parts.strategy_options, parts.processes, whole, batches)
+    own_tree = trainer["reproducible"] == "bitwise" or bool(parts.strategy_options.get("elastic"))
+    if trainer["activation_checkpointing"] and sizes is not None and sizes.tensor > 1:
+        return Traffic(unknown="what is computed again in backward is sent again")
+    planned = PlannedStep(
+        parts.task, parts.strategy, parts.strategy_options, parts.processes, plan.layout, plan.shares, batches,
+        own_tree, run_step,
+    )  # fmt: skip
+    try:
+        with cut_layers(parts.task, 1 if sizes is None or sizes.pipeline > 1 else sizes.tensor):
+            return traffic_of(planned)
+    except ConfigError as error:
+        return Traffic(unknown=str(error))
 
 
 def count_epochs(trainer: Mapping[str, Any]) -> int | None:
@@ -267,7 +300,8 @@ class ConfigParts:
         self.processes, self.seed = processes, config.values["seed"]
         self.strategy, self.strategy_options = read_strategy(config.values["trainer"])
         self.precision = str(config.values["trainer"]["precision"])
-        self.width = WIDTHS.get(str(config.values["trainer"]["precision"]), 4)
+        self.width = WIDTHS.get(self.precision, 4)
+        self.mixed = self.width == 4 and self.precision.endswith(("mixed", "bf16", "16"))
         anywhere = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
         alone = {"cluster": "off", "fast_dev_run": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = {**config.values["trainer"], **anywhere, **alone}

@@ -120,18 +120,19 @@ def measure(
             if not all(optimizer.state.get(one) for one in owners):
                 unknown = f"{name} cannot be measured without data ({type(error).__name__}); give optimizer=NAME"
     states = (state.values() for optimizer in optimizers for state in optimizer.state.values())
-    kept = _sum_bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
+    kept = sum_bytes(value for value in chain.from_iterable(states) if isinstance(value, torch.Tensor))
     return StateSize(
         sum(parameter.numel() for parameter in parameters),
-        _sum_bytes(parameters),
-        _sum_bytes(task.buffers()),
-        _sum_bytes(trained),
+        sum_bytes(parameters),
+        sum_bytes(task.buffers()),
+        sum_bytes(trained),
         None if unknown else kept,
         unknown or name,
     )
 
 
-def _sum_bytes(tensors: "Iterable[Tensor]") -> int:
+def sum_bytes(tensors: "Iterable[Tensor]") -> int:
+    """Return the bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
