@@ -64,7 +64,7 @@ def terminal(folder: Path) -> None:
     finally:
         subprocess.run([*tmux, "kill-server"], check=False)
     screen = screen.replace("; touch done", "").replace(str(folder), "~/spirals").rstrip()
-    screen = screen.removesuffix("\n$").rstrip()
+    screen = re.sub(r"\x1b\[[34]9m", "\x1b[0m", screen.removesuffix("\n$").rstrip())  # rich takes the default for white
     console = Console(width=COLUMNS, record=True, file=open("/dev/null", "w"), force_terminal=True)  # noqa: SIM115
     console.print(Text.from_ansi(screen), soft_wrap=True)
     page = folder / "terminal.html"

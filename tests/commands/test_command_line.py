@@ -212,7 +212,7 @@ def test_a_config_of_the_project_is_found_from_its_folders(
     (folder / "configs").mkdir()
     (folder / "line.yaml").rename(folder / "configs" / "spirals.yaml")
     (folder / "deep" / "er").mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(folder / "deep" / "er")
     assert main(["config", "spirals.yaml"]) == 2  # no project yet
     (folder / "pyproject.toml").touch()

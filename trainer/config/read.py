@@ -9,6 +9,7 @@ import difflib
 import logging
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -318,6 +319,7 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     """
     try:
         project = [] if above else list(filter(None, [project_configs()]))
+        sys.path.extend(root for one in project if (root := str(one.parent)) not in sys.path)  # modules that it names
         for candidate in (path, *(one / path for one in project), READY / (path.name if above else path)):
             if candidate.is_file():
                 return candidate.resolve()
