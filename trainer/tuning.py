@@ -213,6 +213,7 @@ def find_batch_size(
         trial.limit_val_batches = trial.limit_test_batches = trial.limit_predict_batches = steps
 
         def all_in_one(size: int) -> bool:
+            trial.state = type(trainer.state)()  # a trainer may go on counting where its last fit ended
             set_attribute(attribute, size, copied, *given)
             getattr(trial, stage)(copied, *data, **named_data)
             return stage == "fit" and trial.num_training_batches <= 1
@@ -290,7 +291,7 @@ def _quiet_copy(trainer: "Trainer") -> "Trainer":
     trial.strategy = copy.copy(trainer.strategy)
     trial.strategy.elastic = Elasticity()  # no process leaves or joins a trial
     for name, part in vars(trainer).items():
-        if getattr(part, "trainer", None) is trainer:  # it reads the trainer that it belongs to
+        if name != "run" and getattr(part, "trainer", None) is trainer:  # it reads the trainer that it belongs to
             setattr(trial, name, copy.copy(part))
             vars(trial)[name].trainer = trial
     trial.saver, trial.state, trial.run = Saver(trial), type(trainer.state)(), None

@@ -221,7 +221,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "BatchSizeFinder": Entry(
             "adapter",
             ".callbacks.finders",
-            "Searches before a fit begins, by a copy of the trainer; other stages are not searched.",
+            "Searches before a run begins, by a copy of the trainer; within a run scale_batch_size is refused.",
         ),
     },
     "pytorch.callbacks.callback": {

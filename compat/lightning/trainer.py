@@ -301,8 +301,8 @@ class Trainer(TrainerAttributes):
             ):
                 log.warning("fit was given val_dataloaders, but %s has no validation_step.", type(model).__name__)
                 val_dataloaders = None
-            for callback in [one for one in self.callbacks if isinstance(one, Finder)]:
-                callback.search(self, model, train_dataloaders, val_dataloaders, datamodule)
+            data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
+            self._search("fit", model, **data, datamodule=datamodule)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
 
     def validate(
@@ -316,6 +316,7 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
+            self._search("validate", model, dataloaders=dataloaders, datamodule=datamodule)
             source, prints = self._checkpoint(ckpt_path), verbose and not self.validate_loop.shows
             found = of_epochs(super().validate(uncompiled(model), dataloaders, source, prints, datamodule))
             if verbose and not prints:
@@ -333,6 +334,7 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
+            self._search("test", model, dataloaders=dataloaders, datamodule=datamodule)
             source, prints = self._checkpoint(ckpt_path), verbose and not self.test_loop.shows
             found = of_epochs(super().test(uncompiled(model), dataloaders, source, prints, datamodule))
             if verbose and not prints:
@@ -350,6 +352,7 @@ class Trainer(TrainerAttributes):
     ) -> list[Any] | None:
         """Return the predictions of every rank, in the data's order; None with return_predictions=False."""
         with self._status(TrainerFn.PREDICTING):
+            self._search("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False
             found = super().predict(uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path), keep)
             self.predictions = found
@@ -391,6 +394,12 @@ class Trainer(TrainerAttributes):
             self.state.status = TrainerStatus.INTERRUPTED
             raise
         self.state.status = TrainerStatus.FINISHED
+
+    def _search(self, method: str, model: Any, **data: Any) -> None:
+        """Let callbacks search for a setting of the run that is asked for."""
+        for callback in [one for one in self.callbacks if isinstance(one, Finder)]:
+            if callback.searches_before(method):
+                callback.search(self, self.lightning_module if model is None else model, method, **data)
 
     def _checkpoint(self, path: Any) -> Any:
         """Return the checkpoint that a word or path means, or the one that was set. None: none."""

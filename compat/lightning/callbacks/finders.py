@@ -1,19 +1,29 @@
-"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a fit begins."""
+"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run begins."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from ..placeholders import UnsupportedError
 from ..tuner import Tuner
 from .callback import Callback
 
-WITHIN = "is called before fit, and not within it: call Tuner(trainer).{} at any time between runs."
+WITHIN = "is called before a run, and not within it: call Tuner(trainer).{} at any time between runs."
 
 
 class Finder(Callback):
-    """Base class of callbacks that search for a setting when fit is called, before its run begins."""
+    """Base class of callbacks that search for a setting when a run is asked for, before it begins.
 
-    def search(self, trainer: Any, model: Any, train: Any, val: Any, datamodule: Any) -> None:
-        """Search with the data that fit was given."""
+    A subclass that overrides the hook at which Lightning searches is taken to search by itself, or not at all.
+    """
+
+    HOOKS: ClassVar[dict[str, str]] = {"fit": "on_fit_start"}
+
+    def searches_before(self, method: str) -> bool:
+        """Return whether to search before fit, validate, test or predict."""
+        hook = self.HOOKS.get(method)
+        return hook is not None and getattr(type(self), hook) is getattr(Finder, hook)
+
+    def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
+        """Search with the data that fit, validate, test or predict was given."""
         raise NotImplementedError
 
 
@@ -45,9 +55,9 @@ class LearningRateFinder(Finder):
         }
         self.optimal_lr: Any = None
 
-    def search(self, trainer: Any, model: Any, train: Any, val: Any, datamodule: Any) -> None:
+    def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
         """Sweep, and keep the result as `optimal_lr`."""
-        self.optimal_lr = Tuner(trainer).lr_find(model, train, val, datamodule=datamodule, **self._options)
+        self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
         """Raise UnsupportedError: a sweep does not begin within a run."""
@@ -55,8 +65,14 @@ class LearningRateFinder(Finder):
 
 
 class BatchSizeFinder(Finder):
-    """Searches for the largest batch size that memory holds before a fit, and sets it."""
+    """Searches for the largest batch size that memory holds, and sets it."""
 
+    HOOKS: ClassVar[dict[str, str]] = {
+        "fit": "on_fit_start",
+        "validate": "on_validation_start",
+        "test": "on_test_start",
+        "predict": "on_predict_start",
+    }
     SUPPORTED_MODES = ("power", "binsearch")
 
     def __init__(
@@ -82,10 +98,9 @@ class BatchSizeFinder(Finder):
         }
         self.optimal_batch_size: int | None = init_val
 
-    def search(self, trainer: Any, model: Any, train: Any, val: Any, datamodule: Any) -> None:
+    def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
         """Search, and keep the result as `optimal_batch_size`."""
-        tuner = Tuner(trainer)
-        self.optimal_batch_size = tuner.scale_batch_size(model, train, val, datamodule=datamodule, **self._options)
+        self.optimal_batch_size = Tuner(trainer).scale_batch_size(model, method=method, **data, **self._options)
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
         """Raise UnsupportedError: a search does not begin within a run."""
