@@ -1,6 +1,7 @@
 """A run of its own process that is told to end.
 
 It leaves a file in its folder for every moment that a test may wait for, and the trained weights when it is done.
+At the moment `hold` it waits until there is a file `go`.
 """
 
 import json
@@ -33,24 +34,33 @@ class Numbers(Dataset):
 
 
 class Slow(lg.Task):
-    """Batch norm and dropout; every step takes `pace` seconds. Marks each moment of its run with a file."""
+    """Batch norm and dropout. Marks each moment of its run with a file.
 
-    def __init__(self, folder: Path, pace: float = 0.0) -> None:
+    A step takes `pace` seconds, a hook five times that; with a `hold` only steps after it do.
+    """
+
+    def __init__(self, folder: Path, pace: float = 0.0, hold: str = "") -> None:
         super().__init__()
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 1))
-        self.folder, self.pace = folder, pace
+        self.folder, self.pace, self.hold = folder, pace, hold
 
     def mark(self, what: str) -> None:
         (self.folder / f"{what}-{self.trainer.global_rank}").write_text(str(os.getpid()))
+        while what == self.hold and not (self.folder / "go").exists():
+            time.sleep(0.005)
+
+    def work(self, steps: int = 1) -> None:
+        if not self.hold or (steps == 1 and (self.folder / "go").exists()):
+            time.sleep(steps * self.pace)
 
     def setup(self, stage):
         self.mark("setup")
-        time.sleep(5 * self.pace)
+        self.work(5)
 
     def training_step(self, batch, batch_idx):
         self.mark(f"step-{self.global_step}")
-        time.sleep(self.pace)
+        self.work()
         loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
         self.log("loss", loss, on_epoch=True)
         return loss
@@ -58,7 +68,7 @@ class Slow(lg.Task):
     def validation_step(self, batch, batch_idx):
         if not self.trainer.sanity_checking:
             self.mark(f"validation-{self.global_step}-{batch_idx}")
-        time.sleep(self.pace)
+        self.work()
         self.log("val_loss", nn.functional.mse_loss(self.model(batch[0]), batch[1]))
 
     def on_train_epoch_end(self):
@@ -69,11 +79,11 @@ class Slow(lg.Task):
 
     def on_save_checkpoint(self, checkpoint):
         self.mark(f"saving-{self.global_step}")
-        time.sleep(5 * self.pace)
+        self.work(5)
 
     def teardown(self, stage):
         self.mark("teardown")
-        time.sleep(5 * self.pace)
+        self.work(5)
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
@@ -96,11 +106,12 @@ def run(folder: Path, options: dict[str, Any]) -> lg.Trainer:
         **options,
     }
     every, asynchronous = options.pop("save_every", 3), options.pop("asynchronous", False)
-    pace, workers, catch = options.pop("pace", 0.0), options.pop("workers", 0), options.pop("catch", False)
+    workers, catch = options.pop("workers", 0), options.pop("catch", False)
+    task = Slow(folder, options.pop("pace", 0.0), options.pop("hold", ""))
     if options.get("enable_checkpointing", True):
         options["callbacks"] = [lg.callbacks.Checkpoint(every_n_train_steps=every, asynchronous=asynchronous)]
     loaders = [DataLoader(Numbers(count), 4, shuffle=True, num_workers=workers) for count in (48, 24)]
-    task, trainer = Slow(folder, pace), lg.Trainer(**options)
+    trainer = lg.Trainer(**options)
     try:
         trainer.fit(task, *loaders, resume="auto")
     except KeyboardInterrupt:

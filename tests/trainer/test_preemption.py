@@ -17,15 +17,15 @@ import preempted_run
 import psutil
 import pytest
 import torch
-from forked import Forked, run_module
+from forked import Forked, run_module, run_source
 from waiting import members, wait_until
 
 from legato.trainer.checkpoints import store
 from legato.trainer.processes.signals import RESUME_ME, handling_end_signals
 
 SCRIPT = Path(preempted_run.__file__)
-SLOW = {"pace": 0.1}
-TWO = {"pace": 0.1, "devices": 2, "strategy": "ddp"}
+ONE = {"hold": "step-4"}
+TWO = {"hold": "step-4", "pace": 0.1, "devices": 2, "strategy": "ddp"}  # what a launcher passes on comes later
 
 
 class Running:
@@ -50,8 +50,10 @@ class Running:
         assert wait_until(lambda: bool((self.folder / mark).read_text()), 2), self.process.communicate()[1]
         return int((self.folder / mark).read_text())
 
-    def end(self, seconds: float = 60) -> int:
-        """Wait for its end, and return its exit code; nothing of it may live on."""
+    def end(self, seconds: float = 60, go: bool = True) -> int:
+        """Wait for its end, and return its exit code; nothing of it may live on. `go`: from where it holds."""
+        if go:
+            (self.folder / "go").touch()
         self.output, self.errors = self.process.communicate(timeout=seconds)
         assert wait_until(lambda: not members(self.process.pid), 10), members(self.process.pid)
         return self.process.returncode
@@ -78,7 +80,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 def assert_resumes(folder: Path, options: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
     """Resume without delays; it must end with the bits of the undisturbed run."""
-    preempted_run.run(folder, {**options, "pace": 0.0})
+    preempted_run.run(folder, {**options, "pace": 0.0, "hold": ""})
     found = torch.load(folder / "weights.pt", weights_only=True)
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
@@ -107,9 +109,9 @@ def stopped_at(run: Running) -> int:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("SIGTERM", SLOW),
-        ("SIGUSR1", {**SLOW, "workers": 1}),
-        ("SIGTERM", {**SLOW, "enable_checkpointing": False}),
+        ("SIGTERM", ONE),
+        ("SIGUSR1", {**ONE, "workers": 1}),
+        ("SIGTERM", {**ONE, "enable_checkpointing": False}),
     ],
 )
 def test_a_signal_in_a_step(tmp_path, undisturbed, name, options):
@@ -127,12 +129,11 @@ def test_a_signal_in_a_step(tmp_path, undisturbed, name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [SLOW, {**SLOW, "val_check_interval": 1.0}])
-def test_a_signal_in_a_validation_leaves_it_and_a_resume_does_it_again(tmp_path, options):
-    preempted_run.run(tmp_path / "undisturbed", {**options, "pace": 0.0})
+@pytest.mark.parametrize(("step", "options"), [(4, {}), (6, {"val_check_interval": 1.0})])
+def test_a_signal_in_a_validation_leaves_it_and_a_resume_does_it_again(tmp_path, step, options):
+    preempted_run.run(tmp_path / "undisturbed", options)
     weights = torch.load(tmp_path / "undisturbed" / "weights.pt", weights_only=True)
-    step = 4 if "val_check_interval" not in options else 6
-    with running(tmp_path, options) as run:
+    with running(tmp_path, {**options, "hold": f"validation-{step}-0"}) as run:
         os.kill(run.wait_for(f"validation-{step}-0-0"), signal.SIGTERM)
         assert run.end() == RESUME_ME, run.errors
     assert stopped_at(run) == step
@@ -145,12 +146,12 @@ def test_a_signal_in_a_validation_leaves_it_and_a_resume_does_it_again(tmp_path,
 @pytest.mark.slow
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_second_signal_does_not_break_the_save(tmp_path, undisturbed, asynchronous):
-    options = {**SLOW, "asynchronous": asynchronous}
+    options = {"hold": "saving-3", "asynchronous": asynchronous}
     with running(tmp_path, options) as run:
         process = run.wait_for("saving-3-0")
         os.kill(process, signal.SIGTERM)
-        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM) * 4:
-            time.sleep(0.04)
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM) * 2:
+            time.sleep(0.02)
             os.kill(process, number)
         assert run.end() == RESUME_ME, run.errors
     assert stopped_at(run) == 3
@@ -160,9 +161,9 @@ def test_a_second_signal_does_not_break_the_save(tmp_path, undisturbed, asynchro
 
 @pytest.mark.slow
 def test_a_signal_before_training_has_nothing_to_save(tmp_path):
-    with running(tmp_path, {"pace": 0.4}) as run:
+    with running(tmp_path, {"hold": "setup"}) as run:
         os.kill(run.wait_for("setup-0"), signal.SIGTERM)
-        assert run.end() == RESUME_ME, run.errors
+        assert run.end(go=False) == RESUME_ME, run.errors
     assert "Traceback" not in run.errors
     assert not checkpoints(tmp_path)
     assert not (tmp_path / "step-0-0").exists()
@@ -170,7 +171,7 @@ def test_a_signal_before_training_has_nothing_to_save(tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
-    with running(tmp_path, {"pace": 0.02, "workers": 1}) as run:
+    with running(tmp_path, {"hold": "teardown", "workers": 1}) as run:
         os.kill(run.wait_for("teardown-0"), signal.SIGTERM)
         assert run.end() == RESUME_ME, run.errors
     assert checkpoints(tmp_path)[-1] == "step-00000018"
@@ -180,7 +181,7 @@ def test_a_signal_in_teardown_comes_when_all_is_done(tmp_path, undisturbed):
 @pytest.mark.slow
 def test_any_moment(tmp_path, undisturbed):
     """A run that is told to end, ever later after its start, and resumed each time."""
-    with running(tmp_path, (preempted_run.sweep, tmp_path, {"pace": 0.03}, 0.05)) as run:
+    with running(tmp_path, (preempted_run.sweep, tmp_path, {"pace": 0.02}, 0.035)) as run:
         assert run.end(300) == 0
     ends = json.loads(run.output)
     assert set(ends) <= {0, RESUME_ME}, run.errors
@@ -254,7 +255,7 @@ def children(process: int) -> list[int]:
 
 @pytest.mark.slow
 def test_one_rank_in_a_validation(tmp_path, undisturbed):
-    with running(tmp_path, {**TWO, "pace": 0.2}) as run:
+    with running(tmp_path, {**TWO, "hold": "validation-4-0"}) as run:
         os.kill(run.wait_for("validation-4-0-1"), signal.SIGUSR1)
         assert run.end() == RESUME_ME, run.errors
     assert stopped_at(run) == 4
@@ -263,7 +264,7 @@ def test_one_rank_in_a_validation(tmp_path, undisturbed):
 
 @pytest.mark.slow
 def test_one_rank_while_saving(tmp_path, undisturbed):
-    with running(tmp_path, TWO) as run:
+    with running(tmp_path, {**TWO, "hold": "saving-3"}) as run:
         process = run.wait_for("saving-3-1")
         os.kill(process, signal.SIGTERM)
         time.sleep(0.1)
@@ -276,7 +277,7 @@ def test_one_rank_while_saving(tmp_path, undisturbed):
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["rank 1", "launcher", "launcher, early"])
 def test_start_up_of_two_processes(tmp_path, whom):
-    with running(tmp_path, {**TWO, "pace": 0.4}) as run:
+    with running(tmp_path, {**TWO, "hold": "setup"}) as run:
         process = run.process.pid
         if whom == "launcher, early":
             assert wait_until((tmp_path / "runs").exists, 30)
@@ -284,14 +285,14 @@ def test_start_up_of_two_processes(tmp_path, whom):
             rank = run.wait_for("setup-1")
             process = rank if whom == "rank 1" else process
         os.kill(process, signal.SIGTERM)
-        assert run.end() == RESUME_ME, run.errors
+        assert run.end(go=whom == "rank 1") == RESUME_ME, run.errors
     assert "Traceback" not in run.errors
     assert not checkpoints(tmp_path)
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{**SLOW, "workers": 1}, TWO])
+@pytest.mark.parametrize("options", [{**ONE, "workers": 1}, TWO])
 def test_ctrl_c_in_a_library_call_raises_keyboard_interrupt_after_the_save(tmp_path, undisturbed, options):
     with running(tmp_path, {**options, "catch": True}) as run:
         run.wait_for("step-4-0")
@@ -306,7 +307,7 @@ def test_ctrl_c_in_a_library_call_raises_keyboard_interrupt_after_the_save(tmp_p
 
 
 CONFIG = """
-task: {{_target_: command.Slow, folder: {folder}, pace: 0.1}}
+task: {{_target_: command.Slow, folder: {folder}, hold: step-4}}
 data: {{_target_: command.Data, folder: {folder}}}
 trainer: {{accelerator: cpu, devices: {devices}, replicas: 2, max_epochs: 3, log_every_n_steps: 4}}
 run: {{root: {folder}/runs}}
@@ -321,8 +322,8 @@ from torch.utils.data import DataLoader
 import legato as lg
 
 class Slow(preempted_run.Slow):
-    def __init__(self, folder: str, pace: float = 0.0) -> None:
-        super().__init__(Path(folder), pace)
+    def __init__(self, folder: str, hold: str) -> None:
+        super().__init__(Path(folder), 0.1, hold)
 
 class Data(lg.DataModule):
     def __init__(self, folder: str) -> None:
@@ -339,11 +340,13 @@ class Data(lg.DataModule):
 def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
     (tmp_path / "command.py").write_text(MODULE.format(tests=str(SCRIPT.parent)))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=devices))
-    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml"]
     keyboard, terminal = pty.openpty()
+    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml"]
     # the terminal becomes the controlling one of the new session, so that Ctrl-C is a signal to its process group
-    code = f"import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execv({command[0]!r}, {command!r})"
-    with running(tmp_path, [sys.executable, "-c", code], cwd=tmp_path, stdin=terminal) as run:
+    begin = f"import os, forked; os.close(os.open({os.ttyname(terminal)!r}, os.O_RDWR)); "
+    forked = run_source, begin + f"forked.run_module(*{command[2:]!r})"
+    program = [sys.executable, "-c", begin.replace(", forked", "") + f"os.execv({command[0]!r}, {command!r})"]
+    with running(tmp_path, forked if devices == 1 else program, cwd=tmp_path) as run:
         run.wait_for("step-4-0")
         os.write(keyboard, b"\x03")
         assert run.end() == 130, run.errors
@@ -398,7 +401,7 @@ class Slurm:
 )
 def test_a_job_is_requeued_unless_it_was_cancelled(tmp_path, number, state, requeued):
     job = Slurm(tmp_path, state)
-    with running(tmp_path, {**SLOW, "requeue": True}, env=job.environment) as run:
+    with running(tmp_path, {"hold": "step-2", "requeue": True}, env=job.environment) as run:
         os.kill(run.wait_for("step-2-0"), number)
         assert run.end() == RESUME_ME, run.errors
     assert job.requeued == requeued
@@ -410,7 +413,7 @@ def test_a_job_is_requeued_unless_it_was_cancelled(tmp_path, number, state, requ
 @pytest.mark.slow
 def test_a_requeue_that_fails_is_told(tmp_path):
     job = Slurm(tmp_path, scontrol="echo Job is gone >&2; exit 1")
-    with running(tmp_path, {**SLOW, "requeue": True}, env=job.environment) as run:
+    with running(tmp_path, {"hold": "step-2", "requeue": True}, env=job.environment) as run:
         os.kill(run.wait_for("step-2-0"), signal.SIGUSR1)
         assert run.end() == RESUME_ME, run.errors
     assert "scontrol requeue 4711 failed: Job is gone" in run.errors
@@ -420,10 +423,10 @@ def test_a_requeue_that_fails_is_told(tmp_path):
 @pytest.mark.parametrize("options", [{}, {"devices": 2, "strategy": "ddp"}])
 def test_a_job_is_requeued_once_by_a_signal_in_its_start_up(tmp_path, options):
     job = Slurm(tmp_path)
-    with running(tmp_path, {"pace": 0.4, "requeue": True, **options}, env=job.environment) as run:
+    with running(tmp_path, {"hold": "setup", "requeue": True, **options}, env=job.environment) as run:
         run.wait_for("setup-0")
         os.kill(run.process.pid, signal.SIGUSR1)
-        assert run.end() == RESUME_ME, run.errors
+        assert run.end(go=False) == RESUME_ME, run.errors
     assert job.requeued, run.errors
 
 
