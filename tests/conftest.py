@@ -21,6 +21,7 @@ torch.set_num_threads(1)
 # What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
 # only the slow part: when it is imported, it looks up which rank it is in.
 workers.PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.datasets", "tensorboard.summary.writer"]
+workers.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
 
 
 FIRST = ("test_preemption", "test_pages", "test_two_nodes", "test_sweep", "test_tuning", "test_new", "test_stored_runs")

@@ -1,4 +1,7 @@
-"""Programs that start in 20 ms, not in 3 s: forked from a server that has torch loaded. Else like subprocess.Popen."""
+"""Programs that start in 20 ms, not in 3 s: forked from a server that has torch loaded. Else like subprocess.Popen.
+
+So do the Python programs that such a program starts by subprocess: trials of a sweep, torchrun's workers.
+"""
 
 import atexit
 import multiprocessing
@@ -9,8 +12,8 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import util
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from typing import Any
 
@@ -97,12 +100,26 @@ def run_module(name: str, *arguments: str) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
+def run_program(*words: str) -> None:
+    """Run what `python` runs with these words: -c SOURCE, -m MODULE or a script, after it its arguments."""
+    first, *rest = map(str, words)
+    if first == "-m":
+        run_module(*rest)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        sys.path.insert(0, os.getcwd())
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        run_script(first, *rest)
+
+
 def _enter(
     function: Callable[..., Any], arguments: tuple[Any, ...], streams: list[str], cwd: str, env: dict[str, str]
 ) -> None:
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as a script has it; else loaders took the server's method
     util.spawnv_passfds = _start_server
+    vars(subprocess)["_fork_exec"] = _start_python
     for number, path in enumerate(streams, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY)
         os.dup2(descriptor, number)
@@ -110,6 +127,11 @@ def _enter(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    sys.exit(_end_code(function, *arguments))
+
+
+def _end_code(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function as a program; return what it exits with."""
     code: Any = 0
     try:
         function(*arguments)
@@ -119,7 +141,7 @@ def _enter(
         sys.excepthook(*sys.exc_info())
         code = 1
     atexit._run_exitfuncs()  # with no frame of an error alive: as at the end of a script
-    sys.exit(code)
+    return code
 
 
 _start_program = util.spawnv_passfds
@@ -129,19 +151,80 @@ def _start_server(path: str, arguments: Sequence[str], descriptors: Sequence[int
     """Fork the server that workers of this process are forked from; started by itself it would import torch again."""
     if "multiprocessing.forkserver" not in arguments[-1]:
         return _start_program(path, arguments, descriptors)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads, which such a server has none of
-        if child := os.fork():
-            return child
+    if child := _fork():
+        return child
     try:
-        last = 2
-        for descriptor in [*sorted(descriptors), os.sysconf("SC_OPEN_MAX")]:
-            os.closerange(last + 1, descriptor)
-            last = descriptor
-        for number in END_SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, signal.SIG_DFL)
+        _shed(descriptors)
         del sys.modules["legato.trainer.processes.fork_server"]  # imported again, it blocks signals here
         exec(arguments[-1], {})
     finally:
         os._exit(0)
+
+
+def _fork() -> int:
+    """Fork, with signals blocked, in the child until `_shed`: Python swallows what a handler raises at a fork."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads, which are not in the child
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
+        child = os.fork()
+    if child:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return child
+
+
+def _shed(descriptors: Iterable[int]) -> None:
+    """Close all other files but the standard ones and give up signal handlers, in a child: as exec does."""
+    last = 2
+    for descriptor in [*sorted(descriptors), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(last + 1, descriptor)
+        last = descriptor
+    signal.set_wakeup_fd(-1)
+    for number in END_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, END_SIGNALS)
+
+
+_fork_exec = getattr(subprocess, "_fork_exec", None)  # since Python 3.11
+
+
+def _start_python(*given: Any) -> int:
+    """Fork where subprocess.Popen starts Python, which would import torch again."""
+    command, _, _, kept, cwd, environment, *streams, _, _, _, session = given[:16]
+    words = [os.fsdecode(word) for word in command]
+    while words[1:2] == ["-u"]:
+        del words[1]
+    plain = not callable(given[-2]) and given[16] == -1 and len(kept) == 1  # no preexec_fn, process group, pass_fds
+    if words[0] != sys.executable or words[1:2] in ([], ["-X"], ["-W"]) or not plain:
+        return int(_fork_exec(*given))
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if child := _fork():
+        return child
+    try:
+        for target, source in enumerate(streams[number] for number in (0, 3, 5)):
+            if source not in (-1, target):
+                os.dup2(source, target)
+        _shed(())
+        if session:
+            os.setsid()
+        if cwd is not None:
+            os.chdir(cwd)
+        if environment is not None:
+            os.environb.clear()
+            os.environb.update(pair.split(b"=", 1) for pair in environment)
+        sys.stdin = os.fdopen(0, closefd=False)
+        atexit._clear()
+        util._finalizer_registry.clear()
+        atexit.register(util._exit_function)
+        resource_tracker._resource_tracker._fd = forkserver._forkserver._forkserver_pid = None
+        code = _end_code(run_program, *words[1:])
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        if isinstance(code, str):
+            print(code, file=sys.stderr, flush=True)
+        os._exit(code if isinstance(code, int) else int(code is not None))
+    finally:
+        os._exit(1)

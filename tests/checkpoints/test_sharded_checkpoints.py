@@ -130,7 +130,7 @@ LAYOUTS = {
     "shard x tensor": (4, mesh(shard=2, tensor=2)),
 }
 """Processes and strategy."""
-OPTIONS = {**RUNS["adamw"], "max_epochs": 6, "enable_checkpointing": True}
+OPTIONS = {**RUNS["adamw"], "max_epochs": 6, "enable_checkpointing": True, "limit_val_batches": 0}
 
 
 def grouped():

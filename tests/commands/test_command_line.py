@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from command_line_folder import CONFIG, TASK
-from forked import completed, run_module
+from forked import completed, run_module, run_program
 from safetensors.torch import load_file
 
 import legato as legato_package
@@ -272,8 +272,8 @@ def test_quiet_leaves_the_result_and_verbose_says_what_was_read(folder: Path) ->
     script = f"import line, logging, legato as lg\nlogging.getLogger('legato').setLevel('LEVEL')\nlg.Trainer({quiet}, "
     script += "max_epochs=1).fit(line.Line())"
     for level in ("WARNING", "DEBUG"):
-        command = [sys.executable, "-c", script.replace("LEVEL", level)]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+        said = completed(run_program, "-c", script.replace("LEVEL", level))
+        assert said.returncode == 0, said.stderr
         assert ("Run directory" in said.stderr) == (level == "DEBUG")
         assert said.stdout == ""
         assert said.stderr == "" or level == "DEBUG"

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from forked import Forked, run_module
+from forked import Forked, completed, run_module, run_program
 from replayed_folder import RUN, TWO, json_lines, legato, make_folder, trained, tree
 from resumed_run import scalars
 
@@ -129,7 +129,6 @@ def test_the_debugger_opens_in_training_step() -> None:
 def run_debugged(*arguments: str) -> None:
     """Answer the debugger's questions from a pipe."""
     import io
-    import sys
 
     sys.stdin = io.StringIO("p ('seen', self.global_step, batch_idx)\nc\n")
     run_module("legato.trainer", "replay", *arguments)
@@ -194,6 +193,6 @@ def test_a_run_of_ones_own_script_is_replayed_by_what_the_script_makes(
 
 
 def run_script(folder: Path, *words: str) -> str:
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False)
+    done = completed(run_program, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout

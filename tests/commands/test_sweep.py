@@ -5,7 +5,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from command_line_folder import CONFIG, TASK
+from forked import Forked, run_module
 
 from legato.trainer.__main__ import main
 from legato.trainer.commands.sweep.space import Axis, Choices, Guided, Interval, Listed, read_axis, split_choices
@@ -43,12 +43,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def sweep(*words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "legato.trainer", "sweep", "line.yaml", *words, *OBJECTIVE]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def sweep(*words: str) -> Forked:
+    return Forked(run_module, "legato.trainer", "sweep", "line.yaml", *words, *OBJECTIVE)
 
 
-def finished(process: "subprocess.Popen[str]", code: int, timeout: float = 200) -> tuple[str, str]:
+def finished(process: Forked, code: int, timeout: float = 200) -> tuple[str, str]:
     said = process.communicate(timeout=timeout)
     assert process.returncode == code, said
     return said
@@ -202,12 +201,11 @@ def hyperparameters_in(folder: Path) -> dict[str, Any]:
 
 
 def trial_processes() -> list[psutil.Process]:
-    """Return the processes of trials in this folder."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if any(str(Path.cwd()) in word for word in process.info["cmdline"] or ()):
-            found.append(process)
-    return found
+    """Return the processes in this folder, but this one and its helpers."""
+    here = psutil.Process()
+    others = {here.pid, *(child.pid for child in here.children())}
+    found = psutil.process_iter(["cwd"])
+    return [process for process in found if process.info["cwd"] == str(Path.cwd()) and process.pid not in others]
 
 
 def wait_for(condition: Any, seconds: float = 100) -> None:

@@ -1,18 +1,18 @@
 """`legato tune` with real trials, and what it decides by: pairs of blocks, and the settings that are worth a trial."""
 
+import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from forked import Forked, completed, run_module
+from waiting import runs, wait_until
 
 from legato.trainer.__main__ import main
 from legato.trainer.commands.tune.measure import compare_in_turn, judge
@@ -77,9 +77,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     shutil.rmtree(temporary)
 
 
-def started(*words: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", "legato.trainer", "tune", "slow.yaml", "--seconds", "3", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def started(*words: str) -> Forked:
+    return Forked(run_module, "legato.trainer", "tune", "slow.yaml", "--seconds", "3", *words)
 
 
 # --- real trials ----------------------------------------------------------------------------------------------------
@@ -99,26 +98,23 @@ def test_what_is_faster_is_kept_and_fit_takes_it(folder: Path) -> None:
     assert "limit_train_batches: 200" in text
     assert re.search(r"loader:\n +num_workers: [12]", text)
     assert main(["config", "fast.yaml"]) == 0
-    command = [sys.executable, "-m", "legato.trainer", "fit", "fast.yaml", "trainer.max_steps=2", "loggers=null"]
-    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    fit = completed(run_module, "legato.trainer", "fit", "fast.yaml", "trainer.max_steps=2", "loggers=null")
+    assert fit.returncode == 0, fit.stderr
 
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_the_table_so_far_and_nothing_else(folder: Path) -> None:
     process = started("--only", "trainer.loader", "trainer.limit_train_batches=200")
-    assert process.stdout is not None
-    lines = [process.stdout.readline(), process.stdout.readline()]
-    assert lines[1].startswith("as it is")
+    said = process.folder / "stdout"
+    assert wait_until(lambda: said.exists() and said.read_text().count("\n") > 1, 100)
+    assert said.read_text().splitlines()[1].startswith("as it is")
     below = psutil.Process(process.pid).children(recursive=True)
     assert below
-    process.send_signal(signal.SIGINT)
+    os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
     assert "Wrote slow.tuned.yaml, with nothing" in out
-    deadline = time.monotonic() + 20
-    while any(one.is_running() and one.status() != "zombie" for one in below) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [one for one in below if one.is_running() and one.status() != "zombie"]
+    assert wait_until(lambda: not any(runs(one.pid) for one in below), 60)
     assert not list((folder / "tmp").iterdir())
     assert sorted(path.name for path in Path().glob("*.*")) == ["slow.py", "slow.tuned.yaml", "slow.yaml"]
 

@@ -62,7 +62,7 @@ def assert_same(task, trainer, undisturbed):
 
 # --- any process, any moment ------------------------------------------------------------------------------------------
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 4, 1), (3, 5, 2), (4, 6, 3)])
+@pytest.mark.parametrize(("processes", "kills", "seed"), [(2, 4, 1), (4, 6, 3)])
 def test_kills_at_random_moments_leave_no_trace_in_the_result(tmp_path, folder, undisturbed, processes, kills, seed):
     def plan(killer):
         killer.wait_for_members(processes)
@@ -403,10 +403,10 @@ class Mistaken(Net):
 
 @pytest.mark.slow
 def test_a_mistake_in_the_task_ends_the_run_at_once(tmp_path, folder):
-    began = time.monotonic()
     with pytest.raises(KeyError, match="a mistake of the task"):
         fit(tmp_path, folder, task=Mistaken(folder), elastic=True, devices=2)
-    assert time.monotonic() - began < 20
+    assert len(list(folder.glob("built-*"))) == 2  # nobody was started again
+    assert all(int(path.read_text() or 0) <= 7 for path in folder.glob("trained-*"))  # nor went on
 
 
 class MistakenOnce(Net):

@@ -4,8 +4,6 @@ import inspect
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -16,7 +14,7 @@ from forked import Forked, completed, run_script, run_source
 from tiny import Tiny, Validated, make_data, make_loader
 from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset
-from waiting import free_port
+from waiting import free_port, wait_until
 
 from legato.trainer.errors import ConfigError, DataError, DisagreementError, HangError, WorkerError
 from legato.trainer.processes.environment import run_workers, warm_up
@@ -293,14 +291,14 @@ make_trainer({folder!r}, strategy="ddp", devices=2, hang_report_seconds=1.0).fit
 def test_a_start_up_in_which_nobody_answers(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SILENT.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
-    process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    said = ""
-    while "No progress" not in said:
-        said += process.stderr.readline()
-        assert process.poll() is None, said
-    process.terminate()  # it is deaf no longer, either
-    said += process.communicate(timeout=20)[1]
+    process = Forked(run_script, script)
+    errors = process.folder / "stderr"
+    try:
+        assert wait_until(lambda: errors.exists() and "No progress" in errors.read_text(), 60)
+        os.kill(process.pid, signal.SIGTERM)  # it is deaf no longer, either
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
     assert process.returncode in (75, 128 + signal.SIGTERM)
     assert re.search(r"rank 1 waits for the other processes to join it \(.*rendezvous.* at start-up", said), said
 
@@ -373,8 +371,10 @@ class Surplus(Tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["small", "large", "all_gather"])
-@pytest.mark.parametrize("options", [{}, {"reproducible": "bitwise"}])
+@pytest.mark.parametrize(
+    ("how", "options"),
+    [("small", {}), ("large", {}), ("all_gather", {}), ("small", {"reproducible": "bitwise"})],
+)
 def test_a_surplus_collective_that_waits(trainer, how, options):
     """It pairs with nothing of Legato's: all wait for good, which is seen within seconds."""
     with pytest.raises(DisagreementError) as caught:

@@ -3,12 +3,11 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from forked import Forked, completed, run_module, run_script
 from waiting import free_port, own_lines
 
 from legato.trainer.errors import ConfigError
@@ -136,14 +135,12 @@ def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
         mpi |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": str(at_mpi)}
         meetings = [(hand | address, None), (hand, by_tcp), (hand, by_file), (hand | address, "env://")]
         meetings += [(slurm, None), (mpi, None)]
-        command = [sys.executable, str(script), json.dumps(meetings)]
-        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        processes.append(Forked(run_script, script, json.dumps(meetings)))
     try:
         outputs = [own_lines(process.communicate(timeout=60)[0]) for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     for rank, output in enumerate(outputs):
         origins = ["environment"] * 4 + ["slurm", "mpi"]
         assert output == [f"{origin} {rank} {rank} 2 1 3.0" for origin in origins]
@@ -174,11 +171,8 @@ environment.leave_process_group()
 def test_torchrun_is_joined_and_its_restart_as_well(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path)], env=environment, capture_output=True, text=True, timeout=90, check=False
-    )
+    words = "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", str(script)
+    done = completed(run_module, *words, str(tmp_path), env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in (0, 1)] == [
         f"torchrun {rank} 2 1 4.0" for rank in (0, 1)

@@ -1,13 +1,12 @@
 """Several nodes: two network namespaces joined by a cable, under torchrun and Legato's launcher; elastic nodes."""
 
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from forked import Forked, run_module
 from torch.distributed import TCPStore
 
 from legato.trainer.errors import ConfigError
@@ -120,19 +119,15 @@ def test_two_nodes_with_legatos_own_launcher(cable, folder):
 def test_torchruns_elastic_nodes(folder):
     """Two agents of one to two nodes, whose store neither of them takes along when it ends first."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
-    agent += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false,last_call_timeout=8"]
-    agent += ["--local-addr=127.0.0.1"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    nodes = [subprocess.Popen([*agent, "script.py"], **pipes) for _ in range(2)]
+    words = ["torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+    words += [f"--rdzv-endpoint=127.0.0.1:{store.port}", "--rdzv-conf=is_host=false,last_call_timeout=8"]
+    words += ["--local-addr=127.0.0.1"]
+    nodes = [Forked(run_module, *words, "script.py") for _ in range(2)]
     try:
         ends = [node.communicate(timeout=240) for node in nodes]
     finally:
         for node in nodes:
-            if node.poll() is None:
-                node.send_signal(signal.SIGTERM)
-                time.sleep(1)
-                node.kill()
+            node.kill()
     assert [node.returncode for node in nodes] == [0, 0], ends
     assert sum(out.count(alone()) for out, _ in ends) == 4
     assert sum(errors.count("4 processes on 2 nodes, started by torchrun") for _, errors in ends) == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import unanswered_run
-from forked import Forked
+from forked import Forked, run_module, run_script
 from waiting import members, wait_until
 
 from legato.trainer.checkpoints import store
@@ -196,12 +196,15 @@ def test_a_wakeup_descriptor_of_an_event_loop_hears_signals_too(trainer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.0, 0.5, 1.5, 3.0])
-def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, seconds):
-    """The server that workers are forked from is told, too."""
+@pytest.mark.parametrize(("forked", "seconds"), [(False, 1.5), (True, 0.0), (True, 0.1), (True, 0.4)])
+def test_a_signal_to_the_whole_group_while_workers_start(tmp_path, forked, seconds):
+    """The server that workers are forked from is told, too; not forked, while it imports torch."""
     script = tmp_path / "script.py"
     script.write_text(STARTS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
-    process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
+    if forked:
+        process = Forked(run_script, script)
+    else:
+        process = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         assert wait_until((tmp_path / "begun").exists, 60)
         time.sleep(seconds)
@@ -243,12 +246,12 @@ def test_torchrun(tmp_path):
     """The agent passes SIGTERM on; the ranks end themselves, before the agent would kill them without a word."""
     script = tmp_path / "script.py"
     script.write_text(TORCHRUN.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    words = "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)
+    process = Forked(run_module, *words)
     try:
         assert wait_until((tmp_path / "stuck").exists, 120)
         os.kill(process.pid, signal.SIGTERM)
-        errors = process.communicate(timeout=25)[1]
+        errors = process.communicate(timeout=60)[1]
     finally:
         for member in members(process.pid):
             os.kill(member, signal.SIGKILL)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from forked import Forked, run_script
 from waiting import free_port, own_lines, runs, wait_until
 
 pytestmark = pytest.mark.slow
@@ -87,10 +88,7 @@ run_workers(sleep, 2)
 def test_ctrl_c_lets_workers_finish_and_a_second_one_breaks_nothing(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(INTERRUPTED)
-    command = [sys.executable, str(script), str(tmp_path)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = Forked(run_script, script, str(tmp_path))
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 30)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
@@ -98,10 +96,9 @@ def test_ctrl_c_lets_workers_finish_and_a_second_one_breaks_nothing(tmp_path: Pa
         os.killpg(process.pid, signal.SIGINT)
         assert wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2, 30)
         os.killpg(process.pid, signal.SIGINT)
-        output, errors = process.communicate(timeout=20)
+        output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-        process.wait()
     assert output == "saved, told 2 times\n"  # the second press is for whoever does not answer the first
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
@@ -139,8 +136,8 @@ def test_workers_die_with_their_caller(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     orphans = [int(path.name.removeprefix("ready-")) for path in tmp_path.glob("ready-*")]
-    assert wait_until(lambda: not any(runs(orphan) for orphan in orphans), 2)
-    assert wait_until(lambda: not list(tmp_path.glob("legato-*")), 2)
+    assert wait_until(lambda: not any(runs(orphan) for orphan in orphans), 20)
+    assert wait_until(lambda: not list(tmp_path.glob("legato-*")), 20)
 
 
 NODE = """
@@ -165,19 +162,10 @@ def test_one_launcher_a_node(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(NODE)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script)],
-            env=os.environ | address | {"NODE_RANK": node},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for node in ("0", "1")
-    ]
+    processes = [Forked(run_script, script, env=os.environ | address | {"NODE_RANK": node}) for node in ("0", "1")]
     try:
         outputs = [own_lines(process.communicate(timeout=60)[0]) for process in processes]
     finally:
         for process in processes:
             process.kill()
-            process.wait()
     assert outputs == [["0 0 0 2 2 2.0"], ["1 0 1 2 2 2.0"]]

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -11,7 +10,8 @@ import psutil
 import pytest
 import torch
 from ddp_cases import TWO, Net, Spare, close, fit, in_one, trained
-from waiting import free_port
+from forked import Forked, run_program
+from waiting import free_port, runs, wait_until
 
 import legato as lg
 from legato.trainer.checkpoints import store
@@ -94,11 +94,9 @@ def start():
     """Start processes that end with the test."""
     started = []
 
-    def start_one(command, **environment):
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        process = subprocess.Popen(command, text=True, env={**os.environ, **environment}, **pipes)
-        started.append(process)
-        return process
+    def start_one(*words, **environment):
+        started.append(Forked(run_program, *words, env={**os.environ, **environment}))
+        return started[-1]
 
     yield start_one
     for process in started:
@@ -116,13 +114,10 @@ def test_own_launcher_torchrun_and_two_terminals_give_the_same(tmp_path, start):
     path = script(tmp_path)
     port = str(free_port())
     terminals = [
-        start([sys.executable, path, "2"], RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in range(2)
+        start(path, "2", RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)
     ]
-    torchrun = start(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path, "2"]
-    )
-    own = start([sys.executable, path, "2"])
+    torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path, "2")
+    own = start(path, "2")
     slope, samples = 0.0, [index / 6 for index in range(7)]
     for step in 3 * (samples[:4], samples[4:]):
         slope -= 0.1 * sum(2 * x * x * (slope - 2) for x in step) / len(step)
@@ -251,21 +246,15 @@ lg.Trainer(devices=2, strategy="ddp", accelerator="cpu", max_epochs=1000, defaul
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
 def test_ctrl_c_ends_a_run_and_leaves_nothing(tmp_path, start):
     (tmp_path / "script.py").write_text(INTERRUPTED)
-    process = start([sys.executable, str(tmp_path / "script.py"), str(tmp_path)])
-    deadline = time.monotonic() + 120
-    while len(list(tmp_path.glob("started-*"))) < 2:
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
+    process = start(tmp_path / "script.py", str(tmp_path))
+    assert wait_until(lambda: len(list(tmp_path.glob("started-*"))) == 2 or process.poll() is not None, 120)
+    assert process.poll() is None, process.communicate()[1]
     workers = psutil.Process(process.pid).children(recursive=True)
-    process.send_signal(signal.SIGINT)
-    interrupted_at = time.monotonic()
-    _, errors = process.communicate(timeout=60)
-    assert time.monotonic() - interrupted_at < 30
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)  # of 1000 epochs
     assert process.returncode not in (0, None)
     assert errors.rstrip().splitlines()[-1].startswith("KeyboardInterrupt")
-    _, alive = psutil.wait_procs(workers, timeout=5)
-    assert not alive
+    assert wait_until(lambda: not any(runs(worker.pid) for worker in workers), 30)
 
 
 # --- afterwards -------------------------------------------------------------------------------------------------------

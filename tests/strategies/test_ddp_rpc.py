@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from forked import completed, run_script
+from forked import completed, run_module, run_script
 from rpc_cases import QUIET, RPC, Ratings, fit, flat, in_one, loader, on_server
 from shared_processes import run_cases
 from torch import nn
@@ -261,9 +259,8 @@ pathlib.Path(__file__).with_name(f"found-{os.environ['RANK']}.json").write_text(
 @pytest.mark.slow
 def test_torchrun_starts_trainers_and_servers_and_several_stages_share_them(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    command = [*agent, str(tmp_path / "script.py"), str(Path(__file__).parents[1])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    agent = "torch.distributed.run", "--standalone", "--nproc-per-node", "3"
+    done = completed(run_module, *agent, str(tmp_path / "script.py"), str(Path(__file__).parents[1]), timeout=200)
     assert done.returncode == 0, done.stderr
     task = Ratings()
     in_one(task)
