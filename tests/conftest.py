@@ -24,7 +24,8 @@ workers.PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.d
 workers.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
 
 
-FIRST = ("test_preemption", "test_pages", "test_two_nodes", "test_sweep", "test_tuning", "test_new", "test_stored_runs")
+FIRST = ("test_preemption", "test_pages", "test_sharded_checkpoints", "test_bitwise", "test_two_nodes", "test_sweep")
+FIRST += ("test_tune", "test_tuning", "test_typing", "test_new", "test_stored_runs")
 """Files that take a minute, though they have few tests."""
 
 

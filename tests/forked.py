@@ -1,6 +1,7 @@
 """Programs that start in 20 ms, not in 3 s: forked from a server that has torch loaded. Else like subprocess.Popen.
 
-So do the Python programs that such a program starts by subprocess: trials of a sweep, torchrun's workers.
+So do the Python programs that such a program starts by subprocess: trials of a sweep, torchrun's workers. As a script,
+`python forked.py WORDS` is `python WORDS` but for that.
 """
 
 import atexit
@@ -118,8 +119,7 @@ def _enter(
 ) -> None:
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as a script has it; else loaders took the server's method
-    util.spawnv_passfds = _start_server
-    vars(subprocess)["_fork_exec"] = _start_python
+    _fork_programs()
     for number, path in enumerate(streams, 1):
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOCTTY)
         os.dup2(descriptor, number)
@@ -128,6 +128,11 @@ def _enter(
     os.environ.update(env)
     os.chdir(cwd)
     sys.exit(_end_code(function, *arguments))
+
+
+def _fork_programs() -> None:
+    util.spawnv_passfds = _start_server
+    vars(subprocess)["_fork_exec"] = _start_python
 
 
 def _end_code(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -155,7 +160,7 @@ def _start_server(path: str, arguments: Sequence[str], descriptors: Sequence[int
         return child
     try:
         _shed(descriptors)
-        del sys.modules["legato.trainer.processes.fork_server"]  # imported again, it blocks signals here
+        sys.modules.pop("legato.trainer.processes.fork_server", None)  # imported again, it blocks signals here
         exec(arguments[-1], {})
     finally:
         os._exit(0)
@@ -228,3 +233,11 @@ def _start_python(*given: Any) -> int:
         os._exit(code if isinstance(code, int) else int(code is not None))
     finally:
         os._exit(1)
+
+
+if __name__ == "__main__":
+    import legato.trainer.strategies.ddp
+    import legato.trainer.trainer  # noqa: F401
+
+    _fork_programs()
+    run_program(*sys.argv[1:])

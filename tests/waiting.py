@@ -39,7 +39,7 @@ def own_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if not line.startswith("[Gloo] ")]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 5) -> bool:
+def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:
     """Wait until a condition holds; return whether it came to that within so many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():

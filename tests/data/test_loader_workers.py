@@ -15,6 +15,7 @@ from forked import Forked
 from tiny import Tiny
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+from waiting import wait_until
 
 from legato.trainer.data.loaders import iterate_loader
 from legato.trainer.data.workers import WorkerSetup
@@ -85,11 +86,8 @@ class Endless(IterableDataset):
 
 
 def ended(processes):
-    """Whether all of them have ended within a second."""
-    deadline = time.monotonic() + 1
-    while any(one.is_alive() for one in processes) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return not any(one.is_alive() for one in processes)
+    """Whether all of them have ended, or end soon."""
+    return wait_until(lambda: not any(one.is_alive() for one in processes))
 
 
 @pytest.mark.slow

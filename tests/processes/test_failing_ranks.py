@@ -4,7 +4,6 @@ import itertools
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import psutil
 import pytest
 from tiny import Validated, make_data, make_loader
 from torch.utils.data import DataLoader, Dataset
+from waiting import wait_until
 
 import legato as lg
 from legato.callbacks import Checkpoint
@@ -93,16 +93,11 @@ def children():
 @pytest.fixture
 def nothing_left():
     warm_up()
-    deadline = time.monotonic() + 5
-    while len(children()) < 2 and time.monotonic() < deadline:  # the fork server and its resource tracker stay
-        time.sleep(0.02)
+    assert wait_until(lambda: len(children()) >= 2)  # the fork server and its resource tracker stay
     processes, memory = children(), shared_memory()
     yield
-    deadline = time.monotonic() + 5
-    while (children() - processes or shared_memory() - memory) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not children() - processes
-    assert not shared_memory() - memory
+    assert wait_until(lambda: children() <= processes), children() - processes
+    assert wait_until(lambda: shared_memory() <= memory), shared_memory() - memory
 
 
 CASES = [(way, place, 2) for way, place in itertools.product(WAYS, PLACES)] + [(way, "step", 4) for way in WAYS]

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -76,13 +75,11 @@ def ended(tmp_path):
     [("import", 2, "OSError: no data on this node"), ("init", 1, "no room on this node")],
 )
 def test_a_rank_that_fails_before_the_rendezvous_ends_the_others(ended, who, when, code, words):
-    start = time.monotonic()
     codes, said = ended(who, when)
     assert codes == [code, code], said
     assert words in said[who]
     assert f"legato: Rank {who} of 2 failed before it met the others: " in said[1 - who]
     assert words in said[1 - who]
-    assert time.monotonic() < start + 60
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -26,14 +26,10 @@ TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
 def nothing_left():
     """After the test no process is left that was not there before but the fork server and its helper."""
     warm_up()
-    deadline = time.monotonic() + 10
-    while len(before := set(psutil.Process().children(recursive=True))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    assert wait_until(lambda: len(psutil.Process().children(recursive=True)) >= 2)
+    before = set(psutil.Process().children(recursive=True))
     yield
-    deadline = time.monotonic() + 10
-    while (left := set(psutil.Process().children(recursive=True)) - before) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left
+    assert wait_until(lambda: set(psutil.Process().children(recursive=True)) <= before)
 
 
 def line_of(function, text):
@@ -121,7 +117,7 @@ def test_a_validation_that_hangs(trainer):
 
     said = hang(trainer(**TWO), Sleeps(), make_loader(16), make_loader(32))
     assert re.search(
-        r"rank 0 is in test_hangs\.py:\d+ \(validation_step\) since \d s, at step \d, batch 2 of valid", said
+        r"rank 0 is in test_hangs\.py:\d+ \(validation_step\) since \d+ s, at step \d, batch 2 of valid", said
     )
 
 
@@ -154,13 +150,13 @@ def test_a_hang_may_be_followed_by_a_restart(trainer, tmp_path):
 def test_slow_is_not_stuck(trainer):
     class Slow(Validated):
         def training_step(self, batch, batch_idx):
-            time.sleep(0.25)
+            time.sleep(0.4)
             return super().training_step(batch, batch_idx)
 
         def validation_step(self, batch, batch_idx):
-            time.sleep(0.25)
+            time.sleep(0.4)
 
-    made = trainer(hang_timeout=0.8, accumulate_grad_batches=4, num_sanity_val_steps=0)
+    made = trainer(hang_timeout=1.5, accumulate_grad_batches=4, num_sanity_val_steps=0)
     made.fit(Slow(), make_loader(24), make_loader(16))
     assert made.global_step == 2
 
@@ -177,9 +173,9 @@ def test_a_report_comes_by_default_and_the_run_goes_on(trainer, capfd):
     made.fit(Slow(), make_loader(48))
     said = capfd.readouterr().err
     assert made.global_step == 6
-    assert 1 <= said.count("the run is not ended") <= 2  # after 1 s, and after twice as many
+    assert 1 <= said.count("the run is not ended") <= 3  # after 1 s, then after twice as many
     line = line_of(Slow.on_train_batch_end, "the line that is named")
-    assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(on_train_batch_end\) since \d s, at step", said), said
+    assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(on_train_batch_end\) since \d+ s, at step", said), said
     assert "The others wait for rank 1." in said
     assert f"line {line} in on_train_batch_end" in stacks(made, 1)
 
@@ -463,7 +459,7 @@ def test_a_single_process(tmp_path):
     done = completed(run_script, script)
     assert done.returncode == 1
     assert done.stderr.startswith("HangError: No progress for 2 s")
-    assert re.search(r"The process is in script\.py:8 \(training_step\) since 2 s, at step 3\.?\n", done.stderr)
+    assert re.search(r"The process is in script\.py:8 \(training_step\) since \d+ s, at step 3\.?\n", done.stderr)
     assert "Traceback" not in done.stderr
     assert "script.py" in (tmp_path / "default/version_0/hang/rank-0.txt").read_text()
 

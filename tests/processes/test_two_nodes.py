@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 from forked import Forked, run_module
 from torch.distributed import TCPStore
@@ -37,6 +38,7 @@ wait $second
 """
 """Runs a command in two namespaces, which have each their own loopback and see each other through a veth pair only."""
 
+PYTHON = sys.executable, str(Path(forked.__file__))
 TASK = """
 import sys
 import legato as lg
@@ -93,9 +95,9 @@ def on_two_nodes(*command):
 
 @pytest.mark.slow
 def test_two_nodes_with_torchrun(cable, folder):
-    node = "$0 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=$NODE_RANK"
+    node = "$0 $1 -m torch.distributed.run --nnodes=2 --nproc-per-node=2 --node-rank=$NODE_RANK"
     command = f"{node} --master-addr=$MASTER_ADDR --master-port=$MASTER_PORT script.py"
-    out, errors, other = on_two_nodes("bash", "-c", command, sys.executable)
+    out, errors, other = on_two_nodes("bash", "-c", command, *PYTHON)
     assert out.count(alone()) == 2
     assert other.count(alone()) == 2
     assert errors.count("4 processes on 2 nodes, started by torchrun, met at 10.77.0.1:29400") == 1
@@ -106,7 +108,7 @@ def test_two_nodes_with_torchrun(cable, folder):
 
 @pytest.mark.slow
 def test_two_nodes_with_legatos_own_launcher(cable, folder):
-    out, errors, other = on_two_nodes(sys.executable, "script.py", "own")
+    out, errors, other = on_two_nodes(*PYTHON, "script.py", "own")
     assert out.count(alone()) == 2
     assert other.count(alone()) == 2
     assert errors.count("4 processes on 2 nodes, started by legato, met at 10.77.0.1:29400") == 1

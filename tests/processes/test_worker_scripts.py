@@ -90,11 +90,11 @@ def test_ctrl_c_lets_workers_finish_and_a_second_one_breaks_nothing(tmp_path: Pa
     script.write_text(INTERRUPTED)
     process = Forked(run_script, script, str(tmp_path))
     try:
-        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 30)
+        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
         time.sleep(0.3)
         os.killpg(process.pid, signal.SIGINT)
-        assert wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2, 30)
+        assert wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2, 60)
         os.killpg(process.pid, signal.SIGINT)
         output, errors = process.communicate(timeout=60)
     finally:
@@ -129,12 +129,12 @@ def test_workers_die_with_their_caller(tmp_path: Path) -> None:
     """One waits in a collective, the other runs in circles; the private folder goes too."""
     script = tmp_path / "script.py"
     script.write_text(ORPHANS)
-    process = subprocess.Popen([sys.executable, str(script), str(tmp_path)], env=os.environ | {"TMPDIR": str(tmp_path)})
+    process = Forked(run_script, script, str(tmp_path), env=os.environ | {"TMPDIR": str(tmp_path)})
     try:
-        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 30)
+        assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60)
     finally:
-        process.kill()
-        process.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        process.communicate()
     orphans = [int(path.name.removeprefix("ready-")) for path in tmp_path.glob("ready-*")]
     assert wait_until(lambda: not any(runs(orphan) for orphan in orphans), 20)
     assert wait_until(lambda: not list(tmp_path.glob("legato-*")), 20)

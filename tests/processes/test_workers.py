@@ -192,7 +192,7 @@ def test_the_rank_that_failed_is_shown_last_with_its_own_traceback() -> None:
     started = time.monotonic()
     with pytest.raises(ValueError, match="what rank 1 says") as caught:
         run_workers(work, 2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
     text = printed(caught.value)
     assert text.count("ValueError: what rank 1 says") == 1
     assert text.rstrip().splitlines()[-1] == "ValueError: what rank 1 says"
@@ -252,7 +252,7 @@ def test_survivors_that_do_not_listen_are_killed() -> None:
     started = time.monotonic()
     with pytest.raises(TaskError, match="rank 1 is done for"):
         run_workers(work, 2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 40
 
 
 @pytest.mark.slow

@@ -240,7 +240,7 @@ def fit(trainer: lg.Trainer, scene: Scene, faults: list[Fault], resume: str | No
     let_go(problem)
     del loaders
     found = changes(before, process_state())
-    deadline, left = time.monotonic() + 3, []
+    deadline, left = time.monotonic() + 30, []
     while persistent is None and (left := _left(processes, files, threads)) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

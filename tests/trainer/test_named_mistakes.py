@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import forked
 import pytest
 import torch
 from tiny import Tiny, Validated, make_data, make_loader
@@ -330,7 +331,7 @@ def test_a_full_shared_memory_is_named_with_its_size(tmp_path, layout):
     if subprocess.run(["unshare", "-Urm", "sh", "-c", mount], capture_output=True).returncode:
         pytest.skip("this machine lets no user mount")
     (tmp_path / "script.py").write_text(FULL.format(path=sys.path, layout=layout))
-    command = ["unshare", "-Urm", "sh", "-c", f"{mount} && exec {sys.executable} script.py"]
+    command = ["unshare", "-Urm", "sh", "-c", f"{mount} && exec {sys.executable} {forked.__file__} script.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, env=os.environ)
     assert "/dev/shm is full" in done.stdout, done.stderr
     assert "1.0 MiB" in done.stdout
