@@ -16,7 +16,7 @@ from waiting import runs, wait_until
 
 from legato.trainer.__main__ import main
 from legato.trainer.commands.tune.measure import compare_in_turn, judge
-from legato.trainer.commands.tune.settings import groups, larger_batches, of_workers, precisions
+from legato.trainer.commands.tune.settings import groups, larger_batches, last_group, of_workers, precisions
 
 TASK = """
 import time
@@ -51,6 +51,8 @@ class Line(lg.Task):
     def training_step(self, batch, batch_idx):
         if torch.get_num_threads() == 1:
             raise ZeroDivisionError("not with one thread\\nmore of it")
+        if len(batch) > 4:
+            raise torch.OutOfMemoryError("out of memory: there is room for 4")
         return self.layer(batch).square().mean()
 
     def configure_optimizers(self):
@@ -81,6 +83,9 @@ def started(*words: str) -> Forked:
     return Forked(run_module, "legato.trainer", "tune", "slow.yaml", "--seconds", "3", *words)
 
 
+TRIED = re.compile(r" \d+\.\d\d  (kept, changes the result|slower|no faster)")
+
+
 # --- real trials ----------------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_what_is_faster_is_kept_and_fit_takes_it(folder: Path) -> None:
@@ -100,6 +105,17 @@ def test_what_is_faster_is_kept_and_fit_takes_it(folder: Path) -> None:
     assert main(["config", "fast.yaml"]) == 0
     fit = completed(run_module, "legato.trainer", "fit", "fast.yaml", "trainer.max_steps=2", "loggers=null")
     assert fit.returncode == 0, fit.stderr
+
+
+@pytest.mark.slow
+def test_larger_batches_are_tried_on_two_processes(folder: Path) -> None:
+    words = "trainer.devices=2", "trainer.strategy=ddp", "trainer.limit_train_batches=50", "--seconds", "0.5"
+    process = started(*words, "--batch-size", "--only", "data.batch_size")
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    rows = {line.split()[0]: line for line in out.splitlines()}
+    assert "2 x cpu" in rows["as"]
+    assert TRIED.search(rows["data.batch_size=4"])
 
 
 @pytest.mark.slow
@@ -166,7 +182,7 @@ def test_only_what_is_better_than_the_noise_is_better() -> None:
 
 
 def test_what_is_clearly_worse_ends_early_and_what_is_undecided_late() -> None:
-    for values, blocks in (((50.0,), 3), ((100.0,), 6), ((130.0, 80.0) * 8, 15)):
+    for values, blocks in (((50.0,), 3), ((100.0,), 6), ((130.0, 80.0) * 15, 30)):
         count, candidate = [0], speeds(*values)
 
         def counted(count: list[int] = count, candidate: Any = candidate) -> float:
@@ -196,6 +212,7 @@ FACTS = {
     "batch_size": 16,
     "optimizers": ["AdamW"],
     "kernels": ["foreach", "fused"],
+    "blocks": (),
     "images": True,
     "batch_norm": False,
     "automatic": True,
@@ -247,6 +264,13 @@ def test_what_would_change_the_result_is_not_tried(facts: dict[str, Any], traine
     assert sum(said in one for one in found) == 1
     if "bitwise" in said:
         assert not any("bucket" in one for one in found)
+
+
+def test_equal_blocks_are_compiled_before_the_whole() -> None:
+    names = [one.name for one in last_group({"trainer": TRAINER}, FACTS | {"blocks": ("Block",)})]
+    assert names == ["trainer.compile={blocks: [Block]}", "trainer.compile=true"]
+    assert [one.name for one in last_group({"trainer": TRAINER}, FACTS)] == ["trainer.compile=true"]
+    assert last_group({"trainer": TRAINER | {"compile": True}}, FACTS) == []
 
 
 def test_larger_batches_say_what_the_learning_rate_becomes() -> None:

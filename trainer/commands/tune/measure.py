@@ -19,7 +19,7 @@ from ..sweep.folder import write_json
 from .pace import BLOCK, ERROR, FACTS, LOG, ORDER, SECONDS_BETWEEN_LOOKS, WORDS
 
 _RUN_PACED = f"import sys; from {__package__}.pace import enter_paced; sys.exit(enter_paced())"
-FEWEST, MOST = 6, 15
+FEWEST, MOST = 6, 30
 """Blocks of a candidate: with FEWEST it may be kept, after MOST it is given up."""
 LEAST_GAIN = 0.01
 """A gain below this is not worth a line in a config."""

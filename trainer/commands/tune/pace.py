@@ -87,6 +87,8 @@ def facts_of(trainer: "Trainer", task: "Task") -> dict[str, Any]:
     import torch
     from torch import nn
 
+    from ...optimization.kernels import find_blocks
+
     batch_norms = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
     data = trainer.current_run.data.training
     loader = getattr(getattr(data, "source", None), "loader", None)
@@ -106,6 +108,7 @@ def facts_of(trainer: "Trainer", task: "Task") -> dict[str, Any]:
         "batch_size": getattr(getattr(data, "source", None), "batch_size", None),
         "optimizers": [type(one).__name__ for one in trainer.optimizers],
         "kernels": sorted(set.intersection(*kernels)) if kernels else [],
+        "blocks": find_blocks(task),
         "images": any(isinstance(one, nn.Conv2d) for one in modules),
         "batch_norm": any(isinstance(one, batch_norms) for one in modules),
         "automatic": task.automatic_optimization,

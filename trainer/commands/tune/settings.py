@@ -96,9 +96,10 @@ def _micro_batches(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
         ]
 
 
-def last_group(config: Mapping[str, Any]) -> Group:
-    """Return what comes last, since it takes long to start."""
-    return [] if config["trainer"]["compile"] else [Setting({"trainer.compile": True}, LAST_BITS)]
+def last_group(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Group:
+    """Return what comes last, since it takes long to start: equal blocks compiled as one, then the whole."""
+    ways: list[Any] = [{"blocks": list(facts["blocks"])}] if facts["blocks"] else []
+    return [Setting({"trainer.compile": way}, LAST_BITS) for way in [*ways, True] if not config["trainer"]["compile"]]
 
 
 def precisions(config: Mapping[str, Any]) -> Group:
@@ -134,4 +135,6 @@ def _skipped(key: str, reason: str) -> Group:
 def _word(value: Any) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_word(one)}" for name, one in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
