@@ -5,12 +5,18 @@ tensor's bytes from where they are. The library reads the result.
 """
 
 import base64
+import errno
 import hashlib
 import json
 import math
+import mmap
 import os
+import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path, PurePath
@@ -43,7 +49,9 @@ DTYPE_NAMES = {
 }
 TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CHUNK = 1 << 20
-_BLOCK = 1 << 26
+_BLOCK = 8 << 20
+_DIRECT_FROM = 64 << 20
+"""Bytes from which a file is written past the page cache."""
 
 
 class FileSum(NamedTuple):
@@ -56,21 +64,26 @@ class FileSum(NamedTuple):
 class HashedFile:
     """New file that is hashed while it is written and synced when it is closed; `sum` is set afterwards."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int = 0) -> None:
+        """`size`: about how many bytes will be written; a large file goes to the disk past the page cache."""
         self.sum = FileSum(0, "")
         self._size = 0
         self._hash = hashlib.sha256()
         # O_EXCL and O_NOFOLLOW: never through a link, nor into a file that another process has begun
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._blocks: BlockWriter | None = None
+        if size >= _DIRECT_FROM and _set_direct(self._descriptor, True):
+            self._blocks = BlockWriter(self._descriptor, self._hash)
 
     def write(self, data: memoryview | bytes) -> None:
-        """Append data. Hashing on a second thread was no faster with a process of the run on every core."""
+        """Append data."""
         view = memoryview(data)
-        self._hash.update(view)
         self._size += view.nbytes
-        while view.nbytes:  # in blocks: each is progress of the save; a full disk takes less than a block
-            view = view[os.write(self._descriptor, view[:_BLOCK]) :]
-            SAVES.record()
+        if self._blocks is not None:
+            self._blocks.write(view)
+        else:
+            self._hash.update(view)
+            write_all(self._descriptor, view)
 
     def __enter__(self) -> "HashedFile":
         return self
@@ -79,11 +92,107 @@ class HashedFile:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
+            if self._blocks is not None:
+                self._blocks.close(complete=kind is None)
             if kind is None:
                 os.fsync(self._descriptor)
                 self.sum = FileSum(self._size, self._hash.hexdigest())
         finally:
             os.close(self._descriptor)
+
+
+class BlockWriter:
+    """Writes a file in blocks past the page cache; two threads write and hash a block while the next is filled.
+
+    The kernel's copy into fresh pages takes longer than the disk, and more of a processor than the hash.
+    """
+
+    def __init__(self, descriptor: int, digest: Any) -> None:
+        self._descriptor, self._hash = descriptor, digest
+        self._blocks = [np.frombuffer(mmap.mmap(-1, _BLOCK), np.uint8) for _ in range(2)]  # aligned, as the disk wants
+        self._filled = 0
+        # beside training, not where it waits for the save
+        in_background = threading.current_thread() is not threading.main_thread()
+        self._threads = ThreadPoolExecutor(2, "legato-checkpoint-file", _lower_priority if in_background else None)
+        self._pending: list[Future[None]] = []
+
+    def write(self, data: memoryview) -> None:
+        """Append data."""
+        source = np.frombuffer(data, np.uint8)
+        while source.size:
+            count = min(source.size, _BLOCK - self._filled)
+            np.copyto(self._blocks[0][self._filled : self._filled + count], source[:count])
+            source, self._filled = source[count:], self._filled + count
+            if self._filled == _BLOCK:
+                self._flush()
+
+    def close(self, complete: bool) -> None:
+        """Write the rest, if the file is to be `complete`, and end the threads."""
+        try:
+            if complete:
+                self._wait()
+                _set_direct(self._descriptor, False)  # which takes whole pages only
+                rest = self._blocks[0][: self._filled].data
+                self._hash.update(rest)
+                write_all(self._descriptor, rest)
+        finally:
+            self._threads.shutdown()
+
+    def _flush(self) -> None:
+        self._wait()
+        block, self._filled = self._blocks[0].data, 0
+        self._blocks.reverse()
+        self._pending = [self._start(self._hash.update, block), self._start(write_all, self._descriptor, block)]
+
+    def _start(self, action: Callable[..., None], *arguments: Any) -> "Future[None]":
+        try:
+            return self._threads.submit(action, *arguments)
+        except RuntimeError:  # the interpreter is ending and starts no thread; the save is finished nevertheless
+            action(*arguments)
+            done: Future[None] = Future()
+            done.set_result(None)
+            return done
+
+    def _wait(self) -> None:
+        for future in self._pending:
+            future.result()
+
+
+def _lower_priority() -> None:
+    """Give this thread a tenth of a core where training takes all, a whole one where it does not.
+
+    Only threads that hold Python's lock for moments: the main thread would wait for a slow one that holds it.
+    """
+    if sys.platform == "linux":  # elsewhere it is the priority of the whole process
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
+
+
+def write_all(descriptor: int, view: memoryview) -> None:
+    """Write all bytes of a view, in blocks: each is progress of the save, and a full disk takes less than one."""
+    while view.nbytes:
+        try:
+            view = view[os.write(descriptor, view[:_BLOCK]) :]
+        except OSError as error:
+            # some file systems accept the flag and refuse the write, and after a part of a block its rest is no page
+            if error.errno != errno.EINVAL or not _set_direct(descriptor, False):
+                raise
+        SAVES.record()
+
+
+def _set_direct(descriptor: int, wanted: bool) -> bool:
+    """Have writes pass by the page cache, or not; return whether that changed."""
+    direct = getattr(os, "O_DIRECT", 0)
+    if not direct:
+        return False
+    import fcntl  # not on every platform
+
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    if bool(flags & direct) == wanted:
+        return False
+    with suppress(OSError):  # as tmpfs and some network file systems raise
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags ^ direct)
+        return True
+    return False
 
 
 def write_bytes(path: Path, data: bytes) -> FileSum:
@@ -109,7 +218,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileSum:
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
     # the format wants the data to begin at a multiple of 8 bytes
     text += b" " * (-len(text) % 8)
-    with HashedFile(path) as file:
+    with HashedFile(path, end) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             if tensors[name].nbytes:

@@ -1,0 +1,142 @@
+"""A checkpoint of 2 GB: its rate against as many bytes written with an fsync, and what it costs the steps beside it.
+
+Run: python -m benchmarks.checkpoint_disk [--megabytes 2000] [--rounds 3] [--folder FOLDER]
+
+The rate: a save, and as many bytes written as `dd bs=1M conv=fsync` does, in turn, with the disk idle before each.
+Beside it: two processes, each with one thread, compute steps of an MLP (as two ranks on two cores do). One of them
+saves in the background; compared are the steps of both during saves and those between saves, in turn. The stall in
+which the state is copied is shown by itself.
+"""
+
+import argparse
+import multiprocessing
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.checkpoint import state_of
+from legato.trainer.checkpoints import background, commit, store
+from legato.trainer.checkpoints.format import flatten
+
+
+def taken(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds and the CPU seconds of a call."""
+    os.sync()
+    wall, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - wall, time.process_time() - cpu
+
+
+def write_and_sync(path: Path, size: int) -> None:
+    """Write a file as `dd conv=fsync` does."""
+    block = memoryview(bytearray(os.urandom(1 << 20)))
+    with path.open("wb", buffering=0) as file:
+        for _ in range(size >> 20):
+            file.write(block)
+        os.fsync(file.fileno())
+
+
+def rate(folder: Path, size: int, rounds: int, save: Callable[[Path], object]) -> None:
+    """Print the rate of a save against that of the disk."""
+    saves, plain = [], []
+    for _ in range(rounds):
+        saves.append(taken(lambda: save(folder / "step-00000001")))
+        commit.remove(folder / "step-00000001")
+        plain.append(taken(lambda: write_and_sync(folder / "plain", size)))
+        (folder / "plain").unlink()
+    ratio = statistics.median(one[0] / other[0] for one, other in zip(saves, plain, strict=True))
+    print(f"{size / 1e6:,.0f} MB{'':24}{'seconds':>9}{'MB/s':>8}{'CPU s':>8}{'of dd':>8}")
+    for name, rows, of in (("save, hashed and synced", saves, ratio), ("dd conv=fsync", plain, 1.0)):
+        wall, cpu = (statistics.median(column) for column in zip(*rows, strict=True))
+        print(f"{name:<32}{wall:>9.2f}{size / wall / 1e6:>8.0f}{cpu:>8.2f}{of:>8.2f}", flush=True)
+
+
+class Steps:
+    """Computes steps of about 5 ms, and notes when each began and how long it took."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10))
+        self.optimizer, self.inputs = torch.optim.SGD(self.model.parameters(), 0.01), torch.randn(128, 256)
+        self.noted: list[tuple[float, float]] = []
+
+    def run(self, goes_on: Callable[[], bool]) -> None:
+        while goes_on():
+            began = time.perf_counter()
+            self.optimizer.zero_grad()
+            self.model(self.inputs).square().mean().backward()
+            self.optimizer.step()
+            self.noted.append((began, time.perf_counter() - began))
+
+
+def other_rank(connection: Connection) -> None:
+    steps = Steps()
+    steps.run(lambda: not connection.poll())
+    connection.send(steps.noted)
+
+
+def beside(folder: Path, rounds: int, state: dict[str, object]) -> None:
+    """Print how much longer a step takes during a background save."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=other_rank, args=(there,))
+    process.start()
+    steps, writer, path = Steps(), background.Writer(), folder / "step-00000001"
+    writer.save(path, state)  # touches the memory of the copy
+    writer.wait()
+    stalls: list[float] = []
+    spans: list[tuple[float, float, float]] = []
+    for _ in range(rounds):
+        quiet = time.perf_counter()
+        steps.run(lambda until=quiet + 4: time.perf_counter() < until)  # type: ignore[misc]
+        began = time.perf_counter()
+        writer.save(path, state)
+        stalls.append(time.perf_counter() - began)
+        copied = time.perf_counter()
+        steps.run(lambda: any(thread.name == "legato-checkpoint" for thread in threading.enumerate()))
+        spans.append((quiet, copied, time.perf_counter()))
+        writer.wait()
+    here.send("end")
+    theirs = here.recv()
+    process.join()
+    writer.close()
+    print(f"\n{'beside a background save':<32}{'seconds':>9}{'step':>8}{'without':>9}{'ratio':>8}")
+    for name, noted in (("steps of the rank that saves", steps.noted), ("steps of the other rank", theirs)):
+        ratios = [mean_step(noted, copied, end) / mean_step(noted, quiet, quiet + 4) for quiet, copied, end in spans]
+        during = statistics.median(mean_step(noted, copied, end) for _, copied, end in spans)
+        without = statistics.median(mean_step(noted, quiet, quiet + 4) for quiet, _, _ in spans)
+        length = statistics.median(end - copied for _, copied, end in spans)
+        print(f"{name:<32}{length:>9.1f}{during * 1e3:>8.2f}{without * 1e3:>9.2f}{statistics.median(ratios):>8.2f}")
+    print(f"{'stall: the copy in memory':<32}{statistics.median(stalls):>9.2f}")
+
+
+def mean_step(noted: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """Return the mean seconds of the steps that began in this time."""
+    return statistics.fmean(seconds for began, seconds in noted if begin <= began < end)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=2000)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
+    options = parser.parse_args()
+    state = state_of(options.megabytes)
+    folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
+    try:
+        rate(folder, flatten(state).nbytes, options.rounds, lambda path: store.write(path, state))
+        beside(folder, options.rounds, state)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
