@@ -14,6 +14,8 @@ HERE = Path(__file__).parent
 QUICK = {
     "bitwise": ["--rounds", "2", "--steps", "4", "--workloads", "gpt"],
     "checkpoint": ["--quick"],
+    "checkpoint_disk": ["--megabytes", "500", "--rounds", "2"],
+    "ddp_step": ["--blocks", "40"],
     "elastic": ["--processes", "2", "--kills", "4"],
     "imports": ["--rounds", "3"],
     "memory": ["--steps", "4"],

@@ -22,6 +22,7 @@ torch.set_num_threads(1)
 # only the slow part: when it is imported, it looks up which rank it is in.
 workers.PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.datasets", "tensorboard.summary.writer"]
 workers.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
+workers.PRELOAD += ["torch._dynamo"]  # for tests that compile, or are bitwise
 
 
 FIRST = ("test_preemption", "test_pages", "test_sharded_checkpoints", "test_bitwise", "test_two_nodes", "test_sweep")

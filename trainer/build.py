@@ -64,7 +64,7 @@ from .run_directory import is_run
 from .run_status import finite_only
 from .strategies import STRATEGIES
 from .strategies.strategy import Strategy
-from .torch_private import take_public_ways
+from .torch_private import spare_compiler, take_public_ways
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -694,6 +694,7 @@ def dealing(call: Call) -> Dealing:
 def make_optimizers(call: JoinedCall) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
+    spare_compiler()
     optimizers, schedulers = read_optimizers(trainer.configured(task), task.automatic_optimization)
     for callback in trainer.callbacks:
         callback.extend_optimizers(task, optimizers)

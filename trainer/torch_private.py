@@ -14,12 +14,13 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property, partial, wraps
+from functools import cache, cached_property, partial, wraps
+from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from itertools import repeat
 from multiprocessing import resource_sharer
 from multiprocessing.queues import Queue
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
@@ -765,7 +766,12 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     ):
         return optimizer.step  # type: ignore[no-any-return]
     optimizer._opt_called = True  # schedulers replace `step` to warn if they are stepped before it
-    return function.__wrapped__.__get__(optimizer)  # type: ignore[no-any-return]
+    step = function.__wrapped__
+    # without a call of a function of ours
+    spared = "torch._dynamo" not in sys.modules and COMPILER.usable
+    if spared and step.__code__ is _sets_grad_mode() and not optimizer.defaults["differentiable"]:
+        step = _without_grad(step.__wrapped__)
+    return step.__get__(optimizer)  # type: ignore[no-any-return]
 
 
 def _behind_scheduler(step: Any) -> Any:
@@ -797,6 +803,79 @@ SCHEDULERS = Shortcut(
 def schedulers_within(scheduler: Any) -> Sequence[Any]:
     """Return the learning rate schedulers that another one calls."""
     return getattr(scheduler, "_schedulers", ()) if SCHEDULERS.usable else ()
+
+
+# --- torch's compiler -------------------------------------------------------------------------------------------------
+def _asks_compiler() -> bool:
+    constructor = nn.parallel.DistributedDataParallel.__init__.__code__
+    return (
+        all("__dynamo_disable" in one.__code__.co_consts and callable(one.__wrapped__) for one in _tell_compiler())
+        and {"_dynamo", "utils", "get_optimize_ddp_mode"} <= set(constructor.co_names)
+        and {"_dynamo", "graph_break", "set_grad_enabled"} <= set(_sets_grad_mode().co_names)
+    )
+
+
+@cache
+def _sets_grad_mode() -> Any:
+    """Return the code that torch wraps around a step: it sets the gradient mode, and breaks the compiler's graph."""
+    return optimizer_module._use_grad_for_differentiable(lambda optimizer: None).__code__
+
+
+_without_grad = cache(torch.no_grad())
+
+
+def _tell_compiler() -> list[Any]:
+    """Return the methods that exclude themselves from compilation when they are first called."""
+    optimizer, ddp = torch.optim.Optimizer, vars(nn.parallel.DistributedDataParallel)
+    methods = [optimizer.add_param_group, optimizer.zero_grad, optimizer.state_dict, optimizer.load_state_dict]
+    return [*methods, ddp["_inside_ddp_forward"].__wrapped__]
+
+
+COMPILER = Shortcut(
+    "__dynamo_disable, and what optimizers and DDP ask torch._dynamo",
+    "each process that trains imports torch's compiler, which takes 1.5 s",
+    _asks_compiler,
+)
+
+
+def _needs_compiler() -> bool:
+    return "torch._dynamo" in sys.modules or not COMPILER.usable
+
+
+def spare_compiler() -> None:
+    """Have optimizers and DDP not import torch's compiler, which takes as long as torch itself, only to tell it what
+    not to compile; they do that once something else imports it."""
+    if _needs_compiler() or any(isinstance(finder, _CompilerImport) for finder in sys.meta_path):
+        return
+    for method in _tell_compiler():
+        method.__wrapped__.__dynamo_disable = method.__wrapped__  # what torch calls, in place of one that is excluded
+    sys.meta_path.insert(0, _CompilerImport())
+
+
+class _CompilerImport(MetaPathFinder):
+    """Finds no module, and takes `spare_compiler` back when the compiler is looked for."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        if name == "torch._dynamo":
+            sys.meta_path.remove(self)
+            for method in _tell_compiler():
+                vars(method.__wrapped__).pop("__dynamo_disable", None)
+
+
+@contextmanager
+def no_compiler_for_ddp() -> Iterator[None]:
+    """Answer DDP's constructor, which asks for the compiler's option optimize_ddp, without importing the compiler."""
+    if _needs_compiler():
+        yield
+        return
+    # nobody can have changed the option without importing it
+    answer = SimpleNamespace(utils=SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer"))
+    vars(torch)["_dynamo"] = answer
+    try:
+        yield
+    finally:
+        if vars(torch).get("_dynamo") is answer:
+            del vars(torch)["_dynamo"]
 
 
 REDUCED = Shortcut(

@@ -11,7 +11,7 @@ import re
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -96,6 +96,16 @@ def find_elastic_worker() -> ElasticWorker | None:
     """Return what this process needs to join its elastic run; None outside of one."""
     text = os.environ.get("LEGATO_ELASTIC_WORKER")
     return ElasticWorker.read(text) if text and find_place("off") is not None else None
+
+
+def warm_up_for(strategy: str, arguments: Mapping[str, Any]) -> None:
+    """Start the fork server for a run of this strategy with these arguments of the Trainer.
+
+    It imports torch's compiler, too, if otherwise every worker would, which takes as long as torch's own import.
+    """
+    compiles = any(arguments[name] for name in ("compile", "deterministic", "activation_checkpointing"))
+    spared = strategy in ("auto", "ddp") and arguments["reproducible"] != "bitwise" and not compiles
+    warm_up([] if spared else ["torch._dynamo"])
 
 
 def rank_zero_only(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -95,6 +95,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
             if source is not None and request.source_is_chosen and not build.is_elsewhere(trainer.run_dir, source):
                 source = source.parent  # the workers read it, and fall back to an older one where it is damaged
         trainer.given_dir = trainer.run_dir
+        environment.warm_up_for(trainer.strategy.name, vars(trainer))
         task = partial(_run_request, trainer, request, source)
         restarts, nodes = trainer.max_restarts, trainer.num_nodes
         outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, forkserver, reduction
 from multiprocessing.process import BaseProcess
@@ -34,9 +34,9 @@ from .transport import Failure, Settings, pack, pickled_by_value, place_classes,
 
 log = logging.getLogger("legato")
 
-# Imports that every worker needs, made once in the server that forks them; torch._dynamo since the first optimizer
-# imports it, which takes a second. Legato's own last: 0.2 s for each worker, of which there may be many for a core.
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data", __name__]
+# Imports that every worker needs, made once in the server that forks them. Legato's own last: 0.2 s for each worker, of
+# which there may be many for a core.
+PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data", __name__]
 PRELOAD += ["legato.trainer.trainer", "legato.trainer.strategies.ddp"]
 PRELOAD.insert(0, f"{__package__}.fork_server")  # first, before slow imports: it blocks signals in the server
 _CAUSE_WAIT = 2.0  # seconds in which the rank that caused a broken connection may still report why
@@ -49,10 +49,10 @@ _INTERRUPT_GRACE = 60.0  # seconds that workers have after Ctrl-C: they may be w
 _RESUME_GRACE = 15.0  # seconds that workers have once one has exited to be resumed, which it does after the save
 
 
-def warm_up() -> None:
-    """Start the fork server and return at once; it imports torch while the caller works."""
+def warm_up(more: Sequence[str] = ()) -> None:
+    """Start the fork server and return at once; it imports torch, and `more` modules, while the caller works."""
     if _start_method() == "forkserver":
-        forkserver.set_forkserver_preload(PRELOAD)
+        forkserver.set_forkserver_preload([*PRELOAD, *more])
         with _without_main():
             forkserver.ensure_running()
 

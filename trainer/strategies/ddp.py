@@ -17,7 +17,7 @@ from ..errors import ConfigError, TaskError, did_you_mean
 from ..processes.collectives import Collectives
 from ..processes.environment import Place
 from ..processes.sync import Phase
-from ..torch_private import multiply_each, require_reduced
+from ..torch_private import multiply_each, no_compiler_for_ddp, require_reduced
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers
@@ -189,7 +189,7 @@ class DDPStrategy(GroupStrategy):
                 f"gradients of one. Start a process for each replica without accumulation, or leave static_graph out."
             )
         options = {name: value for name, value in self.module_options.items() if value is not None}
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), no_compiler_for_ddp():
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)

@@ -30,6 +30,7 @@ from ...messages import is_quiet
 from ...processes import environment, transport
 from ...run import Request
 from ...trainer import Trainer
+from ..load import strategy_name
 from .report import Report, check_disk_space, check_gradients, check_graph_breaks, check_monitors
 from .trial import make_trial, needs_every_gradient, own_loggers, read_records
 
@@ -46,7 +47,8 @@ def run_check(arguments: Sequence[str]) -> None:
         log.setLevel(logging.WARNING)  # no messages of the trial runs, whose layout the report tells
     config = load_config(arguments)
     if environment.find_place(config.values["trainer"]["cluster"]) is None:
-        environment.warm_up()  # start the workers' imports while this process imports
+        trainer = config.values["trainer"]
+        environment.warm_up_for(strategy_name(trainer), trainer)  # it imports torch while this process does
     found = build_config(config)
     try:
         report = try_run(found.trainer, found.task, found.data)

@@ -1,0 +1,144 @@
+"""A step under `ddp` against a hand-written loop around DistributedDataParallel, in the same two processes.
+
+Run: python -m benchmarks.ddp_step [--width 64] [--blocks 120] [--steps 20]
+
+Three contestants train the same MLP on batches of the same stream, a block of steps each in turn: Legato, whose hook
+after a block's last step runs the other two, the loop by hand, and the loop by hand once more. A block of Legato's is
+compared with the blocks by hand right before and right after it, so that what else the machine does meets both. Shown
+are medians of these ratios over both ranks, and by the same rule those of the loop by hand to itself: the noise.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+import legato as lg
+
+FIRST = 3
+"""Blocks of each contestant that are left out."""
+
+
+class Stream(IterableDataset[tuple[Tensor, Tensor]]):
+    """Yields the same few batches over and over."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.batches = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(16)]
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return itertools.islice(itertools.cycle(self.batches), self.steps)
+
+
+def make_model(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+class ByHand:
+    """The loop as one writes it with DDP."""
+
+    def __init__(self, width: int) -> None:
+        self.model = DistributedDataParallel(make_model(width))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.batches = iter(DataLoader(Stream(1 << 40), batch_size=None))
+
+    def train(self, steps: int) -> None:
+        for inputs, targets in itertools.islice(self.batches, steps):
+            self.optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(inputs), targets)
+            loss.backward()
+            self.optimizer.step()
+
+
+class InTurn(lg.Task):
+    """Trains the MLP, and lets the loops by hand have their turns."""
+
+    def __init__(self, width: int, steps: int, folder: Path) -> None:
+        super().__init__()
+        self.width, self.steps, self.folder = width, steps, folder
+        self.model = make_model(width)
+        self.taken: dict[str, list[tuple[float, float]]] = {"legato": [], "hand": [], "hand again": []}
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_start(self) -> None:
+        self.others = {"hand": ByHand(self.width), "hand again": ByHand(self.width)}
+        self.began = time.perf_counter(), time.process_time()
+
+    def note(self, name: str) -> None:
+        now = time.perf_counter(), time.process_time()
+        self.taken[name].append((now[0] - self.began[0], now[1] - self.began[1]))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if (batch_idx + 1) % self.steps:
+            return
+        self.note("legato")
+        for name, other in self.others.items():
+            dist.barrier()
+            self.began = time.perf_counter(), time.process_time()
+            other.train(self.steps)
+            self.note(name)
+        dist.barrier()
+        self.began = time.perf_counter(), time.process_time()
+
+    def on_train_end(self) -> None:
+        (self.folder / f"{self.global_rank}.json").write_text(json.dumps(self.taken))
+        self.others = {}  # DDP's reducers, before the group is destroyed
+
+
+def ratios(taken: dict[str, list[list[float]]], clock: int, over: str) -> list[float]:
+    """Return each block of `over` divided by the mean of the blocks of the loop by hand before and after it."""
+    hand = [block[clock] for block in taken["hand"]]
+    blocks = [block[clock] for block in taken[over]]
+    # Legato's block i lies before the hand's block i; "hand again" lies after it
+    neighbours = zip(hand, hand[1:], blocks[1:] if over == "legato" else blocks, strict=False)
+    return [2 * block / (before + after) for before, after, block in neighbours][FIRST:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=64, help="64: 9,000 parameters, nearly all of a step is overhead")
+    parser.add_argument("--blocks", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=20, help="steps of a block")
+    options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as name:
+        trainer = lg.Trainer(
+            max_epochs=1, devices=2, strategy="ddp", accelerator="cpu", default_root_dir=name, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        task = InTurn(options.width, options.steps, Path(name))
+        trainer.fit(task, DataLoader(Stream(2 * options.blocks * options.steps), batch_size=None))
+        ranks = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in (0, 1)]
+    blocks = len(ranks[0]["legato"])
+    hand = [statistics.median(block[clock] for block in ranks[0]["hand"]) / options.steps * 1e6 for clock in (0, 1)]
+    print(f"{blocks} blocks of {options.steps} steps; by hand {hand[0]:.0f} us a step, {hand[1]:.0f} us of CPU time\n")
+    print(f"{'of the loop by hand, in turn':<32}{'wall':>8}{'+-':>7}{'CPU':>8}{'+-':>7}")
+    for over in ("legato", "hand again"):
+        row = ""
+        for clock in (0, 1):
+            found = sorted(ratio for taken in ranks for ratio in ratios(taken, clock, over))
+            # half the width of the middle half, as of the mean of as many
+            spread = (found[len(found) * 3 // 4] - found[len(found) // 4]) / 2 / len(found) ** 0.5
+            row += f"{statistics.median(found):>8.3f}{spread:>7.3f}"
+        print(f"{over:<32}{row}")
+
+
+if __name__ == "__main__":
+    main()
