@@ -1,10 +1,12 @@
 """Time to start two processes, from the call to the end of their first all_reduce, against torch's own spawn.
 
-Also for `Trainer.fit`: from the call to the end of its first optimizer step.
+Also for `Trainer.fit`: from the call to the end of its first optimizer step; and for `legato fit`: from the command to
+the end of its first step, in turn with `python -c "import torch"`, which no program that trains can do without.
 
-Run: python benchmarks/start.py
+Run: python benchmarks/start.py [--rounds 5] [--only command]
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -14,8 +16,6 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
-
-ROUNDS = 5
 
 
 def by_spawn(rank: int, meeting: str) -> None:
@@ -70,6 +70,65 @@ def by_fit(folder: Path) -> float:
     return float((folder / "done").read_text())
 
 
+TASK = """
+import os, time
+from pathlib import Path
+import legato as lg
+import torch
+
+class OneStep(lg.Task):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch):
+        return self.layer(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(8, 4), batch_size=4)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 0:
+            server = os.getppid()
+            caller = int(Path(f"/proc/{server}/stat").read_text().rpartition(")")[2].split()[1])
+            cpu = [sum(map(int, Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[11:13])) / 100
+                   for one in (caller, server, os.getpid())]
+            Path("done").write_text(f"{[time.perf_counter(), *cpu]}")
+"""
+CONFIG = """
+task: {_target_: one_step.OneStep}
+trainer: {strategy: ddp, devices: 2, max_steps: 1, accelerator: cpu}
+"""
+
+
+def by_command(rounds: int) -> None:
+    """Print the time from `legato fit` to the end of the first step, and how much more that is than torch's import."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
+    rows: list[list[float]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "one_step.py").write_text(TASK)
+        (folder / "one.yaml").write_text(CONFIG)
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-c", "import torch"], env=environment, cwd=folder, check=True)
+            torch_took, start = time.perf_counter() - start, time.perf_counter()
+            command = [sys.executable, "-m", "legato.trainer", "fit", "one.yaml"]
+            subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=True)
+            ended, *cpu = json.loads((folder / "done").read_text())
+            rows.append([torch_took, ended - start, ended - start - torch_took, *cpu])
+    rows = rows[1:]  # the first one writes byte code
+    print(f"\n{'legato fit, 2 processes, cold':<36}{'median':>8}{'least':>8}")
+    names = ("python -c 'import torch'", "command to the end of the first step", "... beyond import torch")
+    for title, column in zip(
+        (*names, "CPU: command", "CPU: server", "CPU: rank 0"), zip(*rows, strict=True), strict=True
+    ):
+        print(f"{title:<36}{statistics.median(column):>8.2f}{min(column):>8.2f}")
+
+
 def measure(kind: str) -> list[float]:
     """Return the seconds of a fresh process's first start and of its next one."""
     from legato.trainer.processes import environment
@@ -95,10 +154,10 @@ def measure(kind: str) -> list[float]:
     return seconds
 
 
-def main() -> None:
+def by_call(rounds: int) -> None:
     """Measure each way in fresh processes, in turn, and print medians and ratios to spawn."""
     taken: dict[str, list[list[float]]] = {"spawn": [], "cold": [], "early": [], "fit": []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         for kind, rounds in taken.items():
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run([sys.executable, __file__, kind], env=environment, stdout=subprocess.PIPE, check=True)
@@ -117,8 +176,19 @@ def main() -> None:
         print(f"{name:52} {seconds:8.2f} {seconds / spawn:9.2f}")
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=["call", "command"])
+    options = parser.parse_args()
+    if options.only != "command":
+        by_call(options.rounds)
+    if options.only != "call":
+        by_command(options.rounds)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] and sys.argv[1][0] != "-":
         print(json.dumps(measure(sys.argv[1])))
     else:
         main()

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 
 WIDTH = 1200
+BESIDES = {"single": 100_000, "ddp": 100_000, "zero1": 100_000, "fsdp": 800_000}
+"""Bytes that a resume reads besides the checkpoint: its manifest once more, the files of the run, Python's modules."""
 
 
 class Wide(lg.Task):
@@ -105,7 +107,8 @@ def test_two_processes_read_a_checkpoint_once_between_them_and_keep_nothing(tmp_
     ranks = run_workers(work, 2)
     size = size_of(tmp_path)
     assert size > 3 * 4 * WIDTH * WIDTH
-    assert sum(own for own, _ in ranks) < 1.1 * size
+    # together, not each: what all ranks need is read by rank 0 and broadcast
+    assert sum(own for own, _ in ranks) < size + BESIDES[strategy]
     if strategy == "fsdp":
         assert max(own for own, _ in ranks) < 0.6 * size
     for _, left in ranks:
@@ -122,7 +125,7 @@ def test_the_process_that_starts_the_workers_reads_next_to_nothing(tmp_path):
 
 def test_one_process_reads_it_once(tmp_path):
     own, left = train_and_go_on(tmp_path, "single")
-    assert own < 1.1 * size_of(tmp_path)
+    assert own < size_of(tmp_path) + BESIDES["single"]
     assert left == ([], 0)
 
 
