@@ -189,6 +189,12 @@ def is_quiet() -> bool:
     return logging.getLogger("legato").level > logging.INFO
 
 
+def tell(text: str) -> None:
+    """Print a line that tells how far a command is, unless only its result is to be shown."""
+    if not is_quiet():
+        print(text, file=STDOUT, flush=True)
+
+
 class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg] # Python 3.10 refuses StreamHandler[Any]
     """Handler that writes to the current stderr."""
 

@@ -244,6 +244,8 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
         wait_for(lambda: not trial_processes())
     out, _ = finished(sweep(*words), 0)
     assert "done" in out.splitlines()[-1]
+    out, _ = finished(sweep(*words, "--quiet"), 0)
+    assert out.splitlines()[0].split()[:2] == ["trial", "task.lr"]  # the table, and not how many trials there are
     for log in logs:
         steps = [json.loads(line)["step"] for line in log.read_text().splitlines() if "val_loss" in line]
         assert steps == sorted(set(steps))

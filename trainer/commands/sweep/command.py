@@ -11,7 +11,7 @@ from typing import Any
 from ...config.check import Config, load_config
 from ...config.read import MOVED, is_override, name_of_value
 from ...errors import ConfigError, WorkerError
-from ...messages import STDOUT
+from ...messages import STDOUT, tell
 from ...processes.environment import get_variable
 from ...processes.signals import RESUME_ME, raise_for_signal
 from .folder import LOCK, SWEEP, hold, read_json, write_json
@@ -120,7 +120,7 @@ class Sweep:
     # --- the trials ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
         """Run what is not done; print the table."""
-        print(f"{self.search.count} trials in {self.directory}", file=STDOUT, flush=True)
+        tell(f"{self.search.count} trials in {self.directory}")
         self.queue.run(self)
         write_summary(self.directory, self.trials, self.mode)
         print(results(self.trials, self.metric, self.mode), file=STDOUT, flush=True)
@@ -146,7 +146,7 @@ class Sweep:
         result = trial.result or {"state": "interrupted"}
         said = f"{self.metric}={result['value']:.6g}" if result["state"] == "done" else result["state"]
         error = f": {result['error']}" if "error" in result else ""
-        print(f"trial {trial.index}: {trial.name} {said}{error}", file=STDOUT, flush=True)
+        tell(f"trial {trial.index}: {trial.name} {said}{error}")
         write_summary(self.directory, self.trials, self.mode)
 
     def _make(self, index: int, values: Values) -> Trial:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...messages import STDOUT
+from ...messages import tell
 from ...processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals
 from .folder import CONFIG, LOG, PLAN, RESULT, read_json, write_json, write_text
 
@@ -99,7 +99,7 @@ class TrialQueue:
         self.running[trial.index] = trial, process
         if self.signal:  # it came in between
             process.terminate()
-        print(f"trial {trial.index}: {trial.name} started", file=STDOUT, flush=True)
+        tell(f"trial {trial.index}: {trial.name} started")
 
     def _record(self, trial: Trial, process: "subprocess.Popen[bytes]") -> None:
         assert process.stdin is not None
