@@ -260,9 +260,9 @@ def _write_messages_within(by: Any) -> None:
 
 def _print_above(make_room: Callable[[str], None]) -> Callable[[], None]:
     """Have what is printed on this terminal announced to `make_room`; return the function that ends it."""
-    from ..trainer.messages import AboveLines
+    from ..trainer.messages import AboveLines, is_terminal
 
-    replaced = [name for name in ("stdout", "stderr") if (stream := getattr(sys, name)) and stream.isatty()]
+    replaced = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
     made = {name: AboveLines(getattr(sys, name), make_room) for name in replaced}
     for name, output in made.items():
         setattr(sys, name, output)

@@ -68,6 +68,14 @@ class Output:
         return hash(self.name)
 
 
+def is_terminal(stream: Any) -> bool:
+    """Return whether a stream is a terminal; one of the user's own may not be able to say, or be closed."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, ValueError):
+        return False
+
+
 class WholeLines:
     """Stream in place of stdout or stderr that passes on whole lines, and a part of one when it is flushed."""
 
@@ -114,7 +122,7 @@ class RankOutput(WholeLines):
         """Write lines with their rank."""
         lines = text.splitlines(keepends=True)
         marked = [line if index == 0 and self._in_line else self.prefix + line for index, line in enumerate(lines)]
-        if not self._in_line and self.stream.isatty():
+        if not self._in_line and is_terminal(self.stream):
             marked.insert(0, ERASE)  # what rank 0 has drawn; it draws it again below
         self._in_line = not text.endswith("\n")
         self.stream.write("".join(marked))

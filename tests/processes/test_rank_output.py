@@ -5,7 +5,7 @@ import io
 import pytest
 from forked import completed, run_source
 
-from legato.trainer.messages import RankOutput
+from legato.trainer.messages import RankOutput, is_terminal
 
 PROGRAM = """
 import logging, sys, torch
@@ -57,3 +57,6 @@ def test_a_line_in_pieces_has_one_mark():
     output.flush()
     assert found.getvalue() == "".join(f"[rank 3] {line}" for line in ("ab\n", "c\n", "d\n", "e\n", "f\n", "g"))
     assert output.getvalue() == found.getvalue()
+    found.close()
+    assert not is_terminal(found)
+    assert not is_terminal(object())  # a stream of the user's own
