@@ -5,7 +5,6 @@ import logging
 import math
 import subprocess
 import sys
-import time
 from datetime import timedelta
 
 import pytest
@@ -298,17 +297,16 @@ def test_a_timer_that_looks_by_epoch_ends_the_epoch(tmp_path):
 
 @pytest.mark.slow
 def test_a_timer_counts_the_time_before_a_resume(tmp_path):
-    timer = Timer("00:00:00:02")
+    fit(tmp_path / "first", task=Scripted(), max_epochs=1)  # a process imports for its first optimizer
+    timer = Timer("00:00:00:04")
     fit(tmp_path, timer, task=Scripted(seconds=0.05), max_epochs=2)
     before = timer.time_elapsed()
-    timer = Timer("00:00:00:02")
-    started = time.monotonic()
+    assert before < 4.0
+    timer = Timer("00:00:00:04")
     trainer = fit(tmp_path, timer, task=Scripted(seconds=0.05), max_epochs=100, resume="auto")
-    assert time.monotonic() - started < 2.0 + 0.5
-    assert trainer.global_step < 44
-    assert timer.time_elapsed() >= 2.0 - 2 * SET_UP
-    assert before < 2.0
-    resumed = fit(tmp_path, Timer("00:00:00:02"), task=Scripted(seconds=0.05), max_epochs=100, resume="auto")
+    assert trainer.global_step < 84  # and not 80 more than the first had
+    assert timer.time_elapsed() >= before + 0.05 * (trainer.global_step - 2 * STEPS)
+    resumed = fit(tmp_path, Timer("00:00:00:04"), task=Scripted(seconds=0.05), max_epochs=100, resume="auto")
     assert resumed.global_step <= trainer.global_step + 1
 
 
