@@ -143,9 +143,10 @@ def read_devices(devices: Any) -> Any:
 class AcceleratorConnector:
     """Devices that a Trainer's arguments mean, under the private names that packages read: no other part of it."""
 
-    def __init__(self, accelerator: Any = "auto", devices: Any = "auto", **_: Any) -> None:
+    def __init__(self, accelerator: Any = "auto", devices: Any = "auto", num_nodes: int = 1, **_: Any) -> None:
         word = accelerator.kind if isinstance(accelerator, Accelerator) else accelerator
         self._parallel_devices = find_devices(word, read_devices(devices))
+        self.is_distributed = num_nodes * len(self._parallel_devices) > 1
         self._accelerator_flag = self._parallel_devices[0].type
         self.accelerator = KINDS[self._accelerator_flag]()
         of_cpu = self._accelerator_flag == "cpu"

@@ -178,9 +178,20 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def callback_metrics(self, value: "dict[str, Tensor]") -> None:
         self.__dict__["_callback_metrics"] = value
 
+    @property
+    def logged_metrics(self) -> dict[str, Any]:
+        """The newest value of each name that loggers are given, up to the newest batch on a single process."""
+        self._read_newest()
+        found: dict[str, Any] = self.__dict__["_logged_metrics"]
+        return found
+
+    @logged_metrics.setter
+    def logged_metrics(self, value: dict[str, Any]) -> None:
+        self.__dict__["_logged_metrics"] = value
+
     def take_logged(self, reduced: Reduced) -> None:
         """Keep values of loggers, as tensors."""
-        logged: dict[str, Any] = self.logged_metrics
+        logged: dict[str, Any] = self.__dict__["_logged_metrics"]
         logged.update({name: torch.tensor(value) for name, value in reduced.loggers.items()})
 
     def _read_newest(self) -> None:
@@ -188,9 +199,19 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         run = self.run
         if run is None or not self.training or run.metrics.processes > 1 or run.metrics.shares:
             return
-        metrics = run.metrics
-        if metrics.pending and metrics.series is not None and metrics.stage == "train" and metrics.in_step:
-            reduced = metrics.reduce_step()
+        metrics, series, step = run.metrics, run.metrics.series, run.metrics.step
+        # a bar that read this step has left none pending
+        unread = metrics.pending or self.__dict__.get("_read_at") != step
+        if unread and series is not None and metrics.stage == "train" and metrics.in_step:
+            self.__dict__["_read_at"] = step
+            logged = any(one[4] == step for one in metrics.pending) or any(
+                one.step_at == step for one in series.values()
+            )
+            try:
+                metrics.step -= not logged  # when a batch begins, the newest values are those of the step before
+                reduced = metrics.reduce_step()
+            finally:
+                metrics.step = step
             self.__dict__["_callback_metrics"].update(reduced.tensors())
             metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
             self.progress_bar_metrics.update(reduced.progress_bar)
@@ -273,7 +294,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
         """The devices, under a private name that public packages read."""
-        return AcceleratorConnector(self.accelerator, self.devices)
+        return AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
 
     @property
     def device_ids(self) -> list[int]:

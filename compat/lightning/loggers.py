@@ -22,8 +22,8 @@ LOCAL_FILE_URI_PREFIX = "file:"
 WANDB_AVAILABLE = package_available("wandb")
 
 
-class Logger(logger.Logger, ABC):
-    """Base class of loggers. Rank 0's `log_metrics`, `log_hyperparams`, `save` and `finalize` are called by a run."""
+class FabricLogger(logger.Logger, ABC):
+    """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
 
     @property
     @abstractmethod
@@ -66,6 +66,10 @@ class Logger(logger.Logger, ABC):
     def finalize(self, status: str) -> None:
         """End the log: save it."""
         self.save()
+
+
+class Logger(FabricLogger):
+    """Base class of loggers. Rank 0's `log_metrics`, `log_hyperparams`, `save` and `finalize` are called by a run."""
 
 
 def rank_zero_experiment(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:

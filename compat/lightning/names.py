@@ -984,7 +984,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "_sanitize_callable_params": Entry("same", ".loggers:sanitize_callables"),
     },
     "fabric.loggers.logger": {
-        "Logger": Entry("same", ".loggers"),
+        "Logger": Entry("same", ".loggers:FabricLogger"),
         "rank_zero_experiment": Entry("same", ".loggers"),
     },
     "fabric.utilities.device_dtype_mixin": {

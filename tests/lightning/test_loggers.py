@@ -262,3 +262,16 @@ def test_a_script_writes_the_rows_that_it_writes_with_lightning(tmp_path):
         assert {name: value and pytest.approx(float(value), rel=1e-5) for name, value in theirs.items()} == {
             name: value and float(value) for name, value in ours.items()
         }
+
+
+def test_a_logger_may_derive_from_both_base_classes():
+    fabric = importlib.import_module("legato.compat.lightning.fabric.loggers.logger")
+
+    class Shared(fabric.Logger):
+        pass
+
+    class Both(Logger, Shared):
+        pass
+
+    assert issubclass(Logger, fabric.Logger)
+    assert issubclass(Both, Shared)

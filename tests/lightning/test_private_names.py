@@ -33,6 +33,8 @@ def test_the_connector_knows_the_devices():
     assert _AcceleratorConnector(accelerator="cpu", devices="auto")._devices_flag == 1
     trainer = L.Trainer(accelerator="cpu", devices=1, logger=False)
     assert trainer._accelerator_connector._parallel_devices == [torch.device("cpu")]
+    assert not trainer._accelerator_connector.is_distributed
+    assert found.is_distributed
 
 
 def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch):

@@ -257,6 +257,39 @@ def test_what_hooks_read():
     assert seen == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("bar", [True, False])
+def test_a_batch_that_begins_reads_the_values_of_the_step_before(bar):
+    seen, logged = [], []
+
+    class Reads(Small):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            logged.append(loss.item())
+            return loss
+
+        def on_train_batch_start(self, batch, batch_idx):
+            if self.trainer.global_step == 1:  # no later: the first look must not help the second
+                seen.extend([self.trainer.logged_metrics["loss"].item(), self.trainer.callback_metrics["loss"].item()])
+
+    options = {**SILENT, "enable_progress_bar": bar}
+    pl.Trainer(**options, max_steps=3).fit(Reads(), loader())
+    assert seen == pytest.approx([logged[0]] * 2)
+
+
+def test_a_validation_of_a_fit_can_turn_gradients_on():
+    found = []
+
+    class Physics(Small):
+        def validation_step(self, batch, batch_idx):
+            with torch.enable_grad():
+                found.append(self.layer(batch).requires_grad)
+
+    trainer = pl.Trainer(**SILENT, max_epochs=1, limit_val_batches=1, num_sanity_val_steps=0)
+    trainer.fit(Physics(), loader(), loader())
+    trainer.validate(Physics(), loader())
+    assert found == [True, False]  # alone it runs in inference mode
+
+
 def test_an_error_leaves_the_trainer_interrupted():
     class Fails(Small):
         def training_step(self, batch, batch_idx):
