@@ -30,10 +30,10 @@ class Output:
     def write(self, text: str) -> int:
         """Write the text, or drop it; a line is also dropped if the disk is full."""
         try:
-            return int(self._stream.write(text))
+            self._stream.write(text)  # some packages put a stream there whose `write` returns nothing
         except (OSError, ValueError) as error:
             self._fall_silent(error)
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         """Flush the stream."""

@@ -415,6 +415,11 @@ def as_dict(params: Any) -> dict[str, Any]:
     return {} if params is None else dict(params)
 
 
+def add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
+    """Return metrics named PREFIX SEPARATOR NAME in one word, or as they are with an empty prefix."""
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
+
+
 def sanitize_callables(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with the names of classes and functions in their place."""
     return {

@@ -766,6 +766,7 @@ NAMES: dict[str, dict[str, Entry]] = {
     },
     "pytorch.trainer.connectors.accelerator_connector": {
         "_AcceleratorConnector": Entry("adapter", ".accelerators:AcceleratorConnector", "It knows devices alone."),
+        "_LITERAL_WARN": Entry("same", ".types:LITERAL_WARN"),
     },
     "pytorch.trainer.states": {
         "TrainerStatus": Entry("same", ".states", ""),
@@ -978,7 +979,11 @@ NAMES: dict[str, dict[str, Entry]] = {
     "pytorch.tuner.lr_finder": {
         "_LRFinder": Entry("same", "legato.trainer.tuning:LearningRateSweep"),
     },
+    "pytorch.plugins": {
+        "_PLUGIN_INPUT": Entry("same", ".types:PLUGIN_INPUT"),
+    },
     "fabric.utilities.logger": {
+        "_add_prefix": Entry("same", ".loggers:add_prefix"),
         "_convert_params": Entry("same", ".loggers:as_dict"),
         "_flatten_dict": Entry("same", ".loggers:flatten_dict"),
         "_sanitize_callable_params": Entry("same", ".loggers:sanitize_callables"),

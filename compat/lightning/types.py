@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType as ModuleType
-from typing import Any, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ EVALUATE_OUTPUT = list[Mapping[str, float]]
 PREDICT_OUTPUT = list[Any] | list[list[Any]]
 TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any
+PLUGIN_INPUT = Any
+LITERAL_WARN = Literal["warn"]
 BType = Tensor | str | Mapping[Any, "BType"] | Iterable["BType"]
 
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)

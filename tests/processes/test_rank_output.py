@@ -5,7 +5,7 @@ import io
 import pytest
 from forked import completed, run_source
 
-from legato.trainer.messages import RankOutput, is_terminal
+from legato.trainer.messages import STDERR, RankOutput, is_terminal
 
 PROGRAM = """
 import logging, sys, torch
@@ -60,3 +60,16 @@ def test_a_line_in_pieces_has_one_mark():
     found.close()
     assert not is_terminal(found)
     assert not is_terminal(object())  # a stream of the user's own
+
+
+def test_a_message_is_written_to_a_stream_that_does_not_count(monkeypatch):
+    """As some packages put in the place of stderr: what `write` returns is nothing."""
+
+    class Uncounted(io.StringIO):
+        def write(self, text):
+            super().write(text)
+
+    found = Uncounted()
+    monkeypatch.setattr("sys.stderr", found)
+    assert STDERR.write("a message\n") == len("a message\n")
+    assert found.getvalue() == "a message\n"
