@@ -146,7 +146,7 @@ def test_finders_search_before_the_fit(tmp_path):
     assert module.sizes == {module.batch_size}
     assert module.lr == rate.optimal_lr.suggestion() != before
     assert trainer.optimizers[0].param_groups[0]["lr"] == module.lr
-    with pytest.raises(UnsupportedError, match="before fit"):
+    with pytest.raises(UnsupportedError, match="before a run"):
         rate.lr_find(trainer, module)
     for kind in (BatchSizeFinder, LearningRateFinder):
         with pytest.raises(ValueError, match="mode"):
