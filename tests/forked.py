@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing import forkserver, resource_tracker, util
@@ -168,12 +169,22 @@ def _start_server(path: str, arguments: Sequence[str], descriptors: Sequence[int
 
 def _fork() -> int:
     """Fork, with signals blocked, in the child until `_shed`: Python swallows what a handler raises at a fork."""
+    late, handlers = list[int](), {}
+    if threading.current_thread() is threading.main_thread():
+        for number in END_SIGNALS:  # blocked in this thread, they may still reach another one, for which this one acts
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda number, frame: late.append(number))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of threads, which are not in the child
         before = signal.pthread_sigmask(signal.SIG_BLOCK, END_SIGNALS)
         child = os.fork()
     if child:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in late:
+            os.kill(os.getpid(), number)
     return child
 
 
