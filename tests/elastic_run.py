@@ -147,9 +147,10 @@ class Killer(threading.Thread):
         return found
 
     def brake(self) -> None:
-        """Let each batch take longer where the run might be over before all kills are done."""
-        ahead = self.step() > self.steps * (len(self.dead) + 1) / (self.kills + 2)
-        pace = self.folder / ("slow-0.1" if ahead else "slow-0.01")
+        """Let each batch take longer, and ever longer, where the run might be over before all kills are done."""
+        share = self.steps / (self.kills + 2)
+        ahead = self.step() / share - (len(self.dead) + 1)
+        pace = self.folder / ("slow-0.01" if ahead <= 0 else "slow-0.1" if ahead < 0.3 else "slow-1")
         if pace != self.slow:
             self.slow = self.slow.rename(pace)
 
