@@ -12,7 +12,7 @@ demo: $(STAMP)  ## train a small CNN on real images with 2 DDP processes
 	$(BIN)/legato fit configs/digits.yaml
 
 test: $(STAMP)  ## run all tests
-	$(BIN)/python -m pytest -q --numprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -q --numprocesses 3 --dist loadfile
 
 quick: $(STAMP)  ## run the tests that take less than half a second each
 	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile -m "not slow"
