@@ -158,10 +158,10 @@ def by_call(rounds: int) -> None:
     """Measure each way in fresh processes, in turn, and print medians and ratios to spawn."""
     taken: dict[str, list[list[float]]] = {"spawn": [], "cold": [], "early": [], "fit": []}
     for _ in range(rounds):
-        for kind, rounds in taken.items():
+        for kind, seconds_of in taken.items():
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             done = subprocess.run([sys.executable, __file__, kind], env=environment, stdout=subprocess.PIPE, check=True)
-            rounds.append(json.loads(done.stdout))
+            seconds_of.append(json.loads(done.stdout))
     spawn = statistics.median(first for first, _ in taken["spawn"])
     print(f"{'2 processes, call to end of first all_reduce':52} {'seconds':>8} {'of spawn':>9}")
     for name, kind, which in (

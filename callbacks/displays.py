@@ -260,17 +260,6 @@ def _write_messages_within(by: Any) -> None:
 
 def _print_above(make_room: Callable[[str], None]) -> Callable[[], None]:
     """Have what is printed on this terminal announced to `make_room`; return the function that ends it."""
-    from ..trainer.messages import AboveLines, is_terminal
+    from ..trainer.messages import AboveLines, is_terminal, replace_streams
 
-    replaced = [name for name in ("stdout", "stderr") if is_terminal(getattr(sys, name))]
-    made = {name: AboveLines(getattr(sys, name), make_room) for name in replaced}
-    for name, output in made.items():
-        setattr(sys, name, output)
-
-    def end() -> None:
-        for name, output in made.items():
-            output.flush()
-            if getattr(sys, name) is output:  # else somebody has replaced it since
-                setattr(sys, name, output.stream)
-
-    return end
+    return replace_streams(lambda stream: AboveLines(stream, make_room) if is_terminal(stream) else None)

@@ -144,7 +144,13 @@ class AboveLines(WholeLines):
 
 def mark_output(rank: int) -> Callable[[], None]:
     """Begin each line that this process prints with its rank; return the function that ends it."""
-    made = {name: RankOutput(getattr(sys, name), rank) for name in ("stdout", "stderr") if getattr(sys, name)}
+    return replace_streams(lambda stream: RankOutput(stream, rank) if stream else None)
+
+
+def replace_streams(wrap: Callable[[Any], WholeLines | None]) -> Callable[[], None]:
+    """Replace stdout and stderr, each by `wrap` of it if that is not None; return the function that puts them back."""
+    wrapped = {name: wrap(getattr(sys, name)) for name in ("stdout", "stderr")}
+    made = {name: output for name, output in wrapped.items() if output is not None}
     for name, output in made.items():
         setattr(sys, name, output)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
-from ...trainer.loggers.folder import write_hyperparameters
+from ...trainer.loggers.folder import with_prefix, write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
 from .placeholders import UnsupportedError
@@ -416,8 +416,8 @@ def as_dict(params: Any) -> dict[str, Any]:
 
 
 def add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:
-    """Return metrics named PREFIX SEPARATOR NAME in one word, or as they are with an empty prefix."""
-    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else metrics
+    """Return metrics with prefix and separator before their names, or as they are with an empty prefix."""
+    return with_prefix(prefix, metrics, separator)
 
 
 def sanitize_callables(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -246,15 +247,13 @@ class EvaluationLoop(Loop):
         for name, value in sorted({name: value for one in results for name, value in one.items()}.items()):
             print(f"{name}  {float(value):.6g}")
 
-    def show(self, results: list[dict[str, float]]) -> None:
-        """Show the results in the way of a subclass."""
-        if self.trainer.is_global_zero:
+    def show_results_of(self, run: Callable[[bool], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
+        """Run an evaluation and return its results. `run` is told whether to print them: not where a subclass does."""
+        own_way = type(self)._print_results is not EvaluationLoop._print_results
+        results = run(verbose and not own_way)
+        if verbose and own_way and self.trainer.is_global_zero:
             self._print_results([{name: tensor(value) for name, value in one.items()} for one in results], self.stage)
-
-    @property
-    def shows(self) -> bool:
-        """Whether a subclass shows the results."""
-        return type(self)._print_results is not EvaluationLoop._print_results
+        return results
 
     @property
     def inference_mode(self) -> bool:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -326,11 +327,8 @@ class Trainer(TrainerAttributes):
         """Evaluate on the validation data; return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
             self._search("validate", model, dataloaders=dataloaders, datamodule=datamodule)
-            source, prints = self._checkpoint(ckpt_path), verbose and not self.validate_loop.shows
-            found = of_epochs(super().validate(uncompiled(model), dataloaders, source, prints, datamodule))
-            if verbose and not prints:
-                self.validate_loop.show(found)
-            return found
+            run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
+            return self.validate_loop.show_results_of(lambda prints: of_epochs(run(prints, datamodule)), verbose)
 
     def test(
         self,
@@ -344,11 +342,8 @@ class Trainer(TrainerAttributes):
         """Evaluate on the test data; return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
             self._search("test", model, dataloaders=dataloaders, datamodule=datamodule)
-            source, prints = self._checkpoint(ckpt_path), verbose and not self.test_loop.shows
-            found = of_epochs(super().test(uncompiled(model), dataloaders, source, prints, datamodule))
-            if verbose and not prints:
-                self.test_loop.show(found)
-            return found
+            run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
+            return self.test_loop.show_results_of(lambda prints: of_epochs(run(prints, datamodule)), verbose)
 
     def predict(  # type: ignore[override]
         self,

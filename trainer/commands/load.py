@@ -2,12 +2,13 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config.build import build_config
 from ..config.check import load_config
+from ..config.read import read_strategy
 from ..errors import ConfigError
 from ..messages import is_quiet, shown_options
 from ..processes.environment import find_place, warm_up_for
@@ -34,18 +35,12 @@ def load_or_launch(arguments: Sequence[str], command: str) -> "Config":
             _resolve_own_run(config, command)
         sys.exit(launcher.launch(command, config))
     trainer = config.values["trainer"]
-    strategy, devices = strategy_name(trainer), trainer["devices"]
+    (strategy, _), devices = read_strategy(trainer), trainer["devices"]
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
     # only where it is plain without torch that there will be workers
     if several and strategy in _STRATEGIES and find_place(trainer["cluster"]) is None:
         warm_up_for(strategy, trainer)  # it imports torch while this process does
     return config
-
-
-def strategy_name(trainer: Mapping[str, Any]) -> str:
-    """Return the name of a config's strategy; "" for one of the user's own."""
-    strategy = trainer["strategy"]
-    return str(strategy.get("name", "") if isinstance(strategy, Mapping) else strategy)
 
 
 def build_run(config: "Config") -> "ConfiguredRun":

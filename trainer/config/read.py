@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import reduce
@@ -247,6 +248,7 @@ def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, ke
 
     Raises ConfigError where a file or an override cannot be read; the message says where.
     """
+    _let_project_be_imported()
     overrides = _overrides_among(arguments)
     files = [one for one in arguments if one not in overrides]
     if not files:
@@ -319,7 +321,6 @@ def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
     """
     try:
         project = [] if above else list(filter(None, [project_configs()]))
-        sys.path.extend(root for one in project if (root := str(one.parent)) not in sys.path)  # modules that it names
         for candidate in (path, *(one / path for one in project), READY / (path.name if above else path)):
             if candidate.is_file():
                 return candidate.resolve()
@@ -347,6 +348,14 @@ def project_configs() -> Path | None:
     return None
 
 
+def _let_project_be_imported() -> None:
+    """Add the top folder of the project, whose configs name its modules, to those of Python's imports."""
+    with suppress(OSError):  # the current directory is gone
+        project = project_configs()
+        if project is not None and str(project.parent) not in sys.path:
+            sys.path.append(str(project.parent))
+
+
 def ready_configs() -> list[str]:
     """Return the names of the configs that come with Legato."""
     return sorted(one.name for one in READY.glob("*.yaml"))
@@ -367,6 +376,13 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
                 if path.name == CONFIG and is_run_directory(path.parent, name):
                     return path.parent
     return None
+
+
+def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the name and the options of the strategy of a checked trainer section; None for one of the user's own."""
+    strategy = trainer["strategy"]
+    options = dict(strategy) if isinstance(strategy, dict) else {"name": strategy}
+    return options.pop("name", None), options
 
 
 def _shown(path: Path) -> str:

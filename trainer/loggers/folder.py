@@ -88,6 +88,6 @@ def flat_params(params: Mapping[str, Any], prefix: str = "") -> dict[str, int | 
     return flat
 
 
-def with_prefix(prefix: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
+def with_prefix(prefix: str, metrics: Mapping[str, Any], separator: str = "-") -> dict[str, Any]:
     """Return metrics named `prefix-name`, or as they are with an empty prefix."""
-    return {f"{prefix}-{name}": value for name, value in metrics.items()} if prefix else dict(metrics)
+    return {f"{prefix}{separator}{name}": value for name, value in metrics.items()} if prefix else dict(metrics)

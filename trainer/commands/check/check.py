@@ -30,7 +30,6 @@ from ...messages import is_quiet
 from ...processes import environment, transport
 from ...run import Request
 from ...trainer import Trainer
-from ..load import strategy_name
 from .report import Report, check_disk_space, check_gradients, check_graph_breaks, check_monitors
 from .trial import make_trial, needs_every_gradient, own_loggers, read_records
 
@@ -41,6 +40,7 @@ def run_check(arguments: Sequence[str]) -> None:
     """Check the run of a command line and print the report. Raises ConfigError with all problems."""
     from ...config.build import build_config
     from ...config.check import load_config
+    from ...config.read import read_strategy
 
     quiet, log = is_quiet(), logging.getLogger("legato")
     if log.level != logging.DEBUG:
@@ -48,7 +48,7 @@ def run_check(arguments: Sequence[str]) -> None:
     config = load_config(arguments)
     if environment.find_place(config.values["trainer"]["cluster"]) is None:
         trainer = config.values["trainer"]
-        environment.warm_up_for(strategy_name(trainer), trainer)  # it imports torch while this process does
+        environment.warm_up_for(read_strategy(trainer)[0], trainer)  # it imports while this process builds the run
     found = build_config(config)
     try:
         report = try_run(found.trainer, found.task, found.data)

@@ -38,7 +38,7 @@ class Activations:
 
 
 class Payload(NamedTuple):
-    """What one kind of collective takes in a step, on the rank that has most."""
+    """Bytes of one kind of collective in a step, on the rank that has most."""
 
     kind: str
     """Of a collective; "send" from rank to rank, or "remote call" with its answer."""

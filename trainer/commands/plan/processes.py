@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...config.read import read_strategy
 from ...data.sampling import Layout
 from ...errors import ConfigError
 from ...strategies.mesh.sizes import AXES, Sizes, fit_sizes, read_sizes
@@ -78,13 +79,6 @@ def find_processes(trainer: Mapping[str, Any]) -> Processes:
     elif name == "fsdp":
         sizes = Sizes(data=1, shard=count, tensor=1, pipeline=1)
     return Processes(count, nodes if count > 1 else 1, sizes)
-
-
-def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the name and the options of the strategy."""
-    strategy = trainer["strategy"]
-    options = dict(strategy) if isinstance(strategy, dict) else {"name": strategy}
-    return options.pop("name", None), options
 
 
 def with_servers(options: Mapping[str, Any], nodes: int, devices: int) -> Processes:

@@ -5,7 +5,8 @@ built and torch is not imported; optimization is then assumed to be automatic. T
 its size does not matter.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
@@ -13,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.build import build_config
 from ...config.check import Config, load_config
-from ...config.read import SECTIONS
+from ...config.read import SECTIONS, read_strategy
 from ...data.sampling import EpochIndices, Layout
 from ...errors import ConfigError, LegatoError, did_you_mean
 from .memory import Activations, Traffic, parse_memory
 from .plan import Plan
-from .processes import Processes, count_parts, find_processes, read_strategy
+from .processes import Processes, count_parts, find_processes
 from .state_size import VALUES_PER_PARAMETER, Share, StateSize, from_parameters, measure
 
 if TYPE_CHECKING:
@@ -161,13 +162,12 @@ def find_activations(parts: "ConfigParts", options: PlanArguments) -> Activation
             0, unknown="a stage of a pipeline keeps those of as many pieces as torch's schedule has on the way"
         )
     try:
-        batch = read_batch(parts, options)
-        with cut_layers(parts.task, sizes.tensor if sizes is not None else 1):
-            found = measure_activations(parts.task, batch, names, parts.mixed)
+        with as_config_errors():
+            batch = read_batch(parts, options)
+            with cut_layers(parts.task, sizes.tensor if sizes is not None else 1):
+                found = measure_activations(parts.task, batch, names, parts.mixed)
     except ConfigError as error:
         return Activations(0, unknown=str(error))
-    except Exception as error:  # training_step may need values, or a run
-        return Activations(0, unknown=describe_failure(error))
     return replace(found, recomputes=bool(names))
 
 
@@ -184,9 +184,16 @@ def read_batch(parts: "ConfigParts", options: PlanArguments) -> Any:
     return loader.collate_fn([loader.dataset[0]] * (options.batch_size or MapLoader(loader, 0).batch_size))
 
 
-def describe_failure(error: Exception) -> str:
-    """Return why training_step did not go through on tensors without memory."""
-    return f"training_step without values: {type(error).__name__}: {str(error).partition(chr(10))[0]:.100}"
+@contextmanager
+def as_config_errors() -> Iterator[None]:
+    """Turn errors of a training_step on tensors without memory into ConfigErrors: it may need values, or a run."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
 
 
 def find_traffic(parts: "ConfigParts", options: PlanArguments, plan: Plan) -> Traffic:
@@ -196,13 +203,8 @@ def find_traffic(parts: "ConfigParts", options: PlanArguments, plan: Plan) -> Tr
     from .traffic import PlannedStep, traffic_of
 
     def run_step() -> None:
-        try:
-            with fake_step(parts.task, read_batch(parts, options), parts.mixed) as (step, _):
-                step()
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(describe_failure(error)) from error
+        with as_config_errors(), fake_step(parts.task, read_batch(parts, options), parts.mixed) as (step, _):
+            step()
 
     trainer, sizes = parts.config.values["trainer"], parts.processes.sizes
     batches = trainer["accumulate_grad_batches"] * -(-plan.replicas // plan.ranks.data_size)

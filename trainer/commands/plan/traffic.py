@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """What a step's traffic depends on."""
+    """All that the traffic of a step depends on."""
 
     task: "Task"
     name: str
