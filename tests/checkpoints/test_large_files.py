@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.format import HashedFile, read_verified, write_tensors
 from legato.trainer.errors import CheckpointError
 
@@ -77,6 +78,27 @@ def test_pieces_of_any_size_are_hashed_in_order(tmp_path, folder):
     finally:
         path.unlink()
     assert file.sum == (SIZE, hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a priority is that of the whole process")
+def test_only_a_background_save_gives_way_to_training(tmp_path, monkeypatch):
+    real, found = os.write, list[int]()
+
+    def write(descriptor, data):
+        if len(data) > 4096:
+            found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return real(descriptor, data)
+
+    monkeypatch.setattr(os, "write", write)
+    own, contents = os.getpriority(os.PRIO_PROCESS, 0), {"state_dict": {"a": torch.zeros(SIZE // 4)}}
+    store.write(tmp_path / "step-00000001", contents)
+    assert set(found) == {own}
+    found.clear()
+    writer = Writer()
+    writer.save(tmp_path / "step-00000002", contents)
+    writer.close()
+    assert found.count(min(own + 15, 19)) == SIZE // (8 << 20)  # but for the rest, smaller than a block
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_a_write_that_fails_ends_the_save(tmp_path):

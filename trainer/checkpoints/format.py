@@ -159,12 +159,12 @@ class BlockWriter:
 
 
 def _lower_priority() -> None:
-    """Give this thread a tenth of a core where training takes all, a whole one where it does not.
+    """Give this thread a thirtieth of a core where training takes all, a whole one where it does not.
 
     Only threads that hold Python's lock for moments: the main thread would wait for a slow one that holds it.
     """
     if sys.platform == "linux":  # elsewhere it is the priority of the whole process
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + 10)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(os.getpriority(os.PRIO_PROCESS, 0) + 15, 19))
 
 
 def write_all(descriptor: int, view: memoryview) -> None:
