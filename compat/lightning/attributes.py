@@ -144,7 +144,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def logger(self, value: Any) -> None:
         if "_loggers" not in self.__dict__:
             self.__dict__["_wanted_logger"] = value
-        elif value is not self.logger:
+        elif value not in self.loggers[:1]:
             self.loggers = [value] if value else []
 
     @property

@@ -85,6 +85,27 @@ def of_epochs(results: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in one.items() if twin(name) not in one} for one in results]
 
 
+def assignable(own: property, name: str, inherited: Any) -> property:
+    """Return a read-only property of a subclass that lets Trainer assign the attribute in whose place it stands.
+
+    Until the Trainer is made, it reads what was assigned: the subclass's `__init__` may not have come to its own part.
+    """
+
+    def read(trainer: Any) -> Any:
+        values = trainer.__dict__
+        if own.fget is not None and (values.get("_made") or not (isinstance(inherited, property) or name in values)):
+            return own.fget(trainer)
+        return inherited.__get__(trainer) if isinstance(inherited, property) else values[name]
+
+    def assign(trainer: Any, value: Any) -> None:
+        if isinstance(inherited, property):
+            inherited.__set__(trainer, value)
+        else:
+            trainer.__dict__[name] = value
+
+    return property(read, assign, own.fdel, own.__doc__)
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
@@ -165,6 +186,16 @@ class Trainer(TrainerAttributes):
         self.take_profiler(make_profiler(profiler))
         if self.fast_dev_run and wants_loggers:
             self.loggers = [Logger()]  # which writes nothing, and takes every call
+        self._made = True
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
+        super().__init_subclass__(**options)
+        for name, own in {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}.items():
+            inherited = getattr(Trainer, name, None)
+            read_only = isinstance(own, property) and own.fset is None
+            if read_only and own is not inherited and getattr(inherited, "fset", True) is not None:
+                setattr(cls, name, assignable(own, name, inherited))
 
     @property
     def enable_autolog_hparams(self) -> bool:

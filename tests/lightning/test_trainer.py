@@ -365,3 +365,41 @@ def test_two_processes():
     assert (trainer.global_step, trainer.current_epoch, trainer.world_size) == (4, 2, 2)
     assert trainer.state.finished
     assert {"loss", "val"} <= trainer.callback_metrics.keys()
+
+
+def test_a_subclass_may_replace_what_the_trainer_assigns_by_properties_that_nobody_can_set(tmp_path):
+    loader = DataLoader(torch.randn(8, 2), batch_size=4)
+
+    class Mixin:
+        @property
+        def should_stop(self):
+            return self.global_step >= self.most
+
+    class Two(Mixin, pl.Trainer):
+        def __init__(self, **arguments):
+            self.words = self.greeting
+            super().__init__(**arguments)
+            self.most, self.seen = 3, set()
+
+        @property
+        def greeting(self):
+            return "own"
+
+        @property
+        def logger(self):
+            return "training" if self.training else "other"
+
+    class Looks(Small):
+        def training_step(self, batch, batch_idx):
+            self.trainer.seen.add(self.logger)
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            self.trainer.seen.add(self.logger)
+
+    trainer = Two(max_epochs=5, default_root_dir=tmp_path, **SILENT)
+    trainer.fit(Looks(), loader, loader)
+    assert trainer.words == trainer.greeting == "own"
+    assert trainer.seen == {"training", "other"}
+    assert trainer.logger == "other"
+    assert trainer.global_step == 3
