@@ -1,6 +1,8 @@
 """Tasks of a few tensors that can be cut, and what the processes of a real run hold of them and see."""
 
 import json
+import weakref
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.hooks import RemovableHandle
 
 import legato as lg
 from legato.trainer.processes.environment import find_place
@@ -254,3 +257,87 @@ def count_traffic(folder: Path, cases) -> None:
         assert place is not None
         found = [counts.counted.bytes, counts.counted.begun, counts.saved]
         (folder / f"{name} {place.rank}.json").write_text(json.dumps(found))
+
+
+class Deep(Pieces):
+    """Five blocks, and batches that are cut into several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer() for _ in range(5))
+
+    def train_dataloader(self):
+        return DataLoader(TensorDataset(torch.rand(64, 1)), 8, shuffle=True)
+
+
+class Waiting(lg.Callback):
+    """Counts the bytes that the stages of this process keep for backward in the third step: the most at one time."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()
+        self.holders: dict[int, int] = {}
+        self.bytes = self.most = self.given = 0
+        self.hooks: list[RemovableHandle] = []
+
+    def hold(self, holder, tensor) -> None:
+        """Count the memory of a tensor as long as there is this holder, or another one of it."""
+        storage = tensor.untyped_storage()
+        place, size = storage.data_ptr(), storage.nbytes()
+        if place not in self.known:
+            self.holders[place] = self.holders.get(place, 0) + 1
+            self.bytes += size * (self.holders[place] == 1)
+            self.most = max(self.most, self.bytes)
+            weakref.finalize(holder, self.let_go, place, size)
+
+    def let_go(self, place: int, size: int) -> None:
+        self.holders[place] -= 1
+        self.bytes -= size * (self.holders[place] == 0)
+
+    def pack(self, tensor):
+        kept = Kept(tensor)
+        self.hold(kept, tensor)
+        return kept
+
+    def on_train_batch_start(self, trainer, task, batch, batch_idx) -> None:
+        if trainer.global_step != 2:
+            return
+        known = [*task.parameters(), *task.buffers(), *batch]
+        self.known = {local_of(one).untyped_storage().data_ptr() for one in known}
+        self.given = sum(one.nbytes for one in batch)
+        for number, stage in trainer.current_run.strategy.stages.modules.items():
+            self.hooks.append(stage.register_forward_pre_hook(partial(self.on_input, number)))
+            self.hooks.append(stage.register_forward_hook(lambda _, inputs, output: self.hold(output, output)))
+        self.saving = saved_tensors_hooks(self.pack, lambda kept: kept.tensor)
+        self.saving.__enter__()
+
+    def on_input(self, number, stage, inputs) -> None:
+        """Leave out what a stage is given: a buffer that it receives into, or the input of all pieces."""
+        place = inputs[0].untyped_storage().data_ptr()
+        if number == 0 and place not in self.known:
+            self.given += inputs[0].untyped_storage().nbytes()
+        self.known.add(place)
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx) -> None:
+        if trainer.global_step == 3:  # not the last one, perhaps: the ranks agree on the stop
+            self.saving.__exit__(None, None, None)
+            for hook in self.hooks:
+                hook.remove()
+            trainer.should_stop = True
+
+
+class Kept:
+    """A saved tensor, which can be referred to weakly."""
+
+    def __init__(self, tensor) -> None:
+        self.tensor = tensor
+
+
+def count_waiting(folder: Path, cases) -> None:
+    """Run every case; each process writes the most bytes that its stages keep at one time, with batch and input."""
+    torch.set_num_threads(1)
+    for name, (kind, options) in cases.items():
+        waiting = Waiting()
+        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[waiting]).fit(kind())
+        place = find_place()
+        assert place is not None
+        (folder / f"{name} {place.rank}.json").write_text(json.dumps(waiting.most + waiting.given))

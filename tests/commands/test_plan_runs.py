@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import BATCH, Cuttable, Pieces, Rated, Stack, count_traffic, look
+from plan_cases import BATCH, Cuttable, Deep, Pieces, Rated, Stack, count_traffic, count_waiting, look
 from torch.autograd.graph import saved_tensors_hooks
 
 from legato.trainer.commands.plan.plan import Plan, render
@@ -130,6 +130,32 @@ def test_a_step_sends_what_was_planned_and_gradients_travel_within_backward(tmp_
                 assert plan.activations is not None
                 assert plan.activations.plain == saved
         assert plan.traffic.buffer_bytes > 0
+
+
+PIPELINES = {
+    "1f1b": two({"name": "mesh", "pipeline": 2}),
+    "two pieces": two({"name": "mesh", "pipeline": 2, "split": [4, 1], "micro_batches": 2}),
+    "whole": two({"name": "mesh", "pipeline": 2, "micro_batches": 1}),
+    "gpipe": two({"name": "mesh", "pipeline": 2, "schedule": "gpipe"}),
+    "interleaved": two({"name": "mesh", "pipeline": 2, "schedule": "interleaved", "split": [1, 2, 1, 1]}),
+    "recomputed": two({"name": "mesh", "pipeline": 2}, activation_checkpointing=["Layer"]),
+}
+
+
+def test_activations_of_a_pipeline_are_those_of_pieces_on_their_way(tmp_path: Path) -> None:
+    cases = {name: (Deep, options) for name, options in PIPELINES.items()}
+    run_workers(partial(count_waiting, tmp_path, cases), 2, threads=1)
+    for name, options in PIPELINES.items():
+        found = plan_of(tmp_path, Deep, {}, options).activations
+        counted = [json.loads((tmp_path / f"{name} {rank}.json").read_text()) for rank in range(2)]
+        assert found is not None
+        if name == "recomputed":  # what backward computes again is not among what autograd keeps
+            assert max(counted) < found.bytes < found.plain
+        else:
+            assert found.plain == max(counted), name
+            assert f"at place {counted.index(max(counted))} of the pipeline" in found.where
+    plan = plan_of(tmp_path, Deep, {}, two({"name": "mesh", "pipeline": 2, "schedule": "gpipe"}))
+    assert "for a batch of 8, at place 1 of the pipeline, which keeps 4 forwards of its 4 pieces" in render(plan)
 
 
 def test_activations_are_those_of_a_real_step(tmp_path: Path) -> None:

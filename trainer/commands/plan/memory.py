@@ -28,6 +28,8 @@ class Activations:
     """Classes of blocks."""
     recomputes: bool = False
     """Whether the config has them recomputed."""
+    where: str = ""
+    """The rank that keeps so much, where ranks differ."""
     unknown: str = ""
     """Why nothing of this is known."""
 

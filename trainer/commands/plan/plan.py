@@ -240,7 +240,7 @@ def _shown_activations(found: Activations, batch_size: int) -> str:
     if found.unknown:
         return f"unknown: {found.unknown}"
     plain = format_bytes(found.plain)
-    text = f"{plain} for a batch of {batch_size:,}"
+    text = f"{plain} for a batch of {batch_size:,}" + (f", {found.where}" if found.where else "")
     if found.recomputed is None:
         return text
     blocks = f"activation_checkpointing: [{', '.join(found.blocks)}]"

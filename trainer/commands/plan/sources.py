@@ -154,18 +154,18 @@ def make_plan(options: PlanArguments, arguments: Sequence[str]) -> Plan:
 def find_activations(parts: "ConfigParts", options: PlanArguments) -> Activations:
     """Return the activations of a batch of the first sample, repeated; or why they are unknown."""
     from .shares import cut_layers
+    from .stage_activations import Pipeline
     from .step_size import measure_activations
 
     names, sizes = tuple(parts.config.values["trainer"]["activation_checkpointing"] or ()), parts.processes.sizes
-    if sizes is not None and sizes.pipeline > 1:
-        return Activations(
-            0, unknown="a stage of a pipeline keeps those of as many pieces as torch's schedule has on the way"
-        )
+    measure_them: Callable[[Task, Any, tuple[str, ...], bool], Activations] = measure_activations
     try:
+        if sizes is not None and sizes.pipeline > 1:
+            measure_them = Pipeline.of(parts.task, sizes.pipeline, parts.strategy_options).measure
         with as_config_errors():
             batch = read_batch(parts, options)
             with cut_layers(parts.task, sizes.tensor if sizes is not None else 1):
-                found = measure_activations(parts.task, batch, names, parts.mixed)
+                found = measure_them(parts.task, batch, names, parts.mixed)
     except ConfigError as error:
         return Activations(0, unknown=str(error))
     return replace(found, recomputes=bool(names))

@@ -50,12 +50,12 @@ def measure_activations(task: "Task", batch: Any, blocks: tuple[str, ...], mixed
     """
     with fake_step(task, batch, mixed) as (step, tensors):
         blocks = blocks or find_blocks(task)
-        plain, largest = _saved(task, step, tensors, modules_named(task, blocks, "blocks") if blocks else [])
+        plain, largest = saved_bytes(task, step, tensors, modules_named(task, blocks, "blocks") if blocks else [])
         if not blocks:
             return Activations(plain)
         recomputing = Recomputing(task, blocks)
         try:
-            kept, _ = _saved(task, step, tensors, [])
+            kept, _ = saved_bytes(task, step, tensors, [])
         finally:
             recomputing.undo()
     return Activations(plain, kept + largest, blocks)
@@ -94,7 +94,7 @@ def fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[
             replace(task, lambda tensor: before[id(tensor)])
 
 
-def _saved(
+def saved_bytes(
     task: nn.Module, step: Callable[[], Any], batch: list[Tensor], blocks: Sequence[nn.Module]
 ) -> tuple[int, int]:
     """Return the bytes of the batch and of what a forward saves, and the most that one of the blocks saves."""

@@ -4,7 +4,7 @@ Processes are ordered in the mesh as (pipeline, data, shard, tensor), the last a
 processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -52,6 +52,19 @@ def stages_each(schedule: str) -> int:
         hint = did_you_mean(str(schedule), STAGES_EACH)
         raise ConfigError(f"strategy mesh: schedule={schedule!r}; there are {', '.join(STAGES_EACH)}.{hint}")
     return STAGES_EACH[schedule]
+
+
+def count_pieces(samples: Sequence[int], wanted: int, schedule: Schedule, places: int) -> int:
+    """Return into how many equal pieces, at most `wanted`, batches can be cut so that torch's schedule takes them.
+
+    samples: of each batch. places: processes of the pipeline.
+    """
+    # torch's interleaved schedule works in rounds of as many pieces as processes, and pieces must be equal in size
+    for pieces in range(min(wanted, *samples), 1, -1):
+        rounds = max(1, pieces // places) if schedule == "interleaved" else 1
+        if pieces % rounds == 0 and not any(count % pieces for count in samples):
+            return pieces
+    return 1
 
 
 def read_sizes(asked: Mapping[str, Size]) -> None:

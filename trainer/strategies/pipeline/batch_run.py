@@ -23,6 +23,7 @@ from ...metrics.torchmetrics import is_metric
 from ...optimization.outputs import losses_of
 from ..data_parallel.chunks import split
 from ..data_parallel.copies import LogRecorder
+from ..mesh.sizes import count_pieces
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -43,7 +44,9 @@ class BatchRun:
         run = task.trainer.current_run
         assert run.loop.step is not None
         samples = count_samples(batch)
-        count = self.stages.pieces(self._of_all(samples), strategy.pieces_wanted or 2 * strategy.sizes.pipeline)
+        places = strategy.sizes.pipeline
+        wanted = strategy.pieces_wanted or 2 * places
+        count = count_pieces(self._of_all(samples), wanted, strategy.schedule, places)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
         counts = 0.0 if run.metrics.muted else run.metrics.samples * run.gradient_scale  # muted is what is masked

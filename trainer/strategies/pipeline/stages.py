@@ -103,16 +103,6 @@ class Stages:
         """Whether the output comes out here."""
         return self.count - 1 in self.modules
 
-    def pieces(self, samples: Sequence[int], wanted: int) -> int:
-        """Return into how many equal pieces, at most `wanted`, batches can be cut so that the schedule takes them."""
-        processes = self.group.size()
-        # torch's interleaved schedule works in rounds of as many pieces as processes, and pieces must be equal in size
-        for pieces in range(min(wanted, *samples), 1, -1):
-            rounds = max(1, pieces // processes) if self.schedule == "interleaved" else 1
-            if pieces % rounds == 0 and not any(count % pieces for count in samples):
-                return pieces
-        return 1
-
     def run(self, given: tuple[Tensor, ...], pieces: int, kind: Any, loss: PieceLoss, known: bool) -> None:
         """Run forward and backward of a batch; gradients are added to the parameters of this process's stages.
 
