@@ -36,11 +36,14 @@ _BROKEN_CONNECTION = re.compile(
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickler that sends classes of `named` modules by name: the reader has the originals, and must not get copies."""
+    """Pickler that sends classes of `named` modules by name: the reader has the originals, and must not get copies.
 
-    def __init__(self, file: io.BytesIO, named: frozenset[str]) -> None:
+    Those of `placed` modules go by value, and are then found in their module.
+    """
+
+    def __init__(self, file: io.BytesIO, named: frozenset[str], placed: frozenset[str]) -> None:
         super().__init__(file, protocol=5)
-        self._named = named
+        self._named, self._placed = named, placed
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj.__module__ in self._named and "<" not in obj.__qualname__:
@@ -48,7 +51,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             # torch.backends.cudnn, which cloudpickle does not recognize as a module.
             return import_module, (obj.__name__,)
-        return super().reducer_override(obj)
+        reduced = super().reducer_override(obj)
+        if isinstance(obj, type) and obj.__module__ in self._placed and obj.__qualname__.isidentifier():
+            make, arguments, *state = reduced
+            return _place, (obj.__qualname__, obj.__module__, make, arguments), *state
+        return reduced
 
 
 def _named_class(module: str, name: str) -> Any:
@@ -58,10 +65,10 @@ def _named_class(module: str, name: str) -> Any:
     return found
 
 
-def pack(content: Any, named: frozenset[str] = frozenset()) -> bytes:
-    """Return `content` as bytes; classes of the modules in `named` go by name."""
+def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[str] = frozenset()) -> bytes:
+    """Return `content` as bytes; see `_Pickler` for classes of the modules in `named` and `placed`."""
     file = io.BytesIO()
-    _Pickler(file, named).dump(content)
+    _Pickler(file, named, placed).dump(content)
     return file.getvalue()
 
 
@@ -117,24 +124,15 @@ def _find_spec(name: str) -> ModuleSpec | None:
     return None
 
 
-def place_classes(modules: frozenset[str]) -> None:
-    """Register classes that came by value under their module's name, so that plain pickle finds them.
+def _place(name: str, module: str, make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
+    """Make a class that came by value, and register it under its module's name, so that plain pickle finds it.
 
     A loader worker sends batches by plain pickle; they may hold dataclasses of the caller's script.
     """
-    seen: set[type] = {object}
-    found: list[type] = [object]
-    while found:
-        parent = found.pop()
-        children: list[type] = type.__subclasses__(parent)
-        fresh = [child for child in children if child not in seen]
-        seen.update(fresh)
-        found += fresh
-        for one in fresh:
-            if one.__module__ in modules and one.__qualname__.isidentifier():
-                module = _import_or_make(one.__module__)
-                if not hasattr(module, one.__qualname__):
-                    setattr(module, one.__qualname__, one)
+    made, found = make(*arguments), _import_or_make(module)
+    if not hasattr(found, name):
+        setattr(found, name, made)
+    return made
 
 
 def _import_or_make(name: str) -> ModuleType:

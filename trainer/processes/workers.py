@@ -30,7 +30,7 @@ from .failures import alive_file, failure_of, set_report_file, write_atomically
 from .signals import END_SIGNALS, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME
 from .stacks import DUMP
-from .transport import Failure, Settings, pack, pickled_by_value, place_classes, unpack
+from .transport import Failure, Settings, pack, pickled_by_value, unpack
 
 log = logging.getLogger("legato")
 
@@ -115,7 +115,7 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
     with pickled_by_value() as modules, path.open("wb") as file:
         file.write(pack((modules, Settings(method))))
         try:
-            file.write(pack(function))
+            file.write(pack(function, placed=modules))
         except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
             raise ConfigError(
                 f"The task cannot be sent to worker processes: {type(error).__name__}: {error}. Make open files, "
@@ -448,7 +448,6 @@ def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:
             f"A worker process cannot import {error.name or 'a module'!r}, which the task needs ({error}). Install it, "
             "or put its folder on PYTHONPATH, so that a fresh Python finds it."
         ) from error
-    place_classes(named)
     return named, function
 
 
