@@ -294,7 +294,7 @@ class Checkpoint(Retention):
         """Return the name of a checkpoint of this moment; `plain`: one that `resume="auto"` knows in any case."""
         if plain or self.filename is None:
             return f"step-{trainer.global_step:08d}"
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _refuse_foreign(self, trainer: "Trainer") -> None:

@@ -41,11 +41,11 @@ class Monitor:
 
     def start_validation(self, trainer: "Trainer") -> None:
         """Remember the value before a validation."""
-        self._before = trainer.callback_metrics.get(self.name)
+        self._before = trainer.agreed_metrics.get(self.name)
 
     def end_validation(self, trainer: "Trainer") -> bool:
         """Return whether this validation logged the metric."""
-        found = trainer.callback_metrics.get(self.name)
+        found = trainer.agreed_metrics.get(self.name)
         # by identity: every publish makes new tensors, also of an equal value
         fresh = found is not None and found is not self._before
         self.from_validation |= fresh
@@ -57,17 +57,17 @@ class Monitor:
 
     def read(self, trainer: "Trainer") -> float | None:
         """Return the current value; None if there is none or validation measured it at an earlier step."""
-        found = trainer.callback_metrics.get(self.name)
+        found = trainer.agreed_metrics.get(self.name)
         stale = self.from_validation and self._validated_step != trainer.global_step
         return None if found is None or stale else float(found)
 
     def is_from_training(self, trainer: "Trainer") -> bool:
         """Return whether training, and not validation, has logged the metric."""
-        return not self.from_validation and self.name in trainer.callback_metrics
+        return not self.from_validation and self.name in trainer.agreed_metrics
 
     def is_missing(self, trainer: "Trainer") -> bool:
         """Return, at the end of an epoch, whether the metric is absent and no validation will log it."""
-        if self.name in trainer.callback_metrics or self.from_validation:
+        if self.name in trainer.agreed_metrics or self.from_validation:
             return False
         return self._validated or not sum(trainer.num_val_batches)
 
@@ -84,7 +84,7 @@ class Monitor:
         """Save a checkpoint if the run keeps any, then raise ConfigError with the names that were logged."""
         if trainer.checkpoint_callback is not None:
             trainer.checkpoint_callback.save(trainer, always=True)
-        logged = sorted(trainer.callback_metrics)
+        logged = sorted(trainer.agreed_metrics)
         raise ConfigError(
             f"{self.user} monitors {self.name!r}, which was not logged by the end of epoch {trainer.current_epoch}."
             f"{did_you_mean(self.name, logged)} Logged: {', '.join(logged) or 'nothing'}. "

@@ -225,7 +225,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
             name,
             value,
             batch_size,
-            (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only),
+            (prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist),
         )
 
     def log_dict(  # noqa: PLR0913 (Lightning's signature)
@@ -244,11 +244,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         rank_zero_only: bool = False,
     ) -> None:
         """Log each item of `dictionary`; the other arguments are those of `log`."""
-        options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only
+        options = prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist
         if type(self).log is not Task.log or "log" in self.__dict__:  # overridden by the task
             names = "prog_bar", "logger", "on_step", "on_epoch", "reduce_fx", "add_dataloader_idx", "rank_zero_only"
-            given: dict[str, Any] = dict(zip(names, options, strict=True))
-            given |= {"enable_graph": enable_graph, "sync_dist": sync_dist}
+            given: dict[str, Any] = dict(zip((*names, "sync_dist"), options, strict=True))
+            given |= {"enable_graph": enable_graph}
             given |= {} if sync_dist_group is None else {"sync_dist_group": sync_dist_group}
             given |= {} if batch_size is None else {"batch_size": batch_size}  # else the override's default applies
             for name, value in dictionary.items():

@@ -11,6 +11,8 @@ from .optimization.optimizers import ManualOptimizer, SchedulerConfig
 from .state import State
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..callbacks.callback import Callback
     from ..tasks.data_module import DataModule
     from ..tasks.task import Task
@@ -43,6 +45,7 @@ class TrainerView(TrainerArguments):
     callbacks: "list[Callback]"
     logger: "Logger | None"
     loggers: "list[Logger]"
+    callback_metrics: "dict[str, Tensor]"
     logged_metrics: dict[str, float]
 
     # --- progress ---------------------------------------------------------------------------------------------------
@@ -205,6 +208,11 @@ class TrainerView(TrainerArguments):
         return self.current_run.data.loaders.get("predict")
 
     # --- how much there is to do ------------------------------------------------------------------------------------
+    @property
+    def agreed_metrics(self) -> "dict[str, Tensor]":
+        """The values of `callback_metrics` that every rank has, for decisions that all ranks take."""
+        return self.callback_metrics
+
     def is_measured_now(self, name: str) -> bool:
         """Return whether `callback_metrics[name]` is a value of this very step, or one that a hook has put there."""
         return self.current_run.metrics.measured_at.get(name, self.state.global_step) == self.state.global_step

@@ -27,6 +27,8 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     epoch_is_cut = False
     """Whether training has ended within an epoch, which Lightning counts."""
+    _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
+    """Of names whose value in callback_metrics other processes do not have: that value, and the agreed one."""
     predictions: list[Any]
     """What the newest predict has returned."""
     __hash__ = object.__hash__
@@ -169,18 +171,18 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     # --- values -----------------------------------------------------------------------------------------------------
     @property
     def callback_metrics(self) -> "dict[str, Tensor]":
-        """The newest value of each name, up to the newest batch on a single process."""
+        """The newest value of each name, up to the newest batch; until the next logging point of this process."""
         self._read_newest()
         found: dict[str, Tensor] = self.__dict__["_callback_metrics"]
         return found
 
     @callback_metrics.setter
     def callback_metrics(self, value: "dict[str, Tensor]") -> None:
-        self.__dict__["_callback_metrics"] = value
+        self.__dict__["_callback_metrics"], self._own_values = value, {}
 
     @property
     def logged_metrics(self) -> dict[str, Any]:
-        """The newest value of each name that loggers are given, up to the newest batch on a single process."""
+        """The newest value of each name that loggers are given, up to the newest batch."""
         self._read_newest()
         found: dict[str, Any] = self.__dict__["_logged_metrics"]
         return found
@@ -189,31 +191,43 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def logged_metrics(self, value: dict[str, Any]) -> None:
         self.__dict__["_logged_metrics"] = value
 
+    @property
+    def agreed_metrics(self) -> "dict[str, Tensor]":
+        """The values of `callback_metrics` that every rank has, for decisions that all ranks take."""
+        found: dict[str, Tensor] = dict(self.callback_metrics)
+        for name, (own, agreed) in self._own_values.items():
+            if found.get(name) is own:  # else the program, or a logging point, has put another one there
+                found.pop(name)
+                found.update({} if agreed is None else {name: agreed})
+        return found
+
+    def take_own(self, values: "dict[str, float]") -> None:
+        """Show values that other processes do not have in `callback_metrics`, and remember the agreed ones."""
+        shown = self.__dict__["_callback_metrics"]
+        for name, value in values.items():
+            own, agreed = self._own_values.get(name, (None, None))
+            last = shown.get(name)
+            shown[name] = torch.tensor(value)
+            if self.world_size > 1:
+                self._own_values[name] = shown[name], agreed if last is own else last
+
     def take_logged(self, reduced: Reduced) -> None:
-        """Keep values of loggers, as tensors."""
+        """Keep values of loggers, as tensors, and those that were logged on rank 0 alone."""
         logged: dict[str, Any] = self.__dict__["_logged_metrics"]
         logged.update({name: torch.tensor(value) for name, value in reduced.loggers.items()})
+        self.take_own(reduced.alone)
 
     def _read_newest(self) -> None:
-        """Read what was logged since the last look, where no other rank need take part in it."""
+        """Read what this process has logged in steps since the last look."""
         run = self.run
-        if run is None or not self.training or run.metrics.processes > 1 or run.metrics.shares:
+        if run is None or not self.training or run.metrics.shares:
             return
-        metrics, series, step = run.metrics, run.metrics.series, run.metrics.step
-        # a bar that read this step has left none pending
-        unread = metrics.pending or self.__dict__.get("_read_at") != step
-        if unread and series is not None and metrics.stage == "train" and metrics.in_step:
-            self.__dict__["_read_at"] = step
-            logged = any(one[4] == step for one in metrics.pending) or any(
-                one.step_at == step for one in series.values()
-            )
-            try:
-                metrics.step -= not logged  # when a batch begins, the newest values are those of the step before
-                reduced = metrics.reduce_step()
-            finally:
-                metrics.step = step
-            self.__dict__["_callback_metrics"].update(reduced.tensors())
-            metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
+        metrics = run.metrics
+        if metrics.series is not None and metrics.stage == "train" and metrics.in_step:
+            reduced = metrics.own_values()
+            self.take_own(reduced.all)
+            if metrics.processes == 1:
+                metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
             self.progress_bar_metrics.update(reduced.progress_bar)
             self.take_logged(reduced)
 

@@ -1,6 +1,7 @@
 """Trainer with Lightning's arguments, defaults, attributes and exceptions."""
 
 import inspect
+import json
 import os
 from datetime import timedelta
 
@@ -403,3 +404,59 @@ def test_a_subclass_may_replace_what_the_trainer_assigns_by_properties_that_nobo
     assert trainer.seen == {"training", "other"}
     assert trainer.logger == "other"
     assert trainer.global_step == 3
+
+
+class LogsOnItsRank(Small):
+    """Keeps, after each batch, what callback_metrics shows of values that differ between ranks."""
+
+    def training_step(self, batch, batch_idx):
+        value = 10.0 * self.global_rank + batch_idx
+        self.log("own", value)
+        self.log("synced", value, sync_dist=True)
+        self.log("alone", value, rank_zero_only=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        trainer = self.trainer
+        names = {"own", "synced", "alone"}
+        metrics = [trainer.callback_metrics, trainer.agreed_metrics]
+        with open(f"seen-{trainer.global_rank}", "a") as file:
+            print(json.dumps([{name: float(one[name]) for name in names & one.keys()} for one in metrics]), file=file)
+
+
+@pytest.mark.slow
+def test_between_logging_points_a_process_reads_its_own_values_and_decisions_those_of_all(tmp_path):
+    trainer = pl.Trainer(**SILENT, max_epochs=1, devices=2, strategy="ddp_spawn", log_every_n_steps=2)
+    trainer.fit(LogsOnItsRank(), loader(16))
+    seen = [list(map(json.loads, (tmp_path / f"seen-{rank}").read_text().splitlines())) for rank in range(2)]
+    assert seen == [
+        [
+            [{"own": 0, "alone": 0}, {}],
+            [{"own": 1, "alone": 1}, {}],
+            [{"own": 2, "alone": 2, "synced": 6}, {"own": 6, "synced": 6}],  # the mean over ranks at the second step
+            [{"own": 3, "alone": 3, "synced": 6}, {"own": 6, "synced": 6}],
+        ],
+        [
+            [{"own": 10}, {}],
+            [{"own": 11}, {}],
+            [{"own": 12, "synced": 6}, {"own": 6, "synced": 6}],
+            [{"own": 13, "synced": 6}, {"own": 6, "synced": 6}],
+        ],
+    ]
+
+
+def test_a_value_of_rank_zero_alone_is_in_callback_metrics():
+    seen = []
+
+    class Logs(Small):
+        def training_step(self, batch, batch_idx):
+            self.log("alone", 1.0 * batch_idx, rank_zero_only=True)
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(float(self.trainer.callback_metrics["alone"]))
+
+    trainer = pl.Trainer(**SILENT, max_epochs=1)
+    trainer.fit(Logs(), loader())
+    assert seen == [0, 1, 2, 3]
+    assert trainer.callback_metrics["alone"] == 3

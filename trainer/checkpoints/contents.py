@@ -62,7 +62,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
             "precision": strategy.precision.state_dict(),
             "metrics": run.metrics.state_dict(),
-            "callback_metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+            "callback_metrics": {name: float(value) for name, value in trainer.agreed_metrics.items()},
             "data": run.data.training.state_dict() if run.data.training is not None else {},
             "callbacks": callback_states(trainer),
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},

@@ -33,8 +33,8 @@ from .reduce import (
 )
 from .torchmetrics import MetricStates, is_metric, read_values, updates_within
 
-Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool]
-"""prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only: as given to `Task.log`."""
+Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool, bool]
+"""prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`."""
 
 PENDING_LIMIT = 1024
 """Maximum number of values, or losses, that wait on the device before they are read even if no logging point is due."""
@@ -69,6 +69,8 @@ class Metrics:
         self.first_replica = self.replica = 0
         self.samples = 1
         self.step = self.newest = NO_STEP  # none has begun; -1 is the step of a series without values
+        self.unread = 0
+        """The first training step with values that `log_point` and `own_values` have yet to return."""
         self.suffix, self.loader = "", 0
         """Added to names logged by one of several evaluation loaders; `loader` is that loader's index."""
         self.batches: dict[str, int] = {}
@@ -210,7 +212,7 @@ class Metrics:
                 append((series, value, weight, replica, step))
 
     def _open_series(self, name: str, value: Any, options: Options) -> Series:
-        prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only = options
+        prog_bar, logger, on_step, on_epoch, reduce_fx, add_suffix, rank_zero_only, synced = options
         assert self.series is not None
         if not isinstance(name, str) or not name:
             swapped = isinstance(value, str) and isinstance(name, (Real, Tensor))
@@ -247,7 +249,7 @@ class Metrics:
         on_step, on_epoch = on_step and self.in_step, on_epoch or not on_step
         series = Series(full, kind, on_step, on_epoch, prog_bar, logger is not False)
         series.metric = value if kind == "metric" else None
-        series.alone, series.in_step = rank_zero_only, self.in_step
+        series.alone, series.synced, series.in_step = rank_zero_only, synced, self.in_step
         series.description = self._describe(series)
         self.series[full] = series
         return series
@@ -284,12 +286,15 @@ class Metrics:
             self._read_losses()
 
     # --- reading: at logging steps and at the end of epochs ---------------------------------------------------------
-    def flush(self) -> None:
-        """Add all pending values to their sums, with one transfer per device and dtype."""
+    def flush(self, since: int | None = None) -> None:
+        """Add all pending values to their sums, with one transfer per device and dtype.
+
+        since: the oldest step whose values are kept as those of a step; without it the newest step alone.
+        """
         pending, self.pending = self.pending, []
-        newest, dropped, self.dropped = self.step, self.dropped, -1
+        since, dropped, self.dropped = self.step if since is None else since, self.dropped, -1
         # skip values that only an earlier step's logging point would have shown
-        pending = [one for one in pending if (one[0].keeps_sums or one[4] == newest) and one[4] != dropped]
+        pending = [one for one in pending if (one[0].keeps_sums or one[4] >= since) and one[4] != dropped]
         values = to_floats([one[1] for one in pending])
         if self.shares and self.stage == "train":
             # Not into the sums yet: a step that breaks off is repeated, and would count twice. They are counted when
@@ -300,7 +305,7 @@ class Metrics:
             ]
             return
         for (series, _, weight, replica, step), value in zip(pending, values, strict=True):
-            if series.kind in AVERAGED and step != newest:  # most values of most runs, without two calls
+            if series.kind in AVERAGED and step < since:  # most values of most runs, without two calls
                 if series.kind == "mean":
                     entry = series.sums.get(replica)
                     if entry is None:
@@ -309,10 +314,12 @@ class Metrics:
                         entry[0] += value * weight
                         entry[1] += weight
             else:
-                self._count(series, replica, value, weight, step)
+                self._count(series, replica, value, weight, step, since)
 
-    def _count(self, series: Series, replica: int, value: float, weight: float, step: int) -> None:
-        """Add a value to its replica's sums of the epoch and of the newest step."""
+    def _count(
+        self, series: Series, replica: int, value: float, weight: float, step: int, since: int | None = None
+    ) -> None:
+        """Add a value to its replica's sums of the epoch and of a step: the newest, or one not before `since`."""
         if replica == ONCE_PER_PROCESS:  # the first process counts it
             return
         if step == EPOCH_END:
@@ -320,7 +327,7 @@ class Metrics:
             return
         if series.kind != "metric" and series.keeps_sums:
             accumulate(series.sums, replica, series.kind, value, weight)
-        if series.on_step and step == self.step:
+        if series.on_step and step >= (self.step if since is None else since):
             if series.step_at != step:
                 series.step, series.step_at = {}, step
             elif self.shows_newest_batch:
@@ -395,6 +402,17 @@ class Metrics:
         self.flush()
         return sort_out(zip((one[0] for one in newest.values()), values, strict=True), "_step", self.bar_names_steps)
 
+    def own_values(self) -> Reduced:
+        """Return this process's newest values of steps since this or `log_point` was called; no collective.
+
+        On several processes without those logged with `sync_dist`. Not for where values are shared.
+        """
+        since, self.unread = self.unread, max(self.step, 0)
+        self.flush(since)
+        known = [one for one in (self.series or {}).values() if one.step and one.step_at >= since]
+        found = [(one, total(one.kind, one.step)) for one in known if not one.synced or self.processes == 1]
+        return sort_out(found, "_step", self.bar_names_steps)
+
     def reduce_step(self) -> Reduced:
         """Return the newest step's values of the current stage, over all replicas. Collective."""
         return self.log_point(checks_losses=False, extra=())[0]
@@ -410,6 +428,8 @@ class Metrics:
         """
         # negated, since the exchange takes maxima and the first bad step is a minimum
         extra = [-self._first_bad_loss() if checks_losses else -NEVER, *extra]
+        if self.stage == "train" and self.step != EPOCH_END:
+            self.unread = self.step + 1
         if self.shares and self.stage == "train":
             maxima = self._share(extra)
             found = self._totals_of_step()
@@ -617,6 +637,7 @@ class Metrics:
         self.unshared = [row for row in self.unshared if row.step < step]
         self.losses = [item for item in self.losses if item[1] < step]
         self.step, self.suffix = step - 1 if step else NO_STEP, ""
+        self.unread = min(self.unread, step)
         for series in self.stages["train"].values():
             series.closing = {}
         self.open("train", fresh=False)

@@ -53,6 +53,8 @@ class Series:
     """Like `sums`, for values logged by hooks at the end of the epoch, which count only if the epoch ends there."""
     alone: bool = False
     """Whether only replica 0 logs it (`rank_zero_only`): written to loggers but not to `callback_metrics`."""
+    synced: bool = False
+    """Whether it was logged with `sync_dist`, so that a process never shows its own value alone."""
     description: Description = ()
     keeps_sums: bool = False
     """Whether `sums` are kept: of what is reduced over epochs, and for the running values of a progress bar."""
@@ -67,6 +69,8 @@ class Reduced:
 
     all: dict[str, float] = field(default_factory=dict)
     """For `trainer.callback_metrics`."""
+    alone: dict[str, float] = field(default_factory=dict)
+    """Values with `rank_zero_only`, which only rank 0 has."""
     loggers: dict[str, float] = field(default_factory=dict)
     progress_bar: dict[str, float] = field(default_factory=dict)
 
@@ -151,8 +155,8 @@ def sort_out(found: Iterable[tuple[Series, float]], suffix: str, bar_names_steps
         if series.on_step and series.on_epoch:
             base, mark, loader = name.partition(LOADER_MARK)
             name = base + suffix + mark + loader
-        if not series.alone:
-            reduced.all[name] = reduced.all[shown] = value
+        metrics = reduced.alone if series.alone else reduced.all
+        metrics[name] = metrics[shown] = value
         if series.to_loggers:
             reduced.loggers[name] = value
         if series.prog_bar:

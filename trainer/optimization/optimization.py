@@ -32,6 +32,10 @@ class OptimizingTrainer(Protocol):
     callback_metrics: dict[str, Tensor]
 
     @property
+    def agreed_metrics(self) -> dict[str, Tensor]:
+        """The values of `callback_metrics` that every rank has."""
+
+    @property
     def checkpoint_callback(self) -> Any:
         """The callback that saves before an error that ends the run."""
 
@@ -204,7 +208,7 @@ class Optimization:
                     self.task.lr_scheduler_step(config.scheduler, metric)
 
     def _monitored(self, config: SchedulerConfig) -> Any:
-        known = self.trainer.callback_metrics
+        known = self.trainer.agreed_metrics
         if config.monitor in known:
             return known[config.monitor]
         if config.strict:

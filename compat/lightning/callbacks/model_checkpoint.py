@@ -314,7 +314,7 @@ class ModelCheckpoint(Checkpoint):
     # --- what to save and to keep -----------------------------------------------------------------------------------
     def _monitor_candidates(self, trainer: "Trainer") -> dict[str, Tensor]:
         """Return the values that names are made of: the metrics, the epoch and the step."""
-        found = {name: deepcopy(value) for name, value in trainer.callback_metrics.items()}
+        found = {name: deepcopy(value) for name, value in trainer.agreed_metrics.items()}
         for name, count in (("epoch", trainer.current_epoch), ("step", trainer.global_step)):
             logged = found.get(name)
             found[name] = logged.int() if isinstance(logged, Tensor) else torch.tensor(count)
