@@ -261,6 +261,12 @@ class CSVLogger(csv_file.CSVLogger):
         _ = self.experiment
         super().log_hyperparams(as_dict(params))
 
+    def save(self) -> None:
+        """Sync the file to disk; make the folder, also where nothing was logged yet."""
+        if rank_zero_only.rank == 0 and self.log_dir is not None:
+            Path(self.log_dir).mkdir(parents=True, exist_ok=True)
+        super().save()
+
     def __getstate__(self) -> dict[str, Any]:
         """Another process opens the folder anew."""
         return {**self.__dict__, "_experiment": None, "_path": None}

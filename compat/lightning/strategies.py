@@ -81,6 +81,11 @@ class Strategy(strategy.Strategy):
         return self.task
 
     @property
+    def launcher(self) -> "Launcher | None":
+        """What starts the other processes; None where there is one."""
+        return Launcher() if isinstance(self, GroupStrategy) else None
+
+    @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the run."""
         return [] if self.task is None else self.task.trainer.optimizers
@@ -172,6 +177,13 @@ class Strategy(strategy.Strategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which tensors are made on the device of this process."""
         return self.device if self.device.type != "cpu" else nullcontext()
+
+
+class Launcher:
+    """Says of the way in which processes start what programs ask; the Trainer starts them."""
+
+    is_interactive_compatible = True
+    """Whether it works in a notebook."""
 
 
 class ParallelStrategy(Strategy):

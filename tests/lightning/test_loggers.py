@@ -106,6 +106,13 @@ def test_a_csv_file_of_another_run_is_kept(tmp_path):
         assert [row.split(",")[-1] for row in rows[1:]] == [str(step)] * 3
 
 
+@pytest.mark.parametrize("name", ["", None, "mine"])
+def test_a_csv_logger_makes_its_folder_when_it_saves(tmp_path, name):
+    logger = CSVLogger(tmp_path, name)
+    logger.save()
+    assert (tmp_path / (name or "") / "version_0").is_dir()
+
+
 @pytest.mark.parametrize("name", ["CSVLogger", "TensorBoardLogger"])
 @pytest.mark.parametrize("options", [{}, {"name": "x", "version": 3}, {"name": "", "version": "v"}, {"name": None}])
 def test_what_a_logger_answers_before_fit(tmp_path, name, options):

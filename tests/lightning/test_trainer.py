@@ -110,6 +110,19 @@ def test_arguments_have_their_effect(arguments, attributes):
     assert {name: getattr(trainer, name) for name in attributes} == attributes
 
 
+def test_callbacks_of_installed_packages_are_in_every_trainer(tmp_path, monkeypatch):
+    folder = tmp_path / "wanted-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: wanted\nVersion: 1.0\n")
+    names = "one = wanted_callbacks:one\nmore = wanted_callbacks:more\n"
+    (folder / "entry_points.txt").write_text(f"[lightning.pytorch.callbacks_factory]\n{names}")
+    lines = "import legato.compat.lightning.pytorch as pl", "one = pl.callbacks.LearningRateMonitor"
+    (tmp_path / "wanted_callbacks.py").write_text("\n".join((*lines, "def more(): return [pl.callbacks.Timer()]")))
+    monkeypatch.syspath_prepend(tmp_path)
+    wanted = [type(callback).__name__ for callback in pl.Trainer(**SILENT).callbacks]
+    assert sorted(wanted) == ["LearningRateMonitor", "Timer"]
+
+
 @pytest.mark.parametrize(
     ("word", "found"),
     [
@@ -125,6 +138,8 @@ def test_words_of_strategies(word, found):
     trainer = pl.Trainer(**SILENT, strategy=word, devices=2)
     assert isinstance(trainer.strategy, DDPStrategy)
     assert trainer.strategy.finds_unused is found.get("find_unused_parameters", False)
+    assert trainer.strategy.launcher.is_interactive_compatible
+    assert pl.Trainer(**SILENT, devices=1).strategy.launcher is None
     assert isinstance(pl.strategies.StrategyRegistry.get("fsdp"), FSDPStrategy)
 
 
