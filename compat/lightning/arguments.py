@@ -3,10 +3,12 @@
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
 
+from ...callbacks.callback import Callback
 from ...trainer.arguments import LIMITS
 from ...trainer.errors import ConfigError
 from ...trainer.loggers.logger import Logger
@@ -62,6 +64,9 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
+    wanted, own = callbacks_of_packages(), given["callbacks"] or []
+    if wanted:
+        found["callbacks"] = [*([own] if isinstance(own, Callback) else own), *wanted]
     return found | {
         "accelerator": _accelerator(found["accelerator"]),
         "devices": read_devices(found["devices"]),
@@ -72,6 +77,15 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         "run_name": "lightning_logs",
         "nan": "ignore",
     }
+
+
+def callbacks_of_packages() -> list[Callback]:
+    """Return the callbacks that installed packages want in every Trainer, by the entry points that Lightning reads."""
+    found: list[Callback] = []
+    for point in entry_points(group="lightning.pytorch.callbacks_factory"):
+        made = point.load()()
+        found += [made] if isinstance(made, Callback) else made
+    return found
 
 
 def tell_ambiguous(given: Mapping[str, Any]) -> None:

@@ -193,6 +193,8 @@ class ExperimentWriter:
         if writer is None:
             self._writer.open(Path(log_dir), None)
         self._rows = 0
+        self.metrics: list[dict[str, Any]] = []
+        """The rows since the last save, which are in the file already."""
 
     @property
     def hparams(self) -> dict[str, Any]:
@@ -205,11 +207,15 @@ class ExperimentWriter:
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
         """Write a row."""
-        csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, self._rows if step is None else step)
+        step = self._rows if step is None else step
+        csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, step)
         self._rows += 1
+        row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics_dict.items()}
+        self.metrics.append({**row, "step": step})
 
     def save(self) -> None:
         """Sync the file to disk."""
+        self.metrics = []
         self._writer.save()
 
 
@@ -255,6 +261,8 @@ class CSVLogger(csv_file.CSVLogger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write a row."""
         self.experiment.log_metrics(metrics, step)
+        if step is not None and (step + 1) % self.flush_logs_every_n_steps == 0:
+            self.experiment.metrics = []
 
     def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
         """Record hyperparameters."""

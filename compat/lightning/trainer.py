@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,15 +51,6 @@ def uncompiled(model: Any) -> Any:
         if name not in vars(module) and overrides(module, Task, name):
             setattr(module, name, model.dynamo_ctx(getattr(module, name)))
     return module
-
-
-def callbacks_of_packages() -> list[Callback]:
-    """Return the callbacks that installed packages want in every Trainer, by the entry points that Lightning reads."""
-    found: list[Callback] = []
-    for point in entry_points(group="lightning.pytorch.callbacks_factory"):
-        made = point.load()()
-        found += [made] if isinstance(made, Callback) else made
-    return found
 
 
 def is_other(first: Any, second: Any) -> bool:
@@ -189,7 +179,6 @@ class Trainer(TrainerAttributes):
         set_benchmark(benchmark, deterministic)
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
-        self.callbacks += callbacks_of_packages()
         self.accelerator = KINDS[self.device_list[0].type]()
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
         self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)

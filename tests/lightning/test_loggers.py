@@ -92,6 +92,14 @@ def test_a_logger_that_a_user_wrote(tmp_path):
         Logger()
 
 
+def test_the_writer_of_a_csv_logger_shows_the_rows_since_the_last_save(tmp_path):
+    logger = CSVLogger(tmp_path, "mine", flush_logs_every_n_steps=2)
+    logger.log_metrics({"loss": torch.tensor(1.0)}, 0)
+    assert logger.experiment.metrics == [{"loss": 1.0, "step": 0}]
+    logger.log_metrics({"loss": 1.0}, 1)
+    assert logger.experiment.metrics == []
+
+
 def test_a_csv_file_of_another_run_is_kept(tmp_path):
     for step, expected in enumerate(([], ["metrics.1.csv"], ["metrics.1.csv", "metrics.2.csv"])):
         logger = CSVLogger(tmp_path, "mine", version=0)

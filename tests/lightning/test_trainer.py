@@ -119,8 +119,8 @@ def test_callbacks_of_installed_packages_are_in_every_trainer(tmp_path, monkeypa
     lines = "import legato.compat.lightning.pytorch as pl", "one = pl.callbacks.LearningRateMonitor"
     (tmp_path / "wanted_callbacks.py").write_text("\n".join((*lines, "def more(): return [pl.callbacks.Timer()]")))
     monkeypatch.syspath_prepend(tmp_path)
-    wanted = [type(callback).__name__ for callback in pl.Trainer(**SILENT).callbacks]
-    assert sorted(wanted) == ["LearningRateMonitor", "Timer"]
+    names = [type(callback).__name__ for callback in pl.Trainer(**SILENT, callbacks=pl.Callback()).callbacks]
+    assert sorted(names) == ["Callback", "LearningRateMonitor", "Timer"]
 
 
 @pytest.mark.parametrize(
