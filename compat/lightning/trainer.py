@@ -171,8 +171,7 @@ class Trainer(TrainerAttributes):
         enable_autolog_hparams: bool = True,
         model_registry: str | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        arguments = read_arguments(given)
+        arguments = read_arguments({name: one for name, one in locals().items() if name not in ("self", "__class__")})
         if arguments["logger"] is True:
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
         wants_loggers = bool(arguments["logger"])
