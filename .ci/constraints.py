@@ -1,7 +1,7 @@
 """Prints constraints.txt as an environment of .ci/matrix needs it: python .ci/constraints.py lowest|newest|TORCH
 
-With `lowest`, dependencies have the lowest version that setup.cfg allows; with `newest` they are free; with a torch
-version such as 2.12, torch has that version. The tools stay as they are pinned.
+With `lowest`, dependencies have the bounds of setup.cfg, and .ci/matrix installs the oldest that its Python has; with
+`newest` they are free; with a torch version such as 2.12, torch has that version. The tools stay as they are pinned.
 """
 
 import configparser
@@ -23,7 +23,7 @@ def main(version: str) -> None:
         if not line.startswith("#") and re.match(r"[\w-]*", line)[0] not in free:
             print(line)
     if version == "lowest":
-        print(*(f"{name}=={bound}" for name, bound in lowest.items()), sep="\n")
+        print(*(f"{name}>={bound}" for name, bound in lowest.items()), sep="\n")
     elif version != "newest":
         print(f"torch=={version}.*")
 

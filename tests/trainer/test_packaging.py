@@ -107,7 +107,7 @@ def test_the_version_is_written_down_once():
 # --- other versions of what it needs ----------------------------------------------------------------------------------
 def constraints(version):
     text = run(sys.executable, ROOT / ".ci" / "constraints.py", version)
-    return dict(re.findall(r"^([\w-]+)==([^;\s]+)", text, re.MULTILINE))
+    return dict(re.findall(r"^([\w-]+)[=>]=([^;\s]+)", text, re.MULTILINE))
 
 
 def test_environments_of_other_versions_have_the_bounds_of_setup_cfg():
