@@ -142,6 +142,20 @@ def test_workers_see_the_caller_as_it_is_now(
 
 
 @pytest.mark.slow
+def test_a_module_arrives_without_hooks_on_its_parameters() -> None:
+    """Torch's own way gives each an empty dict of hooks, for which every backward calls Python."""
+    module = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    module[1].weight, module[0].bias.requires_grad = module[0].weight, False
+    module[0].weight.mark = "kept"  # type: ignore[assignment]
+
+    def look() -> tuple[Any, ...]:
+        first, second = module[0], module[1]
+        hooks = [parameter._backward_hooks for parameter in module.parameters()]
+        return hooks, first.weight is second.weight, first.weight.mark, first.bias.requires_grad, first.weight.tolist()
+
+    assert run_workers(look, 1) == ([None] * 3, True, "kept", False, module[0].weight.tolist())
+
+
 def test_the_spawn_method_works_too(tmp_path: Path) -> None:
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         return print

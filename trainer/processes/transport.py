@@ -51,6 +51,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             # torch.backends.cudnn, which cloudpickle does not recognize as a module.
             return import_module, (obj.__name__,)
+        if (type(obj).__module__, type(obj).__qualname__) == ("torch.nn.parameter", "Parameter"):
+            # torch's own way leaves an empty dict of hooks, for which every backward calls Python for every parameter
+            return _parameter, (obj.data, obj.requires_grad, vars(obj))
         reduced = super().reducer_override(obj)
         if isinstance(obj, type) and obj.__module__ in self._placed and obj.__qualname__.isidentifier():
             make, arguments, *state = reduced
@@ -63,6 +66,14 @@ def _named_class(module: str, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part)
     return found
+
+
+def _parameter(data: Any, requires_grad: bool, attributes: dict[str, Any]) -> Any:
+    from torch import nn
+
+    parameter = nn.Parameter(data, requires_grad)
+    vars(parameter).update(attributes)
+    return parameter
 
 
 def pack(content: Any, named: frozenset[str] = frozenset(), placed: frozenset[str] = frozenset()) -> bytes:
