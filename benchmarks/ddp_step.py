@@ -2,10 +2,14 @@
 
 Run: python -m benchmarks.ddp_step [--width 64] [--blocks 120] [--steps 20]
 
-Three contestants train the same MLP on batches of the same stream, a block of steps each in turn: Legato, whose hook
-after a block's last step runs the other two, the loop by hand, and the loop by hand once more. A block of Legato's is
-compared with the blocks by hand right before and right after it, so that what else the machine does meets both. Shown
-are medians of these ratios over both ranks, and by the same rule those of the loop by hand to itself: the noise.
+Three contestants train the same MLP on shuffled batches of the same samples, a block of steps each in turn: Legato,
+whose hook after a block's last step runs the other two, the loop by hand, and the loop by hand once more. Each begins
+behind a barrier. A block of Legato's is compared with the blocks by hand right before and right after it, so that what
+else the machine does meets both. Shown are medians of these ratios over both ranks, and by the same rule those of the
+loop by hand to itself: the noise.
+
+Data is map-style, of which each contestant reads its rank's half by a sampler. Of a stream each rank of Legato's reads
+all batches and keeps its own, which the loop by hand would not.
 """
 
 import argparse
@@ -15,7 +19,6 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data.distributed import DistributedSampler
 
 import legato as lg
 
@@ -31,15 +35,23 @@ FIRST = 3
 """Blocks of each contestant that are left out."""
 
 
-class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Yields the same few batches over and over."""
+class Samples(Dataset[Any]):
+    """Map-style samples, read a batch at a time, and so cheaply that what is measured is the step."""
 
     def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.batches = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(16)]
+        self.size = 32 * 2 * steps
+        self.inputs, self.targets = torch.randn(512, 64), torch.randint(10, (512,))
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return itertools.islice(itertools.cycle(self.batches), self.steps)
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        taken = torch.tensor(indices) % len(self.inputs)
+        return self.inputs[taken], self.targets[taken]
+
+
+def as_it_is(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return batch
 
 
 def make_model(width: int) -> nn.Module:
@@ -49,10 +61,12 @@ def make_model(width: int) -> nn.Module:
 class ByHand:
     """The loop as one writes it with DDP."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, steps: int) -> None:
         self.model = DistributedDataParallel(make_model(width))
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.batches = iter(DataLoader(Stream(1 << 40), batch_size=None))
+        samples = Samples(steps)
+        sampler: DistributedSampler[Any] = DistributedSampler(samples)
+        self.batches = iter(DataLoader(samples, batch_size=32, sampler=sampler, collate_fn=as_it_is))
 
     def train(self, steps: int) -> None:
         for inputs, targets in itertools.islice(self.batches, steps):
@@ -78,7 +92,7 @@ class InTurn(lg.Task):
         return torch.optim.AdamW(self.parameters())
 
     def on_train_start(self) -> None:
-        self.others = {"hand": ByHand(self.width), "hand again": ByHand(self.width)}
+        self.others = {name: ByHand(self.width, self.trainer.max_steps) for name in ("hand", "hand again")}
         self.began = time.perf_counter(), time.process_time()
 
     def note(self, name: str) -> None:
@@ -120,11 +134,13 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as name:
         trainer = lg.Trainer(
-            max_epochs=1, devices=2, strategy="ddp", accelerator="cpu", default_root_dir=name, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+            max_steps=options.blocks * options.steps, devices=2, strategy="ddp", accelerator="cpu",
+            default_root_dir=name, logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False,
         )  # fmt: skip
         task = InTurn(options.width, options.steps, Path(name))
-        trainer.fit(task, DataLoader(Stream(2 * options.blocks * options.steps), batch_size=None))
+        samples = Samples(options.blocks * options.steps)
+        trainer.fit(task, DataLoader(samples, batch_size=32, shuffle=True, collate_fn=as_it_is))
         ranks = [json.loads((Path(name) / f"{rank}.json").read_text()) for rank in (0, 1)]
     blocks = len(ranks[0]["legato"])
     hand = [statistics.median(block[clock] for block in ranks[0]["hand"]) / options.steps * 1e6 for clock in (0, 1)]

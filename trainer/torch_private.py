@@ -879,16 +879,16 @@ def no_compiler_for_ddp() -> Iterator[None]:
 
 
 REDUCED = Shortcut(
-    "DistributedDataParallel._check_reducer_finalized",
+    "torch.distributed.Reducer._check_reducer_finalized",
     "ddp names parameters without a gradient at the step after",
-    lambda: takes(nn.parallel.DistributedDataParallel._check_reducer_finalized, "self"),
+    lambda: callable(torch.distributed.Reducer._check_reducer_finalized),  # type: ignore[attr-defined]
 )
 
 
-def require_reduced(module: Any) -> None:
-    """Raise RuntimeError if DDP misses gradients after a backward; torch does that a step later."""
-    if REDUCED.usable:
-        module._check_reducer_finalized()
+def reduction_check(module: Any) -> Callable[[], object]:
+    """Return what raises RuntimeError if DDP misses gradients after a backward; torch does that a step later."""
+    # its C++ object's own function, which the method of DDP's would call
+    return module.reducer._check_reducer_finalized if REDUCED.usable else int
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The road of one training step: how many of our frames and calls it has, and that nothing on it waits for a device."""
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -155,6 +156,21 @@ def test_a_bare_step_calls_python_few_times(trainer, loader, most):
     calls = task.per_step(task.ours.total())
     shown = "\n".join(f"{task.per_step(count):6.2f} {name}" for name, count in task.ours.most_common())
     assert calls <= most, f"{calls} calls of our functions a step:\n{shown}"
+
+
+@pytest.mark.slow
+def test_a_bare_step_under_ddp_calls_python_few_times(trainer, tmp_path):
+    class Written(Counting):
+        def on_train_end(self):
+            if self.global_rank == 0:
+                (tmp_path / "calls.json").write_text(json.dumps(self.ours))
+
+    task = Written(20, 276)
+    trainer(log_every_n_steps=1000, devices=2, strategy="ddp").fit(task, map_style(560))
+    task.ours.update(json.loads((tmp_path / "calls.json").read_text()))
+    calls = sum(round(task.per_step(count)) for count in task.ours.values())  # not those once a second
+    shown = "\n".join(f"{task.per_step(count):6.2f} {name}" for name, count in task.ours.most_common())
+    assert 30 < calls <= 38, f"{calls} calls of our functions a step:\n{shown}"
 
 
 @pytest.mark.slow

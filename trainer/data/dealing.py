@@ -50,7 +50,8 @@ class DealtData:
         deal = self._deal(order.length)
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
-        for step in range(start_step, deal.steps):
+        last = deal.steps - 1
+        for step in range(start_step, last + 1):
             found, masked = list[ReplicaBatch](), list[ReplicaBatch]()
             for replica, round, start, stop in deal.spans(step, replicas, leaders):
                 samples = order.samples(start, stop)
@@ -58,7 +59,7 @@ class DealtData:
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            whole = step < deal.steps - 1 or _is_whole(deal)
+            whole = step < last or _is_whole(deal)
             yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked)
 
     def step_at(self, epoch: int, step: int) -> StepInput:

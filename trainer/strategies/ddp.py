@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
 from ..errors import ConfigError, TaskError, did_you_mean
+from ..optimization.precision import nothing
 from ..processes.collectives import Collectives
 from ..processes.environment import Place
 from ..processes.sync import Phase
-from ..torch_private import multiply_each, no_compiler_for_ddp, require_reduced
+from ..torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers
@@ -224,6 +225,8 @@ class DDPStrategy(GroupStrategy):
             return super().training_step(arguments, last)
         self.ddp.set_sync(last)
         self.buffers.settle()
+        if self.precision.forward_context is nothing:  # four calls less
+            return self.ddp.training_step(arguments)
         with self.precision.forward_context():
             return self.ddp.training_step(arguments)
 
@@ -263,16 +266,18 @@ class DDPReducer(Reducer):
         """The names of the parameters that DDP reduces, in its order."""
         self.nothing: Tensor | None = None
         """Zero loss that stands in when training_step returns None."""
+        self.check_reduced = reduction_check(module)
 
     def set_sync(self, last: bool) -> None:
         """Choose whether the next forward and its backward send gradients."""
         # what DDP's no_sync() sets; it must hold for the forward and its backward, which two contexts would split
-        self.module.require_backward_grad_sync = last
+        if self.module.require_backward_grad_sync != last:  # a module's __setattr__ takes 10 us
+            self.module.require_backward_grad_sync = last
 
     def training_step(self, arguments: Sequence[Any]) -> Any:
         """Call the task's training_step within DDP's forward."""
         # the step's name goes through DDP.forward, which prepares the reduction and broadcasts buffers before it
-        output = self.module("training_step", *arguments)
+        output = self.module.forward("training_step", *arguments)
         if type(output) is not _Nothing:
             return output
         # this forward has prepared DDP's reducer, which waits for the gradients of the loss that it returned
@@ -282,12 +287,13 @@ class DDPReducer(Reducer):
     def complete(self) -> None:
         """Check that all gradients were sent, and make means of samples out of them."""
         self.require_reduced()
-        self.undo_division()
+        if self.is_scaled:
+            self.undo_division()
 
     def require_reduced(self) -> None:
         """Raise TaskError, with their names, where parameters got no gradient: the other ranks wait for them."""
         try:
-            require_reduced(self.module)
+            self.check_reduced()
         except RuntimeError as error:
             found = UNUSED.search(str(error))
             if found is None:
@@ -322,7 +328,7 @@ class DDPSteps(nn.Module):
         super().__init__()
         self.task, self.replica_buffers = task, buffers
 
-    def forward(self, name: str, *arguments: Any) -> Any:
+    def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
         """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
         self.replica_buffers.begin()  # DDP has just given every process the buffers of the first one
         output = None if name == "nothing" else self.call(name, arguments)
