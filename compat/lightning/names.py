@@ -767,6 +767,7 @@ NAMES: dict[str, dict[str, Entry]] = {
     "pytorch.trainer.connectors.accelerator_connector": {
         "_AcceleratorConnector": Entry("adapter", ".accelerators:AcceleratorConnector", "It knows devices alone."),
         "_LITERAL_WARN": Entry("same", ".types:LITERAL_WARN"),
+        "_PRECISION_INPUT": Entry("same", ".types:PRECISION_INPUT"),
     },
     "pytorch.trainer.states": {
         "TrainerStatus": Entry("same", ".states", ""),

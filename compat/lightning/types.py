@@ -32,6 +32,7 @@ TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any
 PLUGIN_INPUT = Any
 LITERAL_WARN = Literal["warn"]
+PRECISION_INPUT = int | str
 BType = Tensor | str | Mapping[Any, "BType"] | Iterable["BType"]
 
 LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)

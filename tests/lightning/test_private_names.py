@@ -40,11 +40,12 @@ def test_the_connector_knows_the_devices():
 def test_names_of_types_and_of_prefixes():
     from legato.compat.lightning.fabric.utilities.logger import _add_prefix
     from legato.compat.lightning.pytorch.plugins import _PLUGIN_INPUT
-    from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _LITERAL_WARN
+    from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _LITERAL_WARN, _PRECISION_INPUT
 
     assert _add_prefix({"loss": 1}, "train", "/") == {"train/loss": 1}
     assert _add_prefix({"loss": 1}, "", "/") == {"loss": 1}
     assert bool | _LITERAL_WARN | list[_PLUGIN_INPUT]
+    assert isinstance("16-mixed", _PRECISION_INPUT)
 
 
 def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch):

@@ -256,3 +256,28 @@ def test_the_optimizer_of_a_subset_leaves_the_rest_alone(trainer):
     trainer(gradient_clip_val=1.0).fit(task, DataLoader(make_data(), 4))
     assert_same_bits(task.model[0], before.model[0])
     assert weights(task.model[2]) != weights(before.model[2])
+
+
+@pytest.mark.parametrize("precision", ["32", "16-mixed"])
+def test_options_of_a_step_reach_the_optimizer(trainer, precision):
+    class Halved(SGD):
+        def step(self, closure=None, share=1.0):
+            for group in self.param_groups:
+                group["lr"] = 0.1 * share
+            return super().step(closure)
+
+    class Manual(Tiny):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step(share=0.5)
+
+        def configure_optimizers(self):
+            return Halved(self.parameters(), lr=0.1)
+
+    task = Manual()
+    trainer(precision=precision).fit(task, make_loader())
+    assert task.trainer.optimizers[0].param_groups[0]["lr"] == 0.05

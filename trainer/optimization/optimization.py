@@ -239,13 +239,13 @@ class Optimization:
         self.task.backward(self.strategy.precision.scale(loss), *arguments, **options)
         self.hooks.call("on_after_backward")
 
-    def manual_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
+    def manual_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
         strategy = self.strategy
         if self.closure_step is not None:
-            return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure))
+            return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure), **options)
         if self.automatic:
-            return strategy.optimizer_step(optimizer, closure)
+            return strategy.optimizer_step(optimizer, closure, **options)
         self.state.optimizer_steps += 1
         # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
         strategy.reducer.average(optimizer_parameters(optimizer))
@@ -256,7 +256,7 @@ class Optimization:
             if optimizer in self.stepped:
                 self.update_scale()
             self.stepped.append(optimizer)
-        return strategy.optimizer_step(optimizer, closure)
+        return strategy.optimizer_step(optimizer, closure, **options)
 
     def update_scale(self) -> None:
         """Update the loss scale, once all optimizers have used the scaled gradients.

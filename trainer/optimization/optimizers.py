@@ -138,9 +138,9 @@ class ManualOptimizer:
         self.optimizer = optimizer
         self._optimization = optimization
 
-    def step(self, closure: Any = None) -> Any:
-        """Step the optimizer and return its result."""
-        return self._optimization.manual_step(self.optimizer, closure)
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        """Step the optimizer, whose own `step` is given the options too, and return its result."""
+        return self._optimization.manual_step(self.optimizer, closure, **options)
 
     def toggle_model(self, sync_grad: bool = True) -> "_Toggled":
         """Return a context in which only this optimizer's parameters require gradients."""

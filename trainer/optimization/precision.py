@@ -90,12 +90,12 @@ class Precision:
         if self.scaler is not None and self._has_gradient(optimizer):
             self.scaler.unscale_(optimizer)
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, **options: Any) -> None:
         """Step the optimizer; with scaling, skip it if a gradient is infinite or NaN."""
         if self.scaler is None:
-            optimizer.step()
+            optimizer.step(**options)
         elif self._has_gradient(optimizer):
-            self.scaler.step(optimizer)
+            self.scaler.step(optimizer, **options)
         # else a learning rate scheduler warns that it ran before the optimizer, if the first step overflowed
         mark_stepped(optimizer)
 

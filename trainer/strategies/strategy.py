@@ -265,11 +265,11 @@ class Strategy:
             self.buffers.await_others()
             self.align_buffers()
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Update the weights from the gradients, but where a scaled gradient overflowed; return what `step` returns."""
         if self.precision.scaler is None:
-            return torch_private.step_of(optimizer)(closure)
-        self.precision.step(optimizer)
+            return torch_private.step_of(optimizer)(closure, **options)
+        self.precision.step(optimizer, **options)
         return None
 
     def clip(self, optimizer: Optimizer, limit: float, algorithm: str) -> Tensor | None:

@@ -298,18 +298,18 @@ class DDPRPCStrategy(DDPStrategy):
         self.clip_value = limit
         return super().clip(optimizer, limit, algorithm)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Any = None) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Update the dense weights here, and let the servers update theirs once all trainers have come."""
         scale, trainers = 1.0 / self.reducer.scale, self.place.world_size
-        options = options_of(optimizer) if self.place.rank == 0 else None
+        changed = options_of(optimizer) if self.place.rank == 0 else None
         with peers_gone("server"):
             # asynchronously, since a server answers when the last trainer has come, and the dense update can run
             # meanwhile
             waiting = [
-                rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, options))
+                rpc.rpc_async(server, remote.finish_step, args=(trainers, scale, self.clip_value, changed))
                 for server in servers_of(self.remotes)
             ]
-            returned = super().optimizer_step(optimizer, closure)
+            returned = super().optimizer_step(optimizer, closure, **options)
             for one in waiting:
                 one.wait()
         self.collectives.barrier()  # no trainer looks at weights that are not updated yet
