@@ -7,11 +7,14 @@ from typing import Any
 import torch
 
 from ...tasks.hyperparameters import IN_PROCESS
+from ...tasks.task import Task
 from ...trainer.checkpoints import store
 from ...trainer.checkpoints.convert import as_lightning
+from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
 from ...trainer.checkpoints.pickled import pickled
+from .names import VERSION
 
 load_file = torch.load
 
@@ -42,6 +45,12 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
     if values:
         found["hyper_parameters"] = as_omegaconf(values, saved.get(OMEGACONF) or ())
     return found
+
+
+def save_untrained(module: Task, path: str | Path) -> None:
+    """Write a file of a module's weights, before any run."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": module.state_dict(), LIGHTNING: VERSION}, path)
 
 
 def open_directories() -> None:

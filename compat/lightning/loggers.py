@@ -16,7 +16,7 @@ from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
 from .placeholders import UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn
-from .utilities import package_available
+from .utilities import get_filesystem, package_available
 
 LOCAL_FILE_URI_PREFIX = "file:"
 WANDB_AVAILABLE = package_available("wandb")
@@ -139,6 +139,11 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
     group_separator = "/"
 
     @property
+    def _fs(self) -> Any:
+        """The file system of the folder, under a private name that public packages read."""
+        return get_filesystem(self.root_dir or "")
+
+    @property
     def experiment(self) -> Any:
         """Torch's SummaryWriter, opened when it is first asked for on rank 0."""
         if self._writer is None and rank_zero_only.rank == 0 and self.folder is not None:
@@ -182,7 +187,7 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
 
 
 class ExperimentWriter:
-    """Writes `metrics.csv` and `hparams.yaml` to a folder."""
+    """Writes `metrics.csv` and `hparams.yaml` to a folder; a subclass with its own `save` writes `metrics` there."""
 
     NAME_HPARAMS_FILE, NAME_METRICS_FILE = "hparams.yaml", "metrics.csv"
 
@@ -194,7 +199,9 @@ class ExperimentWriter:
             self._writer.open(Path(log_dir), None)
         self._rows = 0
         self.metrics: list[dict[str, Any]] = []
-        """The rows since the last save, which are in the file already."""
+        """The rows since the last save, which are in the file already, but where a subclass has its own `save`."""
+        self._fs = get_filesystem(log_dir)
+        self.saves_itself = type(self).save is not ExperimentWriter.save
 
     @property
     def hparams(self) -> dict[str, Any]:
@@ -206,9 +213,10 @@ class ExperimentWriter:
         self._writer.log_hyperparams(params)
 
     def log_metrics(self, metrics_dict: Mapping[str, Any], step: int | None = None) -> None:
-        """Write a row."""
+        """Write a row, or keep it for a `save` of a subclass."""
         step = self._rows if step is None else step
-        csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, step)
+        if not self.saves_itself:
+            csv_file.CSVLogger.log_metrics(self._writer, metrics_dict, step)
         self._rows += 1
         row = {name: value.item() if hasattr(value, "item") else value for name, value in metrics_dict.items()}
         self.metrics.append({**row, "step": step})
@@ -262,7 +270,17 @@ class CSVLogger(csv_file.CSVLogger):
         """Write a row."""
         self.experiment.log_metrics(metrics, step)
         if step is not None and (step + 1) % self.flush_logs_every_n_steps == 0:
+            if self._has_own_writer():
+                self.save()
             self.experiment.metrics = []
+
+    def _has_own_writer(self) -> bool:
+        return self._experiment is not None and self._experiment.saves_itself
+
+    @property
+    def _root_dir(self) -> str | None:
+        """The folder above the versions, under a private name that public packages read."""
+        return self.root_dir
 
     def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
         """Record hyperparameters."""
@@ -273,7 +291,10 @@ class CSVLogger(csv_file.CSVLogger):
         """Sync the file to disk; make the folder, also where nothing was logged yet."""
         if rank_zero_only.rank == 0 and self.log_dir is not None:
             Path(self.log_dir).mkdir(parents=True, exist_ok=True)
-        super().save()
+        if self._has_own_writer():
+            self.experiment.save()
+        else:
+            super().save()
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process opens the folder anew."""

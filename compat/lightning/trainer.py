@@ -31,6 +31,7 @@ from .callbacks.model_checkpoint import ModelCheckpoint
 from .callbacks.model_summary import ModelSummary
 from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
+from .checkpoint_files import load_file, save_untrained
 from .loggers import TensorBoardLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
@@ -179,6 +180,7 @@ class Trainer(TrainerAttributes):
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
         self.accelerator = KINDS[self.device_list[0].type]()
+        self.untrained: set[str] = set()  # files of modules from before a run, from which a fit begins anew
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
         self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
@@ -334,6 +336,9 @@ class Trainer(TrainerAttributes):
         """Train a module. Files are read with weights_only=True in any case."""
         with self._status(TrainerFn.FITTING):
             model, source = uncompiled(model), self._checkpoint(ckpt_path)
+            if str(source) in self.untrained:
+                model.load_state_dict(load_file(source, weights_only=True)["state_dict"])
+                self.state, source = TrainerState(), None
             if (
                 val_dataloaders is not None
                 and isinstance(model, Task)
@@ -404,6 +409,11 @@ class Trainer(TrainerAttributes):
             raise UnsupportedError(
                 "save_checkpoint(storage_options=...): checkpoints are directories of a file system."
             )
+        module = vars(self.strategy).get("_lightning_module")  # by which public packages name a module before a run
+        if self.run is None and module is not None:
+            save_untrained(module, filepath)
+            self.untrained.add(str(filepath))
+            return
         if self.run is None:
             raise AttributeError("Saving a checkpoint needs a module: call fit, validate, test or predict before.")
         super().save_checkpoint(filepath, bool(weights_only), asynchronous)

@@ -6,6 +6,7 @@ import inspect
 import pickle
 import warnings
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -290,3 +291,31 @@ def test_a_logger_may_derive_from_both_base_classes():
 
     assert issubclass(Logger, fabric.Logger)
     assert issubclass(Both, Shared)
+
+
+def test_a_csv_logger_may_have_a_writer_that_saves_in_another_format(tmp_path):
+    from legato.compat.lightning.pytorch.loggers.csv_logs import ExperimentWriter
+
+    class Lines(ExperimentWriter):
+        def save(self):
+            with self._fs.open(Path(self.log_dir, "metrics.txt"), "a") as file:
+                file.writelines(f"{sorted(row.items())}\n" for row in self.metrics)
+            self.metrics = []
+
+    class LinesLogger(CSVLogger):
+        @property
+        def experiment(self):
+            if self._experiment is None:
+                Path(self._root_dir, f"version_{self.version}").mkdir(parents=True)
+                self._experiment = Lines(self.log_dir)
+            return self._experiment
+
+    logger = LinesLogger(tmp_path, "mine", flush_logs_every_n_steps=2)
+    for step in range(3):
+        logger.log_metrics({"loss": torch.tensor(2.0)}, step)
+    found = tmp_path / "mine" / "version_0" / "metrics.txt"
+    assert found.read_text() == "[('loss', 2.0), ('step', 0)]\n[('loss', 2.0), ('step', 1)]\n"
+    logger.save()
+    assert len(found.read_text().splitlines()) == 3
+    assert not (found.parent / "metrics.csv").exists()
+    assert TensorBoardLogger(tmp_path)._fs.isfile(str(found))

@@ -475,3 +475,19 @@ def test_a_value_of_rank_zero_alone_is_in_callback_metrics():
     trainer.fit(Logs(), loader())
     assert seen == [0, 1, 2, 3]
     assert trainer.callback_metrics["alone"] == 3
+
+
+def test_a_module_saved_before_a_run_is_where_each_fit_begins(tmp_path):
+    loader, start = DataLoader(torch.randn(8, 2), batch_size=4), tmp_path / "folder" / "start.ckpt"
+    model, trainer = Small(), pl.Trainer(max_epochs=2, default_root_dir=tmp_path, **SILENT)
+    with pytest.raises(AttributeError, match="needs a module"):
+        trainer.save_checkpoint(start)
+    trainer.strategy._lightning_module = model
+    trainer.save_checkpoint(start)
+    trainer.strategy._lightning_module = None
+    found = []
+    for _ in range(2):
+        trainer.fit(model, loader, ckpt_path=start)
+        found.append([trainer.global_step, trainer.current_epoch, *model.layer.weight.flatten().tolist()])
+    assert found[0] == found[1]
+    assert found[0][:2] == [4, 2]
