@@ -52,6 +52,8 @@ def test_tests_and_benchmarks_use_no_private_name():
 TORCHS = {"_opt_called", "_compiled_call_impl", "_update_count"}
 """Names of torch and torchmetrics that tests look at, and that `torch_private.py` assigns."""
 LIGHTNINGS = {
+    "_fs",
+    "_root_dir",
     "_AcceleratorConnector",
     "_accelerator_connector",
     "_accelerator_flag",
