@@ -61,9 +61,10 @@ def left_to_python():
 
 @pytest.mark.slow
 def test_full_collections_run_between_steps(trainer):
-    steady, as_ever = Littering(), Littering()
-    trainer(garbage_collection_seconds=0.2, max_epochs=2).fit(steady, make_loader(60, 4))
-    trainer(garbage_collection_seconds=None, max_epochs=2).fit(as_ever, make_loader(60, 4))
+    steady, as_ever = Littering(pause=0.02), Littering(objects=120_000)  # a quarter of all objects is new, if not more
+    trainer(garbage_collection_seconds=None).fit(as_ever, make_loader(60, 4))
+    as_ever.kept.clear()
+    trainer(garbage_collection_seconds=0.05).fit(steady, make_loader(60, 4))
     begun = [place for place in steady.places if place[2]]
     assert any(steady.frozen)
     assert begun
@@ -80,11 +81,11 @@ def test_garbage_of_steps_is_freed_on_the_way(trainer):
     task.on_train_end = lambda: alive.extend(one() is not None for one in task.garbage)
     gc.set_threshold(10**8, *gc.get_threshold()[1:])  # nothing but what is asked for
     try:
-        trainer(garbage_collection_seconds=0.2, max_epochs=4).fit(task, make_loader(60, 4))
+        trainer(garbage_collection_seconds=0.2, max_epochs=2).fit(task, make_loader(48, 4))
     finally:
         gc.set_threshold(700, *gc.get_threshold()[1:])
-    assert len(alive) == 60
-    assert sum(alive) < 45
+    assert len(alive) == 24
+    assert sum(alive) < 18
 
 
 def test_a_short_run_pays_nothing(trainer):
