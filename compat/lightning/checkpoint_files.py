@@ -13,7 +13,7 @@ from ...trainer.checkpoints.convert import as_lightning
 from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
-from ...trainer.checkpoints.pickled import pickled
+from ...trainer.checkpoints.pickled import pickled, write_pickled
 from .names import VERSION
 
 load_file = torch.load
@@ -49,8 +49,7 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
 
 def save_untrained(module: Task, path: str | Path) -> None:
     """Write a file of a module's weights, before any run."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    torch.save({"state_dict": module.state_dict(), LIGHTNING: VERSION}, path)
+    write_pickled(Path(path), {"state_dict": module.state_dict(), LIGHTNING: VERSION})
 
 
 def open_directories() -> None:

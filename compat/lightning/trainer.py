@@ -126,6 +126,8 @@ class Trainer(TrainerAttributes):
     overfits_validation = False
     marks_output = False
     records_starts = False  # a folder holds what Lightning writes, and nothing else
+    untrained: set[str]
+    """Files of modules that were saved before any run: a fit begins with their weights, at step 0."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -180,14 +182,13 @@ class Trainer(TrainerAttributes):
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
         self.accelerator = KINDS[self.device_list[0].type]()
-        self.untrained: set[str] = set()  # files of modules from before a run, from which a fit begins anew
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
         self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
         self.take_profiler(make_profiler(profiler))
         if self.fast_dev_run and wants_loggers:
             self.loggers = [Logger()]  # which writes nothing, and takes every call
-        self._made = True
+        self.untrained, self._made = set(), True
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""

@@ -171,7 +171,7 @@ def test_any_values_in_any_order_of_replicas(values, kind):
     metrics.open("train")
     for value, samples, replica in values:
         metrics.open_batch(replica, samples)
-        metrics.log("x", value, None, (False, None, False, True, kind, True, False))
+        metrics.log("x", value, None, (False, None, False, True, kind, True, False, False))
     numbers, weights = np.array([value for value, _, _ in values]), [samples for _, samples, _ in values]
     expected = np.average(numbers, weights=weights) if kind == "mean" else getattr(np, kind)(numbers)
     assert metrics.reduce_epoch().all == {"x": pytest.approx(expected, rel=1e-9, abs=1e-6)}

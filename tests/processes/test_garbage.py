@@ -53,10 +53,14 @@ class Littering(Tiny):
 
 @pytest.fixture(autouse=True)
 def left_to_python():
-    """See that nothing of a run is left."""
+    """See that nothing of a run is left. In other tests all that was there before them is frozen."""
+    gc.unfreeze()
     before = gc.get_threshold()
     yield
-    assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == (before, 0, True)
+    try:
+        assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == (before, 0, True)
+    finally:
+        gc.freeze()
 
 
 @pytest.mark.slow
