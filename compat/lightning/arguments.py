@@ -12,10 +12,11 @@ from ...callbacks.callback import Callback
 from ...trainer.arguments import LIMITS
 from ...trainer.errors import ConfigError
 from ...trainer.loggers.logger import Logger
+from ...trainer.processes.devices import find_devices
 from .accelerators import AcceleratorRegistry, read_devices
 from .placeholders import UnsupportedError
 from .plugins import Precision, read_plugins
-from .rank_zero import rank_zero_info
+from .rank_zero import rank_zero_info, rank_zero_warn
 from .strategies import XLA, read_strategy
 
 NEVER_LOG = sys.maxsize
@@ -64,13 +65,14 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
+    accelerator = _accelerator(found["accelerator"])
     wanted, own = callbacks_of_packages(), given["callbacks"] or []
     if wanted:
         found["callbacks"] = [*([own] if isinstance(own, Callback) else own), *wanted]
     return found | {
-        "accelerator": _accelerator(found["accelerator"]),
+        "accelerator": accelerator,
         "devices": read_devices(found["devices"]),
-        "precision": _precision(found["precision"]),
+        "precision": _precision(found["precision"], given["precision"], accelerator),
         "gradient_clip_algorithm": str(given["gradient_clip_algorithm"] or "norm").rpartition(".")[2].lower(),
         "log_every_n_steps": found["log_every_n_steps"] or NEVER_LOG,
         "default_root_dir": os.path.normpath(os.path.expanduser(root)),
@@ -139,8 +141,12 @@ def _accelerator(wanted: Any) -> Any:
     return str(word)
 
 
-def _precision(wanted: Any) -> Any:
-    """Return Lightning's word for a precision."""
+def _precision(wanted: Any, argument: Any, accelerator: str) -> Any:
+    """Return Lightning's word for a precision; `argument`: what `precision=` was, if `wanted` is a plugin's."""
+    if str(argument) in ("16", "16-mixed") and find_devices(accelerator, "auto")[0].type == "cpu":
+        # most kernels of float16 for the CPU are far slower than those of float32
+        rank_zero_warn(f"Trainer(precision={argument!r}) on the CPU: taking 'bf16-mixed', as Lightning does.")
+        return "bf16-mixed"
     if isinstance(wanted, Precision):
         return wanted.precision
     if str(wanted).startswith("transformer-engine"):

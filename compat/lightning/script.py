@@ -45,7 +45,7 @@ def run_lightning(arguments: Sequence[str]) -> None:
         if as_module:
             runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         else:
-            runpy.run_path(words[0], run_name="__main__")
+            runpy.run_path(os.path.abspath(words[0]), run_name="__main__")  # so that `__file__` is what Python makes it
     except Exception as error:
         # a script's user expects Python's own report, from the first line of the script on
         traceback = _from_script(error.__traceback__)

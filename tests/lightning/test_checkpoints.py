@@ -324,7 +324,8 @@ def test_data_modules_and_loss_scales_are_taken_over(tmp_path):
     scale = {"scale": 512.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 9, "_growth_tracker": 3}
     torch.save({**saved, Data.__qualname__: {"at": 5}, "MixedPrecision": scale}, path)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = room.Trainer(accelerator="cpu", max_epochs=AT, default_root_dir=tmp_path, precision="16-mixed", **quiet)
+    quiet["plugins"] = room.plugins.MixedPrecision("16-mixed", "cpu")
+    trainer = room.Trainer(accelerator="cpu", max_epochs=AT, default_root_dir=tmp_path, **quiet)
     trainer.fit(ROOM["Plain"](), datamodule=data, ckpt_path=path)
     assert data.loaded == {"at": 5}
     trainer.save_checkpoint(tmp_path / "own", weights_only=True)

@@ -110,6 +110,14 @@ def test_arguments_have_their_effect(arguments, attributes):
     assert {name: getattr(trainer, name) for name in attributes} == attributes
 
 
+@pytest.mark.parametrize("word", [16, "16-mixed"])
+def test_half_precision_on_the_cpu_is_the_one_that_has_kernels_there(word):
+    with pytest.warns(UserWarning, match="on the CPU: taking 'bf16-mixed'"):
+        assert pl.Trainer(**SILENT, precision=word).precision == "bf16-mixed"
+    plugin = pl.plugins.MixedPrecision("16-mixed", "cpu")
+    assert pl.Trainer(**SILENT, plugins=plugin).precision == "16-mixed"
+
+
 def test_callbacks_of_installed_packages_are_in_every_trainer(tmp_path, monkeypatch):
     folder = tmp_path / "wanted-1.0.dist-info"
     folder.mkdir()

@@ -131,8 +131,9 @@ import lightning as L
 import lightning.pytorch.callbacks.timer as timer
 from lightning.pytorch.callbacks import Timer
 from lightning_fabric.utilities.seed import seed_everything
-import sys
+import os, sys
 
+assert os.path.isabs(__file__) and os.path.samefile(__file__, "train.py")
 assert pl.Trainer is L.Trainer and timer.Timer is Timer and L.__version__.startswith("2.6")
 assert L.Trainer.__module__.startswith("legato.") and sys.modules["lightning.pytorch"] is pl
 print("ran", sys.argv[1:])
