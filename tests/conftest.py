@@ -35,13 +35,6 @@ FIRST += ("test_tune", "test_tuning", "test_typing", "test_new", "test_stored_ru
 def pytest_configure(config):
     """Leave to `pytest_collection_modifyitems` which files come first; pytest-xdist's order is by number of tests."""
     config.option.loadscopereorder = False
-    gc.disable()  # until all tests are known, which are a million objects that stay
-
-
-def pytest_collection_finish():
-    """Keep what was imported and collected out of all further collections: a third of the time of short tests."""
-    gc.enable()
-    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
