@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from waiting import leave
 
 import legato as lg
 
@@ -41,7 +42,7 @@ class Net(lg.Task):
 
     def tell(self, name: str, text: str = "") -> None:
         if self.folder is not None:
-            (self.folder / f"{name}-{os.getpid()}").write_text(text)
+            leave(self.folder / f"{name}-{os.getpid()}", text)
 
     def on_train_start(self):
         self.tell("built")

@@ -115,9 +115,7 @@ def look(folder: Path, cases) -> None:
         lg.Trainer(**{**QUIET, **options}, callbacks=[looks]).fit(kind(**arguments))
         if not looks.held and remote.SERVER_STATE.optimizer is not None:  # a server, which runs no loop
             looks.held = held(nn.ModuleList(remote.SERVER_STATE.modules.values()), remote.SERVER_STATE.optimizer)
-        place = find_place()
-        assert place is not None
-        (folder / f"{name} {place.rank}.json").write_text(json.dumps([looks.seen, looks.held]))
+        write(folder, name, [looks.seen, looks.held])
 
 
 class Stack(lg.Task):
@@ -249,14 +247,24 @@ class CountsStep(lg.Callback):
 
 def count_traffic(folder: Path, cases) -> None:
     """Run every case; each process writes the bytes of its collectives in a step, when they began, and saved bytes."""
+    for name, counts in run_with(CountsStep, cases):
+        write(folder, name, [counts.counted.bytes, counts.counted.begun, counts.saved])
+
+
+def run_with(callback, cases):
+    """Run every case with a callback of its own; yield its name and the callback."""
     torch.set_num_threads(1)
     for name, (kind, options) in cases.items():
-        counts = CountsStep()
-        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[counts]).fit(kind())
-        place = find_place()
-        assert place is not None
-        found = [counts.counted.bytes, counts.counted.begun, counts.saved]
-        (folder / f"{name} {place.rank}.json").write_text(json.dumps(found))
+        made = callback()
+        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[made]).fit(kind())
+        yield name, made
+
+
+def write(folder: Path, name: str, found) -> None:
+    """Write what this process found in a case."""
+    place = find_place()
+    assert place is not None
+    (folder / f"{name} {place.rank}.json").write_text(json.dumps(found))
 
 
 class Deep(Pieces):
@@ -334,10 +342,5 @@ class Kept:
 
 def count_waiting(folder: Path, cases) -> None:
     """Run every case; each process writes the most bytes that its stages keep at one time, with batch and input."""
-    torch.set_num_threads(1)
-    for name, (kind, options) in cases.items():
-        waiting = Waiting()
-        lg.Trainer(**{**QUIET, "max_epochs": 9, **options}, callbacks=[waiting]).fit(kind())
-        place = find_place()
-        assert place is not None
-        (folder / f"{name} {place.rank}.json").write_text(json.dumps(waiting.most + waiting.given))
+    for name, waiting in run_with(Waiting, cases):
+        write(folder, name, waiting.most + waiting.given)

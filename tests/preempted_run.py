@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from waiting import leave
 
 import legato as lg
 
@@ -46,7 +47,7 @@ class Slow(lg.Task):
         self.folder, self.pace, self.hold = folder, pace, hold
 
     def mark(self, what: str) -> None:
-        (self.folder / f"{what}-{self.trainer.global_rank}").write_text(str(os.getpid()))
+        leave(self.folder / f"{what}-{self.trainer.global_rank}", str(os.getpid()))
         while what == self.hold and not (self.folder / "go").exists():
             time.sleep(0.005)
 

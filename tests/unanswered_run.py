@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from tiny import Tiny, make_data, make_loader
 from torch.utils.data import DataLoader, Dataset
+from waiting import leave
 
 import legato as lg
 from legato.callbacks import Checkpoint
@@ -42,7 +43,7 @@ class Stuck(Dataset):
         if index == 20:
             while not (self.folder / "trained").exists():  # the worker is some batches ahead
                 time.sleep(0.01)
-            (self.folder / "stuck").write_text(str(os.getppid()))
+            leave(self.folder / "stuck", str(os.getppid()))
             time.sleep(600)
         return self.data[index]
 
@@ -55,7 +56,7 @@ class Hangs(Tiny):
         self.folder, self.how, self.who = folder, how, who
 
     def hang(self) -> None:
-        (self.folder / "stuck").write_text(str(os.getpid()))
+        leave(self.folder / "stuck", str(os.getpid()))
         if self.how == "sleep":
             time.sleep(600)
         elif self.how == "swallows":
@@ -98,11 +99,11 @@ class Hooks(Hangs):
                 while not (self.folder / "stuck").exists():
                     time.sleep(0.01)
                 raise LookupError("the other rank fails")
-            (self.folder / "stuck").write_text(str(os.getpid()))
+            leave(self.folder / "stuck", str(os.getpid()))
             wait_in_c()
 
     def training_step(self, batch, batch_idx):
-        (self.folder / "stuck").write_text(str(os.getpid()))
+        leave(self.folder / "stuck", str(os.getpid()))
         time.sleep(0.05)
         return Tiny.training_step(self, batch, batch_idx)
 
@@ -112,11 +113,11 @@ class Hooks(Hangs):
         if self.how == "slow save":  # each file of it takes its time
             sync = os.fsync
             os.fsync = lambda descriptor: (time.sleep(SLOW), sync(descriptor))[1]
-            (self.folder / "saving").write_text(str(os.getpid()))
+            leave(self.folder / "saving", str(os.getpid()))
 
     def teardown(self, stage):
         if self.how == "teardown":
-            (self.folder / "teardown").write_text("")
+            leave(self.folder / "teardown")
             time.sleep(600)
 
 

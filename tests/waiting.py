@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 
@@ -37,6 +38,13 @@ def members(session: int) -> list[int]:
 def own_lines(output: str) -> list[str]:
     """Return the lines of a program's standard output without gloo's, which torch 2.10 writes for each group."""
     return [line for line in output.splitlines() if not line.startswith("[Gloo] ")]
+
+
+def leave(mark: Path, text: str = "") -> None:
+    """Write a mark that others wait for: whoever finds it finds all of its text, also while it is written again."""
+    whole = mark.with_name(f".{os.getpid()}{mark.name}")
+    whole.write_text(text)
+    whole.replace(mark)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30) -> bool:

@@ -886,7 +886,7 @@ REDUCED = Shortcut(
 
 
 def reduction_check(module: Any) -> Callable[[], object]:
-    """Return what raises RuntimeError if DDP misses gradients after a backward; torch does that a step later."""
+    """Return a function that raises RuntimeError if DDP misses gradients after a backward, a step before torch does."""
     # its C++ object's own function, which the method of DDP's would call
     return module.reducer._check_reducer_finalized if REDUCED.usable else int
 

@@ -28,7 +28,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     epoch_is_cut = False
     """Whether training has ended within an epoch, which Lightning counts."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
-    """Of names whose value in callback_metrics other processes do not have: that value, and the agreed one."""
+    """By name, a value of callback_metrics that only this process has, and the agreed one."""
     predictions: list[Any]
     """What the newest predict has returned."""
     __hash__ = object.__hash__

@@ -180,7 +180,7 @@ class Strategy(strategy.Strategy):
 
 
 class Launcher:
-    """Says of the way in which processes start what programs ask; the Trainer starts them."""
+    """Describes how processes are started, for programs that ask; the Trainer starts them."""
 
     is_interactive_compatible = True
     """Whether it works in a notebook."""

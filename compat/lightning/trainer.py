@@ -87,7 +87,7 @@ def of_epochs(results: list[dict[str, float]]) -> list[dict[str, float]]:
 
 
 def assignable(own: property, name: str, inherited: Any) -> property:
-    """Return a read-only property of a subclass that lets Trainer assign the attribute in whose place it stands.
+    """Return a property of a subclass, made read-only there, that lets Trainer assign the attribute that it replaces.
 
     Until the Trainer is made, it reads what was assigned: the subclass's `__init__` may not have come to its own part.
     """

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from forked import Forked
 from tiny import Tiny, make_loader, make_trainer
-from waiting import runs, wait_until
+from waiting import leave, runs, wait_until
 
 import legato as lg
 from legato.callbacks import Checkpoint
@@ -42,11 +42,11 @@ class Standing(lg.Callback):
     def on_train_batch_start(self, trainer: lg.Trainer, task: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == self.step:
             if self.forks and trainer.is_global_zero and (child := os.fork()):
-                (self.folder / "child").write_text(str(child))
+                leave(self.folder / "child", str(child))
             elif self.forks and trainer.is_global_zero:
                 time.sleep(STARTING)
                 os._exit(0)
-            (self.folder / f"stands-{trainer.global_rank}").write_text(str(os.getpid()))
+            leave(self.folder / f"stands-{trainer.global_rank}", str(os.getpid()))
             while not (self.folder / "go").exists():
                 time.sleep(0.01)
 

@@ -70,18 +70,26 @@ def test_manual_optimization_is_the_plain_loop(trainer):
     assert made.callback_metrics["generator"].item() == loss.item()
 
 
+class Stepping(Tiny):
+    """Makes each step itself, the optimizer's with these options."""
+
+    automatic_optimization = False
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step(**self.options)
+
+
 def test_manual_backward_fires_the_hooks_and_uses_an_own_backward(trainer):
     fired = []
 
-    class Hooked(Tiny):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-
+    class Hooked(Stepping):
         def on_before_backward(self, loss):
             fired.append("before")
 
@@ -266,18 +274,10 @@ def test_options_of_a_step_reach_the_optimizer(trainer, precision):
                 group["lr"] = 0.1 * share
             return super().step(closure)
 
-    class Manual(Tiny):
-        automatic_optimization = False
-
-        def training_step(self, batch, batch_idx):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step(share=0.5)
-
+    class Manual(Stepping):
         def configure_optimizers(self):
             return Halved(self.parameters(), lr=0.1)
 
-    task = Manual()
+    task = Manual(share=0.5)
     trainer(precision=precision).fit(task, make_loader())
     assert task.trainer.optimizers[0].param_groups[0]["lr"] == 0.05

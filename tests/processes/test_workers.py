@@ -156,6 +156,7 @@ def test_a_module_arrives_without_hooks_on_its_parameters() -> None:
     assert run_workers(look, 1) == ([None] * 3, True, "kept", False, module[0].weight.tolist())
 
 
+@pytest.mark.slow
 def test_the_spawn_method_works_too(tmp_path: Path) -> None:
     def enter(attempt: int, rank: int) -> Callable[[], None]:
         return print

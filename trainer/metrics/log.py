@@ -405,7 +405,7 @@ class Metrics:
     def own_values(self) -> Reduced:
         """Return this process's newest values of steps since this or `log_point` was called; no collective.
 
-        On several processes without those logged with `sync_dist`. Not for where values are shared.
+        On several processes without those logged with `sync_dist`. Not usable where `shares` is set.
         """
         since, self.unread = self.unread, max(self.step, 0)
         self.flush(since)

@@ -29,7 +29,7 @@ class Activations:
     recomputes: bool = False
     """Whether the config has them recomputed."""
     where: str = ""
-    """The rank that keeps so much, where ranks differ."""
+    """Text that names the rank of these bytes, where ranks differ."""
     unknown: str = ""
     """Why nothing of this is known."""
 

@@ -158,8 +158,8 @@ def find_activations(parts: "ConfigParts", options: PlanArguments) -> Activation
     from .step_size import measure_activations
 
     names, sizes = tuple(parts.config.values["trainer"]["activation_checkpointing"] or ()), parts.processes.sizes
-    measure_them: Callable[[Task, Any, tuple[str, ...], bool], Activations] = measure_activations
     try:
+        measure_them: Callable[[Task, Any, tuple[str, ...], bool], Activations] = measure_activations
         if sizes is not None and sizes.pipeline > 1:
             measure_them = Pipeline.of(parts.task, sizes.pipeline, parts.strategy_options).measure
         with as_config_errors():

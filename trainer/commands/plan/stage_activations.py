@@ -1,20 +1,19 @@
 """Activations of a pipeline: what a process keeps of the pieces of a batch that are on their way through its stages."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from ...data.transfer import count_samples, map_tensors
-from ...optimization.kernels import Recomputing, find_blocks, modules_named
 from ...strategies.data_parallel.chunks import split
 from ...strategies.mesh.sizes import Schedule, count_pieces, stages_each
 from ...strategies.model_parallel.parts import PartBlock, cut_task
 from .memory import Activations
 from .state_size import sum_bytes
-from .step_size import SavedBytes, fake_step, saved_bytes
+from .step_size import SavedBytes, measure_activations
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -44,57 +43,33 @@ class Pipeline:
         samples = count_samples(batch)
         pieces = count_pieces([samples], self.pieces_wanted or 2 * self.places, self.schedule, self.places)
         piece = split(batch, [samples // pieces] * pieces)[0] if pieces > 1 else batch
-        with fake_step(task, piece, mixed) as (step, tensors):
-            blocks = blocks or find_blocks(task)
-            known = [*task.parameters(), *task.buffers(), *tensors]
-            plain = self._most(self._saved(known, step, pieces > 1), sum_bytes(tensors), pieces)
-            if not blocks:
-                return plain
-            _, largest = saved_bytes(task, step, tensors, modules_named(task, blocks, "blocks"))
-            recomputing = Recomputing(task, blocks)
-            try:
-                kept = self._most(self._saved(known, step, pieces > 1), sum_bytes(tensors), pieces)
-            finally:
-                recomputing.undo()
-        return replace(plain, recomputed=kept.plain + largest, blocks=blocks)
+        return measure_activations(task, piece, blocks, mixed, partial(self._count, pieces))
 
-    def _saved(self, known: Sequence[Tensor], step: Callable[[], Any], joined: bool) -> list[int]:
-        """Return the bytes that each stage keeps of a piece for its backward, and last those of the first one's input.
-
-        Its output is among them, and what the loss saves among those of the last stage. joined: the input is put
-        together from pieces, and so a copy.
-        """
-        saved, kept, given = SavedBytes(known), list[int](), list[int]()
+    def _count(self, pieces: int, task: "Task", step: Callable[[], Any], piece: list[Tensor]) -> Activations:
+        """Return the activations of a batch of so many pieces."""
+        saved, kept, given = SavedBytes([*task.parameters(), *task.buffers(), *piece]), list[int](), list[int]()
 
         def enter(_: Any, inputs: Any) -> None:
             before, found = saved.bytes, list[Tensor]()
             map_tensors(inputs, lambda tensor: found.append(tensor) or saved.pack(tensor))  # type: ignore[func-returns-value]
-            given.append(sum_bytes(found) if joined else saved.bytes - before)
+            # the input of the first stage is joined from that of all pieces, and so a copy
+            given.append(sum_bytes(found) if pieces > 1 else saved.bytes - before)
             saved.bytes = 0
 
         def leave(_: Any, inputs: Any, output: Any) -> None:
-            map_tensors(output, saved.pack)
+            map_tensors(output, saved.pack)  # kept for backward to begin with
             kept.append(saved.bytes)
 
-        hooks = [
-            hook
-            for stage in self.stages
-            for hook in (
-                stage[0].module.register_forward_pre_hook(enter), stage[-1].module.register_forward_hook(leave)
-            )
-        ]  # fmt: skip
-        try:
-            with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-                loss = step()
-            del loss
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return [*kept[:-1], saved.bytes, given[0]]
+        saved.run(step, [(stage[0].module, stage[-1].module) for stage in self.stages], enter, leave)
+        kept[-1] = saved.bytes  # with what the loss saves
+        return self._most(kept, sum_bytes(piece), given[0], pieces)
 
-    def _most(self, saved: Sequence[int], batch: int, pieces: int) -> Activations:
-        """Return the activations of the place that keeps most; `batch`: the bytes of a piece of the batch."""
-        *kept, given = saved
+    def _most(self, kept: Sequence[int], batch: int, given: int, pieces: int) -> Activations:
+        """Return the activations of the place that keeps most.
+
+        kept: the bytes that each stage keeps of a piece for its backward. batch, given: those of a piece of the batch,
+        and of the first stage's input.
+        """
         found = []
         for place in range(self.places):
             most = most_at_once(self.schedule, place, self.places, pieces, kept[place :: self.places])

@@ -6,6 +6,7 @@ shapes and types, and no memory.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,26 +40,52 @@ class SavedBytes:
             self.bytes += storage.nbytes()
         return tensor
 
+    def run(
+        self,
+        step: Callable[[], Any],
+        spans: Sequence[tuple[nn.Module, nn.Module]] = (),
+        enter: Callable[..., None] | None = None,
+        leave: Callable[..., None] | None = None,
+    ) -> None:
+        """Count what a step saves; call `enter` before the first module of each span, and `leave` after the last."""
+        hooks = [first.register_forward_pre_hook(enter) for first, _ in spans if enter]
+        hooks += [last.register_forward_hook(leave) for _, last in spans if leave]
+        try:
+            with saved_tensors_hooks(self.pack, lambda tensor: tensor):
+                kept = step()
+            del kept
+        finally:
+            for hook in hooks:
+                hook.remove()
 
-def measure_activations(task: "Task", batch: Any, blocks: tuple[str, ...], mixed: bool = False) -> Activations:
+
+Counted = Callable[["Task", Callable[[], Any], list[Tensor]], Activations]
+"""Returns the activations of a task's step on a batch of these tensors."""
+
+
+def measure_activations(
+    task: "Task", batch: Any, blocks: tuple[str, ...], mixed: bool = False, count: Counted | None = None
+) -> Activations:
     """Return the activations of a batch of the task, which is on the meta device.
 
     blocks: the classes to recompute; (): the class of most blocks.
     mixed: in 16 bits, where autocast takes them.
+    count: returns those of a step; by default all that it saves.
 
     Raises whatever training_step raises: it may need values, or a run.
     """
+    count = count or _count_all
     with fake_step(task, batch, mixed) as (step, tensors):
-        blocks = blocks or find_blocks(task)
-        plain, largest = saved_bytes(task, step, tensors, modules_named(task, blocks, "blocks") if blocks else [])
+        blocks, plain = blocks or find_blocks(task), count(task, step, tensors)
         if not blocks:
-            return Activations(plain)
+            return plain
+        largest = _largest(task, step, tensors, modules_named(task, blocks, "blocks"))
         recomputing = Recomputing(task, blocks)
         try:
-            kept, _ = saved_bytes(task, step, tensors, [])
+            kept = count(task, step, tensors)
         finally:
             recomputing.undo()
-    return Activations(plain, kept + largest, blocks)
+    return replace_fields(plain, recomputed=kept.plain + largest, blocks=blocks)
 
 
 @contextmanager
@@ -94,10 +121,14 @@ def fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[
             replace(task, lambda tensor: before[id(tensor)])
 
 
-def saved_bytes(
-    task: nn.Module, step: Callable[[], Any], batch: list[Tensor], blocks: Sequence[nn.Module]
-) -> tuple[int, int]:
-    """Return the bytes of the batch and of what a forward saves, and the most that one of the blocks saves."""
+def _count_all(task: "Task", step: Callable[[], Any], batch: list[Tensor]) -> Activations:
+    saved = SavedBytes([*task.parameters(), *task.buffers(), *batch])
+    saved.run(step)
+    return Activations(saved.bytes + sum(one.untyped_storage().nbytes() for one in batch))
+
+
+def _largest(task: nn.Module, step: Callable[[], Any], batch: list[Tensor], blocks: Sequence[nn.Module]) -> int:
+    """Return the most bytes that one of the blocks saves."""
     saved, largest = SavedBytes([*task.parameters(), *task.buffers(), *batch]), 0
     entered: list[tuple[int, list[torch.UntypedStorage]]] = []
 
@@ -112,16 +143,5 @@ def saved_bytes(
         kept = sum(one.nbytes() for one in inputs if id(one) in saved.known)  # recomputing keeps them, too
         largest = max(largest, saved.bytes - before - kept)
 
-    hooks = [
-        hook
-        for block in blocks
-        for hook in (block.register_forward_pre_hook(enter), block.register_forward_hook(leave))
-    ]
-    try:
-        with saved_tensors_hooks(saved.pack, lambda tensor: tensor):
-            kept = step()
-        del kept
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return saved.bytes + sum(one.untyped_storage().nbytes() for one in batch), largest
+    saved.run(step, [(block, block) for block in blocks], enter, leave)
+    return largest
