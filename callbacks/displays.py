@@ -51,7 +51,7 @@ class PlainLines(Display):
 
 
 class Terminal(Display):
-    """What both displays of a terminal share: its width, and that whatever is printed goes above the lines."""
+    """Base of the displays of a terminal: knows its width, and puts what the program prints above its own lines."""
 
     seconds_between = 0.1
 

@@ -33,12 +33,12 @@ class BaseFinetuning(Callback):
 
     def __init__(self) -> None:
         self._added: list[list[dict[str, Any]]] = []
-        """For each optimizer the groups that were added, with names in place of parameters."""
+        """Groups that were added to each optimizer, with names instead of parameters."""
         self._trained: list[str] = []
         self._newest_epoch = -1
         """The newest epoch for which `finetune_function` was called."""
         self._given_groups: list[int] = []
-        """For each optimizer how many groups configure_optimizers made."""
+        """Number of groups that configure_optimizers made for each optimizer."""
 
     # --- to override ------------------------------------------------------------------------------------------------
     def freeze_before_training(self, task: "Task") -> None:

@@ -32,7 +32,7 @@ class LoaderWait:
         self._batches, self._told = 0, False
         self._waited = self._total = 0.0
         self._ended: float | None = None
-        """When the newest batch ended; None: the next wait is not measured."""
+        """Time at which the newest batch ended; None: the next wait is not measured."""
         self._arrived: float | None = None
 
     def pause(self) -> None:

@@ -113,7 +113,7 @@ class Reader:
         return self._finish(name, _run_script, name)
 
     def command(self, line: str) -> str:
-        """Run a line of a shell, `legato` and `python` without loading torch anew; return what it printed."""
+        """Run a line of a shell, `legato` and `python` without loading torch again; return what it printed."""
         words = shlex.split(line)
         if words[0] == "cd":
             self.folder = self.folder / words[1]

@@ -1,4 +1,4 @@
-"""What tests of real processes ask for: which of them run, what is yet to come about, a port nobody listens at."""
+"""Helpers for tests of real processes: which of them run, marks to wait for, a port that is free."""
 
 import os
 import socket
@@ -41,7 +41,7 @@ def own_lines(output: str) -> list[str]:
 
 
 def leave(mark: Path, text: str = "") -> None:
-    """Write a mark that others wait for: whoever finds it finds all of its text, also while it is written again."""
+    """Write a mark that other processes wait for; they read all of its text, also while it is written again."""
     whole = mark.with_name(f".{os.getpid()}{mark.name}")
     whole.write_text(text)
     whole.replace(mark)

@@ -1,1 +1,1 @@
-"""How training works. `trainer.py` is the loop, read first; each other module is one thing that the loop leans on."""
+"""The training loop and its parts. Read `trainer.py`, the loop, first; each other module is one thing that it uses."""

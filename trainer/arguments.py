@@ -44,7 +44,7 @@ class TrainerArguments:
 
     # --- where ------------------------------------------------------------------------------------------------------
     strategy: "str | Mapping[str, Any] | Strategy" = "auto"
-    """How replicas map to devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and options."""
+    """Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and options."""
     accelerator: str = "auto"
     """"cpu", "cuda" (or "gpu"), "mps", or "auto": the best available."""
     devices: int | str | list[int] = "auto"
@@ -60,7 +60,7 @@ class TrainerArguments:
     seed: int = 0
     """Determines, with config and data, the order of samples and every random number."""
     reproducible: Literal["off", "order", "bitwise"] = "order"
-    """What is the same on any number of processes: "order" (samples, random numbers), "bitwise" (every bit), "off"."""
+    """Same on any number of processes: "order" (samples, random numbers), "bitwise" (every bit) or nothing ("off")."""
     threads: int | None = None
     """Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their number changes last bits."""
     deterministic: bool | Literal["warn"] = False
@@ -119,7 +119,7 @@ class TrainerArguments:
     leave_out_steps: list[int] | None = None
     """Steps, counted from 1, whose batches are left out; the order of all others, and their numbers, stay."""
     resume_at: Literal["step", "epoch"] = "step"
-    """Where to resume if the samples of a step have changed (batch size, data, limits).
+    """Point at which to resume if the samples of a step have changed (batch size, data, limits).
 
     "step": refuse this within an epoch; "epoch": end that epoch and begin the next one.
     """
@@ -161,7 +161,7 @@ class TrainerArguments:
     cluster: Literal["auto", "off"] = "auto"
     """Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off")."""
     max_restarts: int = 0
-    """How often Legato's launcher restarts failed workers, each time from the newest complete checkpoint."""
+    """Number of times that Legato's launcher restarts failed workers, each time from the newest complete checkpoint."""
     hang_timeout: float | None = None
     """Seconds without progress after which to end the run; more than the longest step, save or hook. None: never."""
     hang_report_seconds: float | None = 120.0

@@ -84,7 +84,7 @@ METRICS_CHOICES = (
     "bar_names_steps",
     "refuses_no_value",
 )
-"""What a subclass of Trainer chooses of how values are logged."""
+"""Attributes by which a subclass of Trainer chooses how values are logged."""
 LIMIT_OF = {
     "validation": "limit_val_batches",
     "test": "limit_test_batches",
@@ -382,7 +382,7 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) ->
 
 
 def is_same_run(directory: Path | None, source: Path | None) -> bool:
-    """Return whether a checkpoint is of the run in a run directory, wherever it lies."""
+    """Return whether a checkpoint is of the run in a run directory, in whatever folder it is."""
     if directory is None or source is None:
         return False
     if directory.resolve() in source.resolve().parents:
@@ -392,7 +392,7 @@ def is_same_run(directory: Path | None, source: Path | None) -> bool:
 
 
 def is_elsewhere(directory: Path | None, source: Path) -> bool:
-    """Return whether a checkpoint is of the run in a run directory, but lies in another folder."""
+    """Return whether a checkpoint is of the run in a run directory, but is in another folder."""
     return is_same_run(directory, source) and directory not in source.parents
 
 

@@ -33,7 +33,7 @@ class ClosureStep:
         """`find_run` returns the run, once it is complete."""
         self.find_run, self.optimization = find_run, optimization
         self.calls = 0
-        """How often the closure was called in this step."""
+        """Number of calls of the closure in this step."""
         self.output: Any = None
         """The last output of training_step."""
 

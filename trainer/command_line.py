@@ -51,7 +51,7 @@ class Command:
     helps_itself: bool = False
     """Whether --help is an argument of what it runs."""
     arguments: Sequence[Argument] | None = None
-    """Its arguments, of which the function gets a Namespace; None: a config, of which it gets the words."""
+    """Arguments that the function gets as a Namespace; None: it takes a config, and gets the words."""
     usage: str = CONFIG_WORDS
     """The words that it takes, where it has no `arguments`."""
     own_keys: Mapping[str, str] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Command:
 
     @property
     def notes(self) -> str:
-        """What its help says at the end: examples, options of the output, exit codes."""
+        """End of its help: examples, options of the output, exit codes."""
         return "\n\n".join(filter(None, [self.more.strip(), _OUTPUT if self.logs else "", exit_codes()]))
 
 

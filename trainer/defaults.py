@@ -28,7 +28,7 @@ class TrainerDefaults(TrainerView):
         min_steps: Do not stop early before this many optimizer steps.
         max_time: Stop after this much time: "DD:HH:MM:SS", a timedelta, or its arguments as a mapping.
         fast_dev_run: Run this many batches of each stage (True: 1), without checkpoints and logs, as a quick test.
-        strategy: How replicas map to devices: "auto", a name such as "ddp" or "fsdp", or a mapping of
+        strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of
             `name` and options.
         accelerator: "cpu", "cuda" (or "gpu"), "mps", or "auto": the best available.
         devices: Number of devices on this machine, their indices, or "auto": all of an accelerator, one process on CPU.
@@ -37,8 +37,8 @@ class TrainerDefaults(TrainerView):
             process at the start.
         precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true", "16-true".
         seed: Determines, with config and data, the order of samples and every random number.
-        reproducible: What is the same on any number of processes: "order" (samples, random numbers),
-            "bitwise" (every bit), "off".
+        reproducible: Same on any number of processes: "order" (samples, random numbers), "bitwise" (every
+            bit) or nothing ("off").
         threads: Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their
             number changes last bits.
         deterministic: Use torch's deterministic kernels only; "warn" instead of an error if there is none.
@@ -74,7 +74,7 @@ class TrainerDefaults(TrainerView):
             epochs. 0: never.
         leave_out_steps: Steps, counted from 1, whose batches are left out; the order of all others, and
             their numbers, stay.
-        resume_at: Where to resume if the samples of a step have changed (batch size, data, limits).
+        resume_at: Point at which to resume if the samples of a step have changed (batch size, data, limits).
         val_check_interval: Validate after this fraction of an epoch (float), this many training batches
             of a replica (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes":
             30}.
@@ -92,7 +92,7 @@ class TrainerDefaults(TrainerView):
         enable_progress_bar: Add a ProgressBar callback if none is given.
         enable_model_summary: Add a ModelSummary callback if none is given.
         cluster: Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off").
-        max_restarts: How often Legato's launcher restarts failed workers, each time from the newest
+        max_restarts: Number of times that Legato's launcher restarts failed workers, each time from the newest
             complete checkpoint.
         hang_timeout: Seconds without progress after which to end the run; more than the longest step,
             save or hook. None: never.

@@ -129,7 +129,7 @@ class RankOutput(WholeLines):
 
 
 class AboveLines(WholeLines):
-    """Stream of a process that draws lines in place on it: what a program prints stands above them."""
+    """Stream of a process that draws lines in place on it: what a program prints appears above them."""
 
     def __init__(self, stream: TextIO, make_room: Callable[[str], None]) -> None:
         super().__init__(stream)

@@ -66,12 +66,12 @@ class Preemption:
         self.agreement.agree_next()
 
     def start(self) -> None:
-        """From now on leave signals to the agreement of the ranks."""
+        """Leave signals to the agreement of the ranks from now on."""
         self.started, self.first_step = True, self.trainer.state.global_step
         self.watch.nothing_to_save = False
 
     def expect_end(self, failed: bool) -> None:
-        """From now on only record signals: the run is being closed, and ends by them afterwards unless it failed.
+        """Record signals only, from now on: the run is being closed, and ends by them afterwards unless it failed.
 
         An exception from a handler would skip the rest of the tear-down.
         """

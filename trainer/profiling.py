@@ -261,7 +261,7 @@ class PyTorchProfiler(Profiler):
         self.module: torch.nn.Module | None = None
         """The module whose parts are named."""
         self.steps: float = math.inf
-        """How many steps there will be."""
+        """Number of steps that there will be."""
         self.profiler: Any = None
         self._actions: dict[str, record_function] = {}
         self._marks: ModuleMarks | None = None

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "predict": "predict"}
-"""How the hooks and steps of a stage are named."""
+"""Names of the hooks and steps of each stage."""
 
 
 class RewindRequested(BaseException):
@@ -155,7 +155,7 @@ class LoopState:
     validated_after: float = 0.0
     """Seconds of the run at the end of the newest validation, or at its start."""
     evaluated: dict[tuple[str, int], int] = field(default_factory=dict)
-    """How many batches of each evaluation loader are done, where their values are written."""
+    """Batches done of each evaluation loader, where their values are written."""
     point: tuple[int, dict[str, float]] | None = None
     """The newest point of the log: its step and values."""
     samples_of_epoch: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ class RunData:
     """Whether the random numbers of each batch's forward are keyed; else loading its batch has keyed them."""
     training: TrainingData | None = None
     evaluations: dict[str, EvaluationData] = field(default_factory=dict)
-    """By "validation", "test", "predict"."""
+    """Data of "validation", "test" and "predict"."""
     loaders: dict[str, Any] = field(default_factory=dict)
     """The loaders as they were given, by "train", "validation" and so on."""
     samples: dict[str, Any] = field(default_factory=dict)
@@ -359,7 +359,7 @@ class Run(JoinedCall):
     by_replica: bool
     """Whether the strategy must know where one replica's batches end and the next one's begin."""
     arity: int
-    """How many of (batch, batch_idx) training_step takes."""
+    """Number of arguments that training_step takes of (batch, batch_idx)."""
     gradient_scale: float
     """Factor by which the strategy multiplies gradients, beyond their mean over the samples of a step."""
     fingerprint: dict[str, Any]

@@ -61,7 +61,7 @@ class RunDirectory:
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
         self.name = path.name if root is None or path == root else os.path.relpath(path, root)
-        """Its path below the folder in which it was looked for."""
+        """Path below the folder of the search."""
 
     # --- its state --------------------------------------------------------------------------------------------------
     @cached_property
@@ -89,18 +89,18 @@ class RunDirectory:
 
     @property
     def evaluated_step(self) -> int:
-        """Of an evaluation, the step of its checkpoint."""
+        """Step of the checkpoint that was evaluated."""
         starts = read_starts(self.path)
         return int(starts[-1].get("step") or 0) if starts else self.step
 
     @property
     def began(self) -> float:
-        """When it was first begun, in seconds since 1970."""
+        """Time of the first start, in seconds since 1970."""
         return float(_number_in(self.status, "created") or self._modified)
 
     @property
     def seconds(self) -> float | None:
-        """How long it has trained, over all its resumes; None if unknown."""
+        """Seconds of training, over all resumes; None if unknown."""
         ended = self.status.get("ended")
         elapsed: float | None = _number_in(self.status, "elapsed")
         if ended is not None or not self.status:
@@ -150,7 +150,7 @@ class RunDirectory:
 
     @cached_property
     def checkpoints(self) -> list[CheckpointEntry]:
-        """Its checkpoints, oldest step first."""
+        """Checkpoints, oldest step first."""
         try:
             found = [path for path in (self.path / CHECKPOINTS).iterdir() if path.is_dir() and path.name[0] != "."]
         except OSError:

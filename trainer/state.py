@@ -14,7 +14,7 @@ class State:
     replicas: int = 1
     """Logical data-parallel workers, fixed when the run began."""
     seed: int = 0
-    """With config and data it makes the run."""
+    """Seed, which with config and data determines the run."""
     global_step: int = 0
     """Optimizer steps done."""
     epoch: int = 0

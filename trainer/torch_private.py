@@ -161,7 +161,7 @@ COUNTS = Shortcut(
     _can_count,
 )
 _apart: dict[str, int] = {}
-"""By the name of a process group how much of its count is no collective."""
+"""Part of a process group's count that is no collective, by the group's name."""
 
 
 def count_collectives() -> None:

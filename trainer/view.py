@@ -37,9 +37,9 @@ class TrainerView(TrainerArguments):
     given_config: str | None
     """The config without defaults, with the origin of each value."""
     command: tuple[list[str], list[str]]
-    """How the program was started: all words, and those that the program sees, `sys.argv`."""
+    """Command line of the program: all words, and those that the program sees, `sys.argv`."""
     lengths: dict[str, Any]
-    """By "train", "validation" and so on the lengths of the newest run's loaders."""
+    """Lengths of the newest run's loaders, by "train", "validation" and so on."""
     strategy: "Strategy"
     saver: "Saver"
     callbacks: "list[Callback]"
@@ -107,12 +107,12 @@ class TrainerView(TrainerArguments):
     # --- processes --------------------------------------------------------------------------------------------------
     @property
     def global_rank(self) -> int:
-        """This process's rank in the run."""
+        """Rank of this process in the run."""
         return self.strategy.place.rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its machine."""
+        """Rank of this process on its machine."""
         return self.strategy.place.local_rank
 
     @property
@@ -122,12 +122,12 @@ class TrainerView(TrainerArguments):
 
     @property
     def world_size(self) -> int:
-        """How many processes execute the run."""
+        """Number of processes that execute the run."""
         return self.strategy.place.world_size
 
     @property
     def num_devices(self) -> int:
-        """How many devices of this machine the run uses."""
+        """Number of devices of this machine that the run uses."""
         return len(self.device_list)
 
     @property

@@ -31,7 +31,7 @@ DEFAULTS = {
     **dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), True),
     **{f"limit_{stage}_batches": 1.0 for stage in ("train", "val", "test", "predict")},
 }
-"""What None means."""
+"""Values that None stands for."""
 BAREBONES: dict[str, Any] = {
     "enable_checkpointing": False,
     "logger": False,
@@ -40,7 +40,7 @@ BAREBONES: dict[str, Any] = {
     "enable_model_summary": False,
     "num_sanity_val_steps": 0,
 }
-"""What barebones=True sets."""
+"""Values that barebones=True sets."""
 
 
 def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,9 +28,9 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     epoch_is_cut = False
     """Whether training has ended within an epoch, which Lightning counts."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
-    """By name, a value of callback_metrics that only this process has, and the agreed one."""
+    """Values of callback_metrics that only this process has, each with the agreed one, by name."""
     predictions: list[Any]
-    """What the newest predict has returned."""
+    """Result of the newest predict."""
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:

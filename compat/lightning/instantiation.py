@@ -21,7 +21,7 @@ def require_jsonargparse() -> None:
 
 
 def made_of(parser: Any, config: Any, instantiators: Sequence[tuple[Any, type, bool]] = ()) -> Any:
-    """Return a config with objects in the place of their descriptions, by the name that jsonargparse has for it."""
+    """Return a config with objects instead of their descriptions, by the name that jsonargparse has for it."""
     if hasattr(parser, "instantiate"):
         return parser.instantiate(config, instantiators=list(instantiators))
     for function, kind, subclasses in instantiators:

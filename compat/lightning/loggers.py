@@ -52,7 +52,7 @@ class FabricLogger(logger.Logger, ABC):
 
     @property
     def group_separator(self) -> str:
-        """What stands between the group and the name of a metric."""
+        """Text between the group and the name of a metric."""
         return "/"
 
     @abstractmethod
@@ -297,7 +297,7 @@ class CSVLogger(csv_file.CSVLogger):
             super().save()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Another process opens the folder anew."""
+        """Do nothing: another process opens the folder itself."""
         return {**self.__dict__, "_experiment": None, "_path": None}
 
 
@@ -428,7 +428,7 @@ class WandbLogger(wandb.WandbLogger):
         artifact_type: str | None = None,
         use_artifact: bool | None = True,
     ) -> str:
-        """Download an artifact and return where it lies."""
+        """Download an artifact and return its path."""
         import wandb
 
         run = wandb.run

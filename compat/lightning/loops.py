@@ -36,7 +36,7 @@ def _tracker(done: int, begun: bool) -> Tracker:
 
 
 class Loop(OwnParts):
-    """What all loops have."""
+    """Base of the loops."""
 
     restarting = is_resuming = False
 
@@ -312,7 +312,7 @@ class PredictionLoop(Loop):
 
     @property
     def predictions(self) -> list[Any]:
-        """What the newest predict has returned."""
+        """Result of the newest predict."""
         return self.trainer.predictions
 
     @property

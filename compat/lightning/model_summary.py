@@ -137,7 +137,7 @@ class ModelSummary:
 
     @property
     def total_training_modes(self) -> dict[str, int]:
-        """How many modules are in training and in evaluation mode."""
+        """Numbers of modules in training and in evaluation mode."""
         modes = [module.training for module in self.model.modules()][1:]
         return {"train": modes.count(True), "eval": modes.count(False)}
 

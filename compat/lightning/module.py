@@ -45,7 +45,7 @@ class _OfClass(classmethod):  # type: ignore[type-arg]
 
 
 INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
-"""What hyperparameters name that come from a LightningCLI: the function that makes an object of them."""
+"""Function that hyperparameters from a LightningCLI name: it makes an object of them."""
 _given: ContextVar[tuple[type, dict[str, Any]] | None] = ContextVar("hyperparameters of a LightningCLI", default=None)
 
 

@@ -1,7 +1,7 @@
 """The table of Lightning's public names: what each one is on Legato. Data alone; `tree.py` makes modules from it.
 
 Modules are paths below `lightning`. An entry says of a name that is defined there what kind it is, where its
-implementation lies ("module" or "module:name"; a leading dot is this package), and what differs, or, for a
+implementation is ("module" or "module:name"; a leading dot is this package), and what differs, or, for a
 placeholder, the way out. EXPORTS lists the names that a module passes on from others.
 """
 
@@ -18,7 +18,7 @@ class Entry(NamedTuple):
     home: str
     """Module, or module:name, of the implementation; empty for a placeholder."""
     text: str = ""
-    """What differs from Lightning; for a placeholder what to do instead."""
+    """Difference from Lightning; for a placeholder, the advice on what to do instead."""
 
 
 VERSION = "2.6.6"

@@ -100,7 +100,7 @@ class ClusterEnvironment:
     """The process's place among those of a launcher; Legato reads the launcher's variables itself."""
 
     cluster = "auto"
-    """What Trainer's `cluster` is set to."""
+    """Value of Trainer's `cluster`."""
 
     @property
     def place(self) -> Place:

@@ -19,7 +19,7 @@ class RankZeroOnly:
 
     @property
     def rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return current_rank() if self._given is None else self._given
 
     @rank.setter

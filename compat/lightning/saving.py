@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 CHECKPOINT_PAST_HPARAMS_KEYS = ("hparams", "module_arguments")
-"""Where very old checkpoints keep hyperparameters."""
+"""Keys under which very old checkpoints keep hyperparameters."""
 
 
 def update_hparams(hparams: dict[str, Any], updates: Mapping[str, Any]) -> None:

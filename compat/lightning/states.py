@@ -7,7 +7,7 @@ from ...trainer.state import State
 
 
 class TrainerStatus(str, Enum):
-    """How far a trainer is."""
+    """Progress of a trainer."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -30,7 +30,7 @@ class TrainerFn(str, Enum):
 
 
 class RunningStage(str, Enum):
-    """What a trainer does at this moment."""
+    """Current activity of a trainer."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -75,7 +75,7 @@ class TrainerState(State):
 
     @property
     def stage(self) -> RunningStage | None:
-        """What the trainer does; None between two calls."""
+        """Current stage; None between two calls."""
         run = None if self.trainer is None else self.trainer.run
         if run is None or not run.loop.open:
             return None

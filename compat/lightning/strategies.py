@@ -27,7 +27,7 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 class Strategy(strategy.Strategy):
-    """What a program reads of a strategy, under Lightning's names. Give a Trainer one of the subclasses."""
+    """Base of the strategies: has what programs read, under Lightning's names. Give a Trainer one of the subclasses."""
 
     strategy_name = ""
     """Lightning's word for it."""
@@ -82,7 +82,7 @@ class Strategy(strategy.Strategy):
 
     @property
     def launcher(self) -> "Launcher | None":
-        """What starts the other processes; None where there is one."""
+        """Launcher of the other processes; None where there is one process."""
         return Launcher() if isinstance(self, GroupStrategy) else None
 
     @property
@@ -102,12 +102,12 @@ class Strategy(strategy.Strategy):
 
     @property
     def global_rank(self) -> int:
-        """This process's rank."""
+        """Rank of this process."""
         return self.place.rank
 
     @property
     def local_rank(self) -> int:
-        """This process's rank on its machine."""
+        """Rank of this process on its machine."""
         return self.place.local_rank
 
     @property
@@ -333,7 +333,7 @@ class FSDPStrategy(FullyShard, ParallelStrategy):
 FSDP_INSTEAD = {
     "mixed_precision": "say Trainer(precision=...), which decides the types.",
     "device_mesh": "say Trainer(strategy={'name': 'mesh', 'data': 2, 'shard': 4}) with Legato's Trainer.",
-    "": "torch's fully_shard, on which this strategy stands, has no such argument.",
+    "": "torch's fully_shard, which this strategy uses, has no such argument.",
 }
 
 

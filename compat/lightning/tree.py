@@ -13,7 +13,7 @@ from .names import EXPORTS, INTERNAL, NAMES, VERSION, Entry
 from .placeholders import make_placeholder
 
 ROOT = __package__ or ""
-"""This package: the module `ROOT.pytorch.callbacks` stands for `lightning.pytorch.callbacks`."""
+"""Name of this package: the module `ROOT.pytorch.callbacks` replaces `lightning.pytorch.callbacks`."""
 _INTERNAL = frozenset(INTERNAL.split())
 _FILLED = {*NAMES, *EXPORTS, *_INTERNAL} - {""}
 ABOVE = {path.rsplit(".", depth)[0] for path in _FILLED for depth in range(1, path.count(".") + 1)}
@@ -41,7 +41,7 @@ def names_of(path: str) -> list[str]:
 
 
 def resolve(path: str, name: str) -> Any:
-    """Return what a module's name stands for. Raises AttributeError if the module has no such name."""
+    """Return the object of a module's name. Raises AttributeError if the module has no such name."""
     found = find_entry(path, name)
     if found is None:
         inner = f"{path}.{name}" if path else name
@@ -60,7 +60,7 @@ def resolve(path: str, name: str) -> Any:
 
 
 def _internal(path: str, name: str) -> Any:
-    """Return what a private name stands for, or any name of an internal module. Raises AttributeError for others."""
+    """Return the object of a private name, or of any name of an internal module. Raises AttributeError for others."""
     if name.endswith("_AVAILABLE"):
         return find_spec(name.removesuffix("_AVAILABLE").strip("_").lower()) is not None
     if name.startswith("_TORCH_GREATER_EQUAL"):

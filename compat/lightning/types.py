@@ -79,7 +79,7 @@ OptimizerLRScheduler = (
     | None
 )
 MODULE_OPTIMIZERS = Any
-"""What `LightningModule.optimizers` returns: an optimizer, or a list of them."""
+"""Result of `LightningModule.optimizers`: an optimizer, or a list of them."""
 
 
 @runtime_checkable

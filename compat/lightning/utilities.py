@@ -184,7 +184,7 @@ CONVERSION_DTYPES: list[tuple[Any, Callable[..., Tensor]]] = [
     (float, lambda value, device: torch.tensor(value, dtype=torch.float, device=device)),
     (np.ndarray, lambda value, device: torch.from_numpy(value).to(device)),
 ]
-"""How numbers and arrays become tensors: bool before int, of which it is one."""
+"""Conversions of numbers and arrays to tensors, by type; bool comes before int, since a bool is an int."""
 
 
 def convert_to_tensors(data: Any, device: torch.device | str | int) -> Any:
@@ -500,7 +500,7 @@ class LightningEnum(str, Enum):
 
 
 class GradClipAlgorithmType(LightningEnum):
-    """How gradients are clipped."""
+    """Ways to clip gradients."""
 
     VALUE = "value"
     NORM = "norm"
@@ -697,7 +697,7 @@ def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | N
         return torch.load(path_or_url, map_location=map_location, weights_only=True)
     if weights_only is False:
         raise UnsupportedError(
-            "weights_only=False would run code that lies in the file; Legato reads files without. Leave it out."
+            "weights_only=False would run code that is in the file; Legato reads files without. Leave it out."
         )
     if not isinstance(path_or_url, (str, Path)):
         return torch.load(path_or_url, map_location=map_location, weights_only=True)
@@ -708,7 +708,7 @@ def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | N
 
 
 def is_local_file_protocol(path: str | Path) -> bool:
-    """Return whether a path lies on this machine's file system."""
+    """Return whether a path is on this machine's file system."""
     return "://" not in str(path) or str(path).startswith("file://")
 
 

@@ -194,7 +194,7 @@ def test_each_process_writes_its_part_and_nothing_is_gathered(saved):
 
 @pytest.mark.slow
 def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
-    """Weights and optimizer states as they were, to the last bit, whoever wrote them."""
+    """Weights and optimizer states as they were, to the last bit, whichever processes wrote them."""
 
     def work(processes, layouts):
         found = {}

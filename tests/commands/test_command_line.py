@@ -38,7 +38,7 @@ def legato(*arguments: str, timeout: float = 100) -> subprocess.CompletedProcess
 
 
 def forked(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command without loading torch anew."""
+    """Run the command without loading torch again."""
     return completed(run_module, "legato.trainer", *arguments)
 
 

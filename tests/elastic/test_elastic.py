@@ -609,7 +609,7 @@ class Spiky(Net):
 
 
 def watched(root, folder=None, **options):
-    """Train with averaged weights and dropped spikes; return all that comes of it."""
+    """Train with averaged weights and dropped spikes; return the results."""
     averages, spikes = lg.callbacks.ExponentialMovingAverage(0.9), lg.callbacks.SpikeWatch(50, 8, "skip")
     task, trainer = fit(root, task=Spiky(folder), callbacks=[averages, spikes], **options)
     averages, spikes = (one for one in trainer.callbacks if type(one) in (type(averages), type(spikes)))

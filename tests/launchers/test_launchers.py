@@ -314,7 +314,7 @@ class FakeRay:
 
 @pytest.fixture
 def fake_ray(monkeypatch):
-    """Return a function that puts a FakeRay in the place of Ray."""
+    """Return a function that replaces Ray by a FakeRay."""
     before = signal.getsignal(signal.SIGTERM)
 
     def put(error=None):

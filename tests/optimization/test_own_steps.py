@@ -1,4 +1,4 @@
-"""A task may put its own in the place of every part of the step."""
+"""A task may replace every part of the step by its own."""
 
 import pytest
 from tiny import Tiny, assert_same_bits, make_loader, train_by_hand

@@ -31,7 +31,7 @@ def test_peers_of_noted_connections_hear_of_it_at_once(connect):
         pairs = [connect() for _ in range(3)]
     connections.shut_down()
     assert [far.recv(1) for _, far in pairs] == [b""] * 3
-    assert all(near.fileno() >= 0 for near, _ in pairs)  # whoever opened them closes them
+    assert all(near.fileno() >= 0 for near, _ in pairs)  # closed by the code that opened them
     earlier[0].sendall(b"x")
     assert earlier[1].recv(1) == b"x"
 

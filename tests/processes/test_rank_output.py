@@ -63,7 +63,7 @@ def test_a_line_in_pieces_has_one_mark():
 
 
 def test_a_message_is_written_to_a_stream_that_does_not_count(monkeypatch):
-    """As some packages put in the place of stderr: what `write` returns is nothing."""
+    """Replacement of stderr, as some packages have it: `write` returns nothing."""
 
     class Uncounted(io.StringIO):
         def write(self, text):

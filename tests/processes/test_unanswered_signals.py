@@ -150,7 +150,7 @@ def test_a_save_that_moves_is_finished_first(tmp_path, number):
         assert not checkpoints(tmp_path)
         assert process.communicate(timeout=30) is not None
     assert time.monotonic() - began > grace
-    # of itself, by a KeyboardInterrupt or the code that asks for a new start, or else after the save
+    # by a KeyboardInterrupt or the code that asks for a new start, or else after the save
     assert process.returncode in ((1, 130) if number == signal.SIGINT else (RESUME_ME,))
     assert checkpoints(tmp_path) == ["step-00000002"]
     assert not list((tmp_path / "runs").rglob("*.partial"))

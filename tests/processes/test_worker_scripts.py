@@ -99,7 +99,7 @@ def test_ctrl_c_lets_workers_finish_and_a_second_one_breaks_nothing(tmp_path: Pa
         output, errors = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert output == "saved, told 2 times\n"  # the second press is for whoever does not answer the first
+    assert output == "saved, told 2 times\n"  # the second press is for processes that do not answer the first
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert errors.count("Traceback") == 1
 

@@ -44,7 +44,7 @@ def with_layout(processes, layout, kind, optimizer):
 
 def with_feature(name):
     """Return the outcome of a feature, and the devices on which its task was built; in each of two processes."""
-    # torch's compiler asks a block's input for its gradient, and hides the warning that comes of it where it is shown
+    # torch's compiler asks a block's input for its gradient, and hides the warning about that where it is shown
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     kind, options = FEATURES[name]
     task = kind()

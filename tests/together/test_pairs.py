@@ -1,4 +1,4 @@
-"""Pairs of features: thirty, a few drawn anew in each run; and those that were once found to break each other."""
+"""Pairs of features: thirty, a few drawn in each run; and those that were once found to break each other."""
 
 import random
 

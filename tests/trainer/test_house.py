@@ -19,6 +19,26 @@ def nodes(path):
     return ast.walk(ast.parse(path.read_text()))
 
 
+def docstrings(path):
+    """Yield the line and text of each docstring of a module, of its attributes too."""
+    for node in nodes(path):
+        for statement in getattr(node, "body", ()) if isinstance(node, BODIES) else ():
+            if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+                yield statement.lineno, str(statement.value.value)
+
+
+BODIES = ast.Module | ast.ClassDef | ast.FunctionDef
+CLAUSES = re.compile(
+    r"(What|Who|Where|When|Which|How|Of|By|In|On|At|As|For|From|To|With|Without|That|It|Its|This|These|So|If|Here)\b"
+)
+
+
+def test_docstrings_begin_with_what_the_thing_is_or_does():
+    """A noun or a verb comes first: no clause, and no pronoun."""
+    found = [f"{path}:{line} {text}" for path in MODULES for line, text in docstrings(path) if CLAUSES.match(text)]
+    assert found == []
+
+
 def private_names():
     """Return the names that begin with one underscore and that the package defines or assigns."""
     found = set()

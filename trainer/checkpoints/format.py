@@ -552,7 +552,7 @@ def _encode_part(part: ShardBlock, path: ValuePath, flat: FlatState) -> Any:
     kind = str(part.block.dtype).removeprefix("torch.")
     if part.block.dtype not in KNOWN_EVERYWHERE:
         raise CheckpointError(
-            f"{_dotted(path)} lies on several processes and is {kind}, which cannot be stored in parts."
+            f"{_dotted(path)} is on several processes and is {kind}, which cannot be stored in parts."
         )
     file, unique = _name_in_file(path, flat)
     mark = {MARK: "parts", "file": file, "name": unique, "dtype": kind, "shape": list(part.shape)}

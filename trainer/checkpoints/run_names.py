@@ -17,7 +17,7 @@ EVALUATIONS = "evaluations"
 REPLAY = ".replay-"
 """Separator between the name of a run directory and the number of a replay, in the name of its directory."""
 EVENT_FILES = "events.out.tfevents."
-"""What the names of TensorBoard's event files begin with."""
+"""Beginning of the names of TensorBoard's event files."""
 OLD_EVENTS = "tensorboard"
 """The folder that they were in before they were in the run directory itself."""
 LONGEST = 255

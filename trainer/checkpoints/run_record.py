@@ -34,7 +34,7 @@ FILES = {
     GIVEN_CONFIG: "the config without defaults: what files and the command line have set, and where",
     RECORD: "for each start of the run: command line, versions, host and git commit",
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
-    "status.json": "how the run stands: running, done, failed or preempted; its step, best value and last error",
+    "status.json": "state of the run: running, done, failed or preempted; its step, best value and last error",
     "metrics.jsonl": "all logged values, a line of JSON for each step",
     "metrics.csv": "all logged values as a table (run.csv=true)",
     "hparams.yaml": "the task's hyperparameters, beside metrics.csv",

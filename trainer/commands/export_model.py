@@ -197,4 +197,4 @@ WRITERS: dict[str, tuple[Callable[..., None], Callable[..., list[Tensor]]]] = {
     ".onnx": (write_onnx, compute_onnx),
     ".pt2": (write_program, compute_program),
 }
-"""How a file of each suffix is written, and how its outputs are computed."""
+"""Functions that write a file and compute its outputs, by suffix."""

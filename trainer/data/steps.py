@@ -83,7 +83,7 @@ class Dealing:
 
     @property
     def leaders(self) -> range | None:
-        """In lockstep the replicas of process 0, which has the most batches of every step; else None."""
+        """Replicas of process 0 in lockstep, which has the most batches of every step; else None."""
         return self.layout.owned(0) if self.lockstep and self.process else None
 
 

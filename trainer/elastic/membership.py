@@ -49,7 +49,7 @@ class Membership:
 
 
 class Elasticity:
-    """How a strategy deals with processes that leave or join while a run trains. This one has none that do."""
+    """Interface of a strategy for processes that leave or join while a run trains. In this base class none do."""
 
     changes = False
     """Whether processes may leave and join."""

@@ -26,7 +26,7 @@ class ElasticOptions:
     """Options of an elastic run."""
 
     min_processes: int = 1
-    """With fewer processes the run saves a checkpoint and exits, to be resumed."""
+    """Least number of processes: with fewer the run saves a checkpoint and exits, to be resumed."""
     join: str | None = None
     """"host:port" of the run to join; None: this launcher starts a run."""
     listen: str = "127.0.0.1:0"

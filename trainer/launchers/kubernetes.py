@@ -40,7 +40,7 @@ class KubernetesLauncher(Launcher):
     claim: str | None = None
     """PersistentVolumeClaim for the runs' folder, ReadWriteMany for several nodes. None: runs end with their pods."""
     mount: str = "/runs"
-    """Where the claim is mounted; it is `run.root` there."""
+    """Folder at which the claim is mounted; it is `run.root` there."""
     namespace: str | None = None
     """Namespace. None: kubectl's current one."""
     job_name: str | None = None
@@ -62,7 +62,7 @@ class KubernetesLauncher(Launcher):
     port: int = 29500
     """Port of the first pod at which the processes meet."""
     retries: int = 3
-    """How often pods may fail before the Job does; preempted ones do not count."""
+    """Number of failed pods after which the Job fails; preempted ones do not count."""
     dry_run: bool = False
     """Print the manifests instead of applying them."""
 

@@ -14,7 +14,7 @@ class Launcher:
     """Starts a Legato command on other machines. Its fields are the keys under `launcher:` of a config."""
 
     name = ""
-    """Its name in a config."""
+    """Name in a config."""
     flags = tuple[str, ...]()  # not annotated: it is no key of a config
     """Options that the command is started with, such as --quiet."""
 

@@ -16,7 +16,7 @@ METRICS_FILE = "metrics.csv"
 class CSVLogger(Logger):
     """Writes a row for each call of `log_metrics`, with the columns in order of their names.
 
-    * The file lies in the run directory, with `save_dir` in `save_dir/name/version` (see `LogFolder`).
+    * The file is in the run directory, with `save_dir` in `save_dir/name/version` (see `LogFolder`).
     * Each row reaches the operating system at once, so a killed process loses nothing.
     * A new metric is a new column, for which the file is replaced by a rename.
     * A resume removes the rows of later steps, and writes no value twice.

@@ -77,14 +77,14 @@ class Metrics:
         self.describe_place: Callable[[], str] = lambda: self.stage
         """Returns a description of the current stage, for messages."""
         self.measured_at: dict[str, int] = {}
-        """For each name of `trainer.callback_metrics` the step of its value."""
+        """Step of the value of each name of `trainer.callback_metrics`."""
         self.batches_left_out = 0
         """Batches of this training epoch for which training_step returned None."""
         self.loaders = 0
         """Number of evaluation loaders; 0 when there is one."""
         self.loaders_seen: set[int] = set()
         self.loaders_of: dict[str, set[int]] = {}
-        """For each name logged without a loader index, the evaluation loaders that logged it."""
+        """Evaluation loaders that logged a name without a loader index, by name."""
         self.batches_of_step = 0
         self.pending: list[tuple[Series, Any, float, int, int]] = []
         self.dropped = -1
@@ -107,7 +107,7 @@ class Metrics:
         self.unshared: list[Row] = []
         """Training values not yet sent to other ranks, where values are shared."""
         self.exchanges = 0
-        """How often values were shared; of two ranks at the same step the one with the higher count is ahead."""
+        """Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead."""
         self.bad_loss: tuple[int, float] | None = None
         """The first step of this process with a non-finite loss, and that loss."""
 

@@ -68,7 +68,7 @@ class Reduced:
     """Values of one logging point, the same on every rank."""
 
     all: dict[str, float] = field(default_factory=dict)
-    """For `trainer.callback_metrics`."""
+    """Values for `trainer.callback_metrics`."""
     alone: dict[str, float] = field(default_factory=dict)
     """Values with `rank_zero_only`, which only rank 0 has."""
     loggers: dict[str, float] = field(default_factory=dict)

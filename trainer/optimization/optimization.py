@@ -98,7 +98,7 @@ class Optimization:
         """Check of the gradients before a step, or None."""
         self.watches_losses = trainer.nan == "raise" or self.own_optimizer_step  # to which the loss is given
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
-        """For each loss the parameters that its gradient reaches; None for all."""
+        """Parameters that the gradient of each loss reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
             # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]

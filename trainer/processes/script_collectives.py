@@ -35,7 +35,7 @@ class ScriptCollectives:
 
     @property
     def count(self) -> int:
-        """How many this process has called; 0 where they are not counted."""
+        """Number of collectives that this process has called; 0 where they are not counted."""
         return 0 if self.group is None else collectives_called([self.group]) - self.before
 
     def require_same(self) -> None:

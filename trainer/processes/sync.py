@@ -147,7 +147,7 @@ class Agreement:
         changed = 0 < self.generation < int(generation)  # acted on between two steps, not where values are logged
         self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = self._interval(pace, self._steps_between)
-        # 0 lies before every step: at the next one
+        # 0 comes before every step: at the next one
         self.next_step = 0 if self.signal or changed else step + self._steps_between
         self._met_at, self._met_step = time.monotonic(), step
         self.on_result(said)

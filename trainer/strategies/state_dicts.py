@@ -62,7 +62,7 @@ class ShardedStateDicts(StateDicts):
 
         Every rank calls it. The group serves all stages of a trainer.
         """
-        # gloo, whatever trains: what is written lies on the host, and NCCL could not carry it
+        # gloo, whatever trains: what is written is on the host, and NCCL could not carry it
         if size > 1 and self._default_group is not dist.group.WORLD:
             self.writers = GroupCollectives(rank, size, dist.new_group(backend="gloo"))
             self._default_group = dist.group.WORLD

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Strategy:
-    """How replicas map to devices and processes: where the task is placed, and how a step runs on it.
+    """Placement of replicas on devices and processes: puts the task there, and runs a step on it.
 
     The loop calls, in this order: `join`, `build_model`, `place_task`, `setup`; then for each step `training_step` and
     `backward` for every local batch and `optimizer_step` for every optimizer; `finish` and `teardown` at the end. The
@@ -64,7 +64,7 @@ class Strategy:
         self.meeting = ""
         """Address at which the processes met, as "host:port" or a file."""
         self.timeouts = Timeouts(DEFAULT)
-        """How long ranks wait for each other."""
+        """Times that ranks wait for each other."""
         self.lockstep = False
         """Whether all processes must run equally many batches, those with fewer some that do not count."""
         self.has_all_weights = True

@@ -242,7 +242,7 @@ class ModelCheckpoint(Checkpoint):
         return True
 
     def _validates_next(self, trainer: "Trainer") -> bool:
-        """Return whether a validation follows that will measure the monitored value anew."""
+        """Return whether a validation follows that will measure the monitored value again."""
         if (
             self._should_save_on_train_epoch_end(trainer)
             or not trainer.is_last_batch

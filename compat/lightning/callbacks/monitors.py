@@ -108,7 +108,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
 
 
 class Interval(LightningEnum):
-    """When a Timer looks at the clock."""
+    """Moments at which a Timer looks at the clock."""
 
     step = "step"
     epoch = "epoch"

@@ -65,12 +65,12 @@ class OnExceptionCheckpoint(on_exception.OnExceptionCheckpoint, Checkpoint):
 
     @property
     def file_extension(self) -> str:  # type: ignore[override]
-        """What is added to `filename`."""
+        """Suffix of `filename`."""
         return self.FILE_EXTENSION
 
 
 class WriteInterval(LightningEnum):
-    """When predictions are written."""
+    """Moments at which predictions are written."""
 
     BATCH = "batch"
     EPOCH = "epoch"
@@ -119,7 +119,7 @@ class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
 
     @property
     def n_averaged(self) -> torch.Tensor:
-        """How often weights were averaged."""
+        """Number of times that weights were averaged."""
         return torch.tensor(self.updates)
 
     @property

@@ -49,7 +49,7 @@ class Aliases(MetaPathFinder, Loader):
         )
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module that this name stands for."""
+        """Return the module of Legato for this name."""
         module: ModuleType = spec.loader_state[0]
         return module
 

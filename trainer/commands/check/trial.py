@@ -39,13 +39,13 @@ class RankRecord:
     seconds: list[float] = field(default_factory=list)
     """Seconds of each step, including its data."""
     without_gradient: list[list[str]] = field(default_factory=list)
-    """For each step, the trainable parameters without a gradient."""
+    """Trainable parameters without a gradient, for each step."""
     logged: list[str] | None = None
     """Names of all metrics at the end of an epoch; None if no epoch has ended."""
     plateaus: list[str] = field(default_factory=list)
     """Metrics that learning rate schedulers monitor."""
     graph_breaks: list[str] = field(default_factory=list)
-    """Where torch.compile could not go on with its graph, and why."""
+    """Places where torch.compile had to end its graph, with the reason."""
     total_steps: int | None = None
     steps_per_epoch: int | None = None
     host_bytes: int = 0
@@ -55,7 +55,7 @@ class RankRecord:
     place: tuple[int, int, str, str] | None = None
     """Rank, node, host and device."""
     origin: str = ""
-    """What started the process."""
+    """Name of the launcher that started the process."""
 
 
 MOST_STEPS, SECONDS = 20, 3.0

@@ -21,9 +21,9 @@ class Activations:
     """Bytes of one batch, with what autograd keeps of its forward."""
 
     plain: int
-    """Without recomputing."""
+    """Bytes without recomputing."""
     recomputed: int | None = None
-    """With every one of `blocks` recomputed in backward, the largest one's own among them; None: there are none."""
+    """Bytes with each of `blocks` recomputed in backward, the largest one's own included; None: there are no blocks."""
     blocks: tuple[str, ...] = ()
     """Classes of blocks."""
     recomputes: bool = False
@@ -35,7 +35,7 @@ class Activations:
 
     @property
     def bytes(self) -> int:
-        """What the run as it is planned takes."""
+        """Bytes that the run takes as the config has it."""
         return self.recomputed if self.recomputes and self.recomputed is not None else self.plain
 
 
@@ -43,15 +43,15 @@ class Payload(NamedTuple):
     """Bytes of one kind of collective in a step, on the rank that has most."""
 
     kind: str
-    """Of a collective; "send" from rank to rank, or "remote call" with its answer."""
+    """Name of a collective; "send" from rank to rank, or "remote call" with its answer."""
     bytes: int
-    """Of the whole tensors that are reduced, handed out or sent."""
+    """Bytes of the whole tensors that are reduced, handed out or sent."""
     ranks: int
     """Ranks that take part in it together."""
 
     @property
     def sent_bytes(self) -> int:
-        """What each rank sends, in a ring where they are several: all_reduce is a reduce_scatter and an all_gather."""
+        """Bytes that each rank sends, in a ring of several: all_reduce is a reduce_scatter and an all_gather."""
         if self.kind in ("send", "remote call"):
             return self.bytes
         return (2 if self.kind == "all_reduce" else 1) * self.bytes * (self.ranks - 1) // self.ranks
@@ -59,7 +59,7 @@ class Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class Traffic:
-    """What communication takes on each rank: memory, and payloads of a step."""
+    """Needs of communication on each rank: memory, and payloads of a step."""
 
     buffer_bytes: int = 0
     payloads: tuple[Payload, ...] = ()

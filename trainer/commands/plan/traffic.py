@@ -40,7 +40,7 @@ class PlannedStep:
     layout: Layout
     shares: Sequence["Share"]
     batches: int
-    """Of a process."""
+    """Batches of a process in a step."""
     one_order: bool
     """Whether gradients meet in Legato's tree."""
     run_step: Callable[[], Any]
@@ -170,7 +170,7 @@ class _Call:
 
     given: int = 0
     given_gradients: int = 0
-    """Of what it is given and gives a gradient for."""
+    """Bytes of the inputs for which it returns a gradient."""
     returned: int = 0
 
 

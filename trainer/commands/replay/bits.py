@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
 
 KINDS_OF_TENSORS = ("weights", "gradients", "optimizer")
-"""In the order in which they are compared: the weights after a step, its gradients, the optimizer's state after it."""
+"""Kinds in the order of comparison: the weights after a step, its gradients, the optimizer's state after it."""
 DIGESTS = "tensors.jsonl"
 
 
@@ -109,7 +109,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 @dataclass
 class FirstDifference:
-    """Where two runs differ first."""
+    """First difference of two runs."""
 
     step: int | None
     """None: they do not, as far as both go."""

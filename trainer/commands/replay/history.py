@@ -23,7 +23,7 @@ KEPT = ("state", "fingerprint", "numerics", "versions", "config")
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What a checkpoint says of its run, but for tensors."""
+    """Contents of a checkpoint but for its tensors."""
 
     path: Path
     state: State

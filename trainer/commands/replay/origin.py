@@ -1,4 +1,4 @@
-"""What a run ran with, beside what is there today: versions, git commit, changed files."""
+"""Versions, git commit and changed files of a run, compared with those of today."""
 
 import subprocess
 from collections.abc import Iterator, Mapping

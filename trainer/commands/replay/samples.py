@@ -70,7 +70,7 @@ def whole_number(name: str, text: str) -> int:
 
 @dataclass(frozen=True)
 class StepPlace:
-    """Where a step of a run is: its epoch, and its number in that, from 0."""
+    """Position of a step in its run: its epoch, and its number in that, from 0."""
 
     step: int
     epoch: int
@@ -213,7 +213,7 @@ class LoaderOfSettings:
                 "use_distributed_sampler=false: each process of the run brought its own share of the data, so only "
                 "those processes know which samples they had."
             )
-        self.parts.__dict__.pop("loader", None)  # asked for anew where loaders are made again in some epochs
+        self.parts.__dict__.pop("loader", None)  # asked for again: some epochs have loaders of their own
         return training_data(combined(self.parts.loader), dealing, limit, bool(overfit), None)
 
     def dealt(self, epoch: int) -> DealtData:

@@ -120,7 +120,7 @@ class DebugStep(Callback):
         self.step, self.replica = step, replica
 
     def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
-        """Put the debugger in the place of training_step, for this call of it."""
+        """Run this call of training_step in the debugger."""
         if trainer.global_step + 1 != self.step or self.replica not in (None, trainer.metrics.replica):
             return
         training_step: Callable[..., Any] = task.training_step

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 from ...errors import ConfigError
 
 Values = dict[str, str]
-"""What one trial sets: by key, a value as text, as in an override."""
+"""Values that one trial sets: by key, the text of an override."""
 
 AHEAD = 4
-"""With Optuna, a trial is chosen by the results of all but the 4 - 1 before it: so many can run at a time."""
+"""Number of trials that Optuna chooses ahead, and so of those that can run at a time."""
 _CALL = re.compile(r"(range|log|uniform)\((.*)\)")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 

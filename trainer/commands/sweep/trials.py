@@ -28,13 +28,13 @@ class Trial:
     values: dict[str, Any]
     config: str
     devices: str = ""
-    """What it sees as CUDA_VISIBLE_DEVICES; "" for what the sweep sees."""
+    """Value of CUDA_VISIBLE_DEVICES in the trial; "" for the sweep's own."""
     result: dict[str, Any] | None = None
-    """Its state, "done" or "failed", with value, step and seconds or the error; None while there is none."""
+    """State, "done" or "failed", with value, step and seconds or the error; None while it runs or waits."""
 
     @property
     def name(self) -> str:
-        """Its values, for messages."""
+        """Text of the values, for messages."""
         return " ".join(f"{key}={value}" for key, value in self.values.items())
 
     def read(self) -> None:

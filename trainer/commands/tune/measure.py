@@ -107,7 +107,7 @@ class PacedTrial:
 
 @dataclass(frozen=True)
 class SpeedRatio:
-    """How many times the baseline's speed a candidate has."""
+    """Speed of a candidate, in multiples of the baseline's."""
 
     ratio: float
     """The median over pairs of blocks."""

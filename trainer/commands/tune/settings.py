@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SAME, LAST_BITS, RESULT = "same bits", "last bits differ", "changes the result"
-"""What a setting does to the result of a run, compared to one without it."""
+"""Effects of a setting on the result of a run, compared to a run without it."""
 LINEAR_RULE = "multiply the learning rate by {0:g} (linear rule for SGD, Goyal et al. 2017, arxiv.org/abs/1706.02677)"
 SQUARE_ROOT_RULE = (
     "multiply the learning rate by {1:.3g} (square-root rule for Adam and its like, "
@@ -22,13 +22,13 @@ class Setting:
     changes: Mapping[str, Any]
     effect: str = SAME
     advice: str = ""
-    """What else to do where it is kept."""
+    """Change that the user should make as well, where the setting is kept."""
     reason: str = ""
     """Why it is not tried."""
 
     @property
     def name(self) -> str:
-        """It as it is written on a command line."""
+        """Text of the setting on a command line."""
         return " ".join(key if self.reason else f"{key}={_word(value)}" for key, value in self.changes.items())
 
 

@@ -46,14 +46,14 @@ class ServerState:
         self.modules: dict[str, nn.Module] = {}
         self.optimizer: Optimizer | None = None
         self.gradients: dict[int, Gradients] = {}
-        """Of each trainer, by its rank."""
+        """Gradients of each trainer, by its rank."""
         self.done = 0
-        """How many trainers have brought all of theirs."""
+        """Number of trainers that have brought all of theirs."""
         self.lock = threading.Lock()
 
 
 SERVER_STATE = ServerState()
-"""This process's, if it is a server: calls from other processes find it by this name alone."""
+"""State of this process, if it is a server: calls from other processes find it by this name alone."""
 
 
 class Collected:
@@ -271,7 +271,7 @@ LOST = (
 
 
 SCHEME = "legato-store"
-"""Of the address at which RPC meets: a store that there is already."""
+"""Scheme of the address of RPC's rendezvous, for a store that exists already."""
 
 
 def _meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
@@ -287,7 +287,7 @@ FAREWELL = 5.0
 
 
 class RpcSession:
-    """This process's RPC session. torch allows one in the life of a process, so it serves all its runs."""
+    """RPC session of this process. torch allows one in the life of a process, so it serves all its runs."""
 
     opened: "RpcSession | None" = None
     meeting: Store | None = None

@@ -287,9 +287,9 @@ class MeshScaler(torch.amp.GradScaler):
         super().__init__(device)
         self.factor = super().get_scale()
         self.good_steps = 0
-        """How many steps in a row had only finite gradients."""
+        """Number of steps in a row with only finite gradients."""
         self.found: dict[int, Tensor] = {}
-        """By the id of each optimizer whose gradients are unscaled: whether one was not finite."""
+        """Whether a gradient was not finite, by the id of each optimizer whose gradients are unscaled."""
 
     def scale(self, outputs: Any) -> Any:
         """Return the loss, multiplied."""

@@ -28,7 +28,7 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are sharded: the options of `fully_shard`."""
+    """Options of `fully_shard`: how parameters are sharded."""
 
     blocks: Blocks
     cpu_offload: bool

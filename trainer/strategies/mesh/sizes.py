@@ -1,4 +1,4 @@
-"""How many processes each axis of a mesh has; no torch, so that `legato plan` needs none.
+"""Sizes of a mesh's axes; without torch, so that `legato plan` needs none.
 
 Processes are ordered in the mesh as (pipeline, data, shard, tensor), the last axis varying fastest, so that the
 processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
@@ -12,7 +12,7 @@ from ...errors import ConfigError, did_you_mean
 
 Size = int | Literal["auto"]
 AXES = ("data", "shard", "tensor", "pipeline")
-"""In the order in which they are told."""
+"""Names of the axes, in the order of messages."""
 PLACES = ("pipeline", "data", "shard", "tensor")
 """The axes in the order of the mesh's dimensions."""
 Schedule = Literal["gpipe", "1f1b", "interleaved"]
@@ -21,7 +21,7 @@ STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2}
 
 
 class Sizes(NamedTuple):
-    """How many processes each axis has."""
+    """Number of processes along each axis."""
 
     data: int
     shard: int
@@ -30,7 +30,7 @@ class Sizes(NamedTuple):
 
     @property
     def replicating(self) -> int:
-        """How many processes have batches of their own."""
+        """Number of processes that have batches of their own."""
         return self.data * self.shard
 
     def place_of(self, rank: int) -> dict[str, int]:

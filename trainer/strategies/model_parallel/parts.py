@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ....tasks.task import Task
 
 Split = Literal["auto"] | list[int]
-"""By parameter bytes, or the number of blocks of each part."""
+"""Cut by parameter bytes, or the number of blocks of each part."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class PartBlock:
     """A module of the task through which every sample goes, after the block before it."""
 
     name: str
-    """Its path in the task."""
+    """Path in the task."""
     module: nn.Module
     size: int
     """Bytes of its parameters and buffers."""

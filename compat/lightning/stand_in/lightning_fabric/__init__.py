@@ -1,4 +1,4 @@
-"""Puts the module of Legato that stands for `lightning_fabric` in the place of this one."""
+"""Replaces this module by the one of Legato for `lightning_fabric`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Puts the module of Legato that stands for `pytorch_lightning` in the place of this one."""
+"""Replaces this module by the one of Legato for `pytorch_lightning`."""
 
 import sys
 
