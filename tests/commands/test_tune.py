@@ -17,6 +17,7 @@ from waiting import runs, wait_until
 from legato.trainer.__main__ import main
 from legato.trainer.commands.tune.measure import compare_in_turn, judge
 from legato.trainer.commands.tune.settings import groups, larger_batches, last_group, of_workers, precisions
+from legato.trainer.processes import environment
 
 TASK = """
 import time
@@ -73,6 +74,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "user/slow.yaml").write_text(CONFIG)
     temporary = tempfile.mkdtemp(prefix="lt-", dir="/tmp")  # a path of a socket is at most 108 characters long
     (tmp_path / "tmp").symlink_to(temporary)
+    environment.warm_up()  # the server of processes keeps the folder for temporary files in which it began
     monkeypatch.setenv("TMPDIR", temporary)
     monkeypatch.chdir(tmp_path / "user")
     yield tmp_path
@@ -83,7 +85,7 @@ def started(*words: str) -> Forked:
     return Forked(run_module, "legato.trainer", "tune", "slow.yaml", "--seconds", "3", *words)
 
 
-TRIED = re.compile(r" \d+\.\d\d  (kept, changes the result|slower|no faster)")
+TRIED = re.compile(r" \d+\.\d\d  (kept, (same bits|changes the result)|slower|no faster)")
 
 
 # --- real trials ----------------------------------------------------------------------------------------------------
@@ -105,6 +107,19 @@ def test_what_is_faster_is_kept_and_fit_takes_it(folder: Path) -> None:
     assert main(["config", "fast.yaml"]) == 0
     fit = completed(run_module, "legato.trainer", "fit", "fast.yaml", "trainer.max_steps=2", "loggers=null")
     assert fit.returncode == 0, fit.stderr
+
+
+@pytest.mark.slow
+def test_gradients_as_views_and_precisions_are_tried_on_two_processes(folder: Path) -> None:
+    """In blocks of a step, so that this takes seconds: which is faster is luck, and that each ran is what is tested."""
+    words = "trainer.devices=2", "trainer.limit_train_batches=50", "--seconds", "0.1", "--precision"
+    process = started(*words, "--only", "trainer.precision", "--only", "trainer.strategy.gradient_as_bucket_view")
+    out, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    for name in ("strategy.gradient_as_bucket_view=true", "precision=bf16-mixed", "precision=bf16-true"):
+        (row,) = [line for line in out.splitlines() if f"trainer.{name}" in line]
+        assert TRIED.search(row), out
+    assert main(["config", "slow.tuned.yaml"]) == 0
 
 
 @pytest.mark.slow
@@ -235,14 +250,23 @@ def test_each_setting_is_tried_with_other_values_than_it_has() -> None:
         "trainer.optimizer_kernels=fused",
         "trainer.optimizer_kernels=foreach",
         "trainer.channels_last=true",
-        "trainer.strategy={name: ddp, bucket_cap_mb: 5}",
-        "trainer.strategy={name: ddp, bucket_cap_mb: 100}",
+        "trainer.strategy.bucket_cap_mb=5",
+        "trainer.strategy.bucket_cap_mb=100",
+        "trainer.strategy.gradient_as_bucket_view=true",
         "data.batch_size=8 trainer.accumulate_grad_batches=2",
     ]
     assert tried(accumulate_grad_batches=4)[-2:] == [
         "data.batch_size=32 trainer.accumulate_grad_batches=2",
         "data.batch_size=8 trainer.accumulate_grad_batches=8",
     ]
+    of_ddp = [one for one in tried(strategy="auto") if "strategy" in one]
+    assert of_ddp[1:] == [
+        "trainer.strategy.name=ddp trainer.strategy.bucket_cap_mb=100",
+        "trainer.strategy.name=ddp trainer.strategy.gradient_as_bucket_view=true",
+    ]
+    given = {"name": "ddp", "bucket_cap_mb": 5, "gradient_as_bucket_view": True}
+    assert [one for one in tried(strategy=given) if "strategy" in one] == ["trainer.strategy.bucket_cap_mb=100"]
+    assert not any("strategy" in one for one in tried(strategy={"name": "ddp", "elastic": True}))
     assert "trainer.loader.pin_memory=true" in tried({"device": "cuda"})
     assert [setting.name for group in of_workers(FACTS) for setting in group] == [
         "trainer.loader.persistent_workers=true",

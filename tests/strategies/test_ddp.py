@@ -224,6 +224,34 @@ def test_unused_parameters_and_left_out_batches_are_as_in_one_process():
     assert close(skips[2], in_one(Skips()))
 
 
+def share_memory(gradients):
+    return len({one.untyped_storage().data_ptr() for one in gradients}) < len(gradients)
+
+
+def test_gradients_as_views_of_buckets_have_the_same_bits():
+    """Also with none for some parameters, in a step without a batch on a process, and added up over batches."""
+    find = {"find_unused_parameters": True}
+    cases = [
+        (Net, {"static_graph": True}, {}),
+        (SometimesSpare, find, {}),
+        (SometimesSpare, find, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
+    ]
+
+    def work():
+        found = []
+        for kind, knobs, options in cases:
+            for views in (False, True):
+                task, strategy = kind(), {"name": "ddp", "gradient_as_bucket_view": views, **knobs}
+                weights = trained(task, samples=17, devices=2, strategy=strategy, **options)
+                found.append((weights, share_memory([one.grad for one in task.parameters() if one.grad is not None])))
+        return found
+
+    found = run_workers(work, 2)
+    for case, (plain, shared), (viewed, shared_views) in zip(cases, found[::2], found[1::2], strict=True):
+        assert (shared, shared_views) == (False, True), case
+        assert torch.equal(plain, viewed), case
+
+
 # --- refused ----------------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ SQUARE_ROOT_RULE = (
     "multiply the learning rate by {1:.3g} (square-root rule for Adam and its like, "
     "Malladi et al. 2022, arxiv.org/abs/2205.10287)"
 )
+OF_VIEWS = "gradients are views of buckets: what keeps a parameter's grad beyond its step must clone it"
 LARGEST_BATCH = 2**20
 
 
@@ -60,12 +61,20 @@ def groups(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Grou
     if facts["images"] and not trainer["channels_last"]:
         yield [Setting({"trainer.channels_last": True}, LAST_BITS)]
     if facts["strategy"] == "ddp" and facts["processes"] > 1 and trainer["reproducible"] != "bitwise":
-        given = trainer["strategy"] if isinstance(trainer["strategy"], Mapping) else {}
-        sizes = [one for one in (5, 100) if one != given.get("bucket_cap_mb")]
-        yield [
-            Setting({"trainer.strategy": {**given, "name": "ddp", "bucket_cap_mb": one}}, LAST_BITS) for one in sizes
-        ]
+        yield from _of_ddp(trainer["strategy"])
     yield from _micro_batches(config, facts)
+
+
+def _of_ddp(strategy: Any) -> Iterator[Group]:
+    """Yield what changes how DistributedDataParallel sends gradients; an elastic run sends them by itself."""
+    given = strategy if isinstance(strategy, Mapping) else {"name": strategy}
+    if given.get("elastic"):
+        return
+    named = {} if given.get("name", "ddp") == "ddp" else {"trainer.strategy.name": "ddp"}
+    sizes = [one for one in (5, 100) if one != given.get("bucket_cap_mb")]
+    yield [Setting({**named, "trainer.strategy.bucket_cap_mb": one}, LAST_BITS) for one in sizes]
+    if not given.get("gradient_as_bucket_view"):
+        yield [Setting({**named, "trainer.strategy.gradient_as_bucket_view": True}, advice=OF_VIEWS)]
 
 
 def of_workers(facts: Mapping[str, Any]) -> Iterator[Group]:
