@@ -4,6 +4,7 @@ import gc
 import os
 import shutil
 import tempfile
+import time
 from collections import Counter
 from multiprocessing.util import Finalize, get_temp_dir
 
@@ -60,6 +61,15 @@ def temporary_files(tmp_path_factory):
         patch.setattr(tempfile, "tempdir", folder)
         get_temp_dir()  # multiprocessing keeps the first one that it makes
         yield
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let time pass where this is called with seconds, and nowhere else: so a busy machine does not show in it."""
+    now = [1000.0]
+    for name in ("monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: now[-1])
+    return lambda seconds: now.append(now[-1] + seconds)
 
 
 @pytest.fixture

@@ -155,9 +155,9 @@ class Killer(threading.Thread):
         if pace != self.slow:
             self.slow = self.slow.rename(pace)
 
-    def wait_for_members(self, count: int) -> list[int]:
-        """Wait until so many living processes have trained."""
-        return self.wait(lambda: len(self.living()) >= count and self.living())
+    def wait_for_members(self, count: int, word: str = "trained") -> list[int]:
+        """Wait until so many living processes have trained, or left another such file; return them."""
+        return self.wait(lambda: len(found := self.living(word)) >= count and found)
 
     def kill(self, process: int, number: int = signal.SIGKILL) -> None:
         self.dead.append(process)

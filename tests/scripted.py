@@ -14,22 +14,23 @@ STEPS = 4
 class Scripted(lg.Task):
     """Logs given values, one per epoch of validation and one per training step, and can be slow."""
 
-    def __init__(self, values=(), train_values=(), seconds=0.0, validation_seconds=0.0):
+    def __init__(self, values=(), train_values=(), seconds=0.0, validation_seconds=0.0, sleep=time.sleep):
         super().__init__()
+        self.sleep = sleep
         self.net = torch.nn.Linear(4, 1)
         self.values, self.train_values = list(values), list(train_values)
         self.seconds, self.validation_seconds = seconds, validation_seconds
 
     def training_step(self, batch):
         if self.seconds:
-            time.sleep(self.seconds)
+            self.sleep(self.seconds)
         if self.train_values:
             self.log("train/score", self.train_values[self.global_step], on_step=True, on_epoch=False, prog_bar=True)
         return self.net(batch[0]).square().mean()
 
     def validation_step(self, batch):
         if self.validation_seconds:
-            time.sleep(self.validation_seconds)
+            self.sleep(self.validation_seconds)
         if self.values:
             self.log("val/score", self.values[self.current_epoch])
 

@@ -1,18 +1,23 @@
 """Helpers for tests of real processes: which of them run, marks to wait for, a port that is free."""
 
 import os
+import random
+import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 
 def free_port() -> int:
-    """Return a port of this machine that is free."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    """Return a port of this machine that is free, and is none of those that the system gives to connections."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # processes that test at once are seeded alike
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def runs(process: int) -> bool:
@@ -21,6 +26,11 @@ def runs(process: int) -> bool:
         return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def children(process: int | None = None) -> set[int]:
+    """Return the processes below one, by default this one, that still run."""
+    return {child.pid for child in psutil.Process(process).children(recursive=True) if runs(child.pid)}
 
 
 def members(session: int) -> list[int]:
@@ -33,6 +43,13 @@ def members(session: int) -> list[int]:
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
     return found
+
+
+def kill_session(session: int) -> None:
+    """Kill the processes of a session that still run."""
+    for process in members(session):
+        with suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(process, signal.SIGKILL)
 
 
 def own_lines(output: str) -> list[str]:

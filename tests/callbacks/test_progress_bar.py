@@ -6,7 +6,6 @@ import re
 import select
 import sys
 import termios
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -319,23 +318,23 @@ def test_the_steps_of_an_epoch_are_those_that_the_run_goes(trainer, capsys):
 
 
 @pytest.mark.parametrize("where", ["loader", "step", "hook"])
-def test_a_loader_that_training_waits_for_is_named_once(trainer, caplog, monkeypatch, where):
+def test_a_loader_that_training_waits_for_is_named_once(trainer, caplog, monkeypatch, clock, where):
     monkeypatch.setattr(loader_wait, "LEAST_SECONDS", 0.02)
     monkeypatch.setattr(displays.PlainLines, "seconds_between", 0.0)
 
     class Slow(Tiny):
         def training_step(self, batch, batch_idx):
-            time.sleep(0.001 if where == "loader" else 0.03)
+            clock(0.001 if where == "loader" else 0.03)
             return super().training_step(batch, batch_idx)
 
         def on_validation_start(self):
-            time.sleep(0.05 if where == "hook" else 0.0)
+            clock(0.05 if where == "hook" else 0.0)
 
         def validation_step(self, batch, batch_idx):
             pass
 
     def collate(samples):
-        time.sleep(0.01 if where == "loader" else 0.0)
+        clock(0.01 if where == "loader" else 0.0)
         return default_collate(samples)
 
     quick = {"val_check_interval": 5, "limit_val_batches": 1}
@@ -346,7 +345,7 @@ def test_a_loader_that_training_waits_for_is_named_once(trainer, caplog, monkeyp
     assert len(told) == (where == "loader")
     if told:
         share, workers = re.search(r"in (\d+) % of its time: raise its num_workers \((\d)", told[0]).groups()
-        assert int(share) > 40
+        assert int(share) == 90
         assert workers == "0"
 
 

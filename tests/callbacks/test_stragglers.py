@@ -87,7 +87,7 @@ def watch(slow, monitor=True, seconds=0.06, **options):
     """Train for 16 steps; return what was logged, and the hooks that are left on parameters."""
     memory = Memory()
     arguments = {**QUIET, "log_every_n_steps": 4, "max_epochs": 4, "strategy": "ddp", "devices": 2, **options}
-    watcher = StragglerMonitor(threshold=0.3)
+    watcher = StragglerMonitor(threshold=0.1)
     trainer = lg.Trainer(**{**arguments, "logger": [memory], "callbacks": [watcher] if monitor else []})
     task = Straggler(slow, seconds)
     trainer.fit(task, loader(32))
@@ -128,9 +128,9 @@ def test_the_slowest_rank_and_the_wait_for_it(found, name, rank):
     assert {value for _, value in ranks} == {float(rank)}
     turns = 2 if name == "second" else 1
     assert wait > 0.02 * turns  # of the 0.06 s that it sleeps in each turn; a busy machine keeps the other one, too
-    assert 0.3 < share < 1.0
+    assert 0.1 < share < 1.0
     assert all(value > 0.01 for _, value in seconds)
-    assert all(0.3 < value < 1.0 for _, value in shares)
+    assert all(0.1 < value < 1.0 for _, value in shares)
     assert left == 0
 
 

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -161,16 +160,17 @@ def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> No
 
 
 def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path) -> None:
-    writer, started = background.Writer(), threading.Event()
+    writer, started, looked = background.Writer(), threading.Event(), threading.Event()
 
     def slow(path: Path) -> None:
         started.set()
-        time.sleep(0.2)
+        looked.wait(60)
         raise OSError(5, "the disk came loose")
 
     writer.save(tmp_path / "one", example(), extra_files={"slow": slow})
-    assert started.wait(10)
+    assert started.wait(60)
     writer.check()  # in flight is no failure
+    looked.set()
     with pytest.raises(CheckpointError, match=r"Saving .*one in the background failed.*the disk came loose") as caught:
         writer.save(tmp_path / "two", example())
     assert isinstance(caught.value.__cause__, CheckpointError)

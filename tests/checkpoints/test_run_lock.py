@@ -44,7 +44,7 @@ class Standing(lg.Callback):
             if self.forks and trainer.is_global_zero and (child := os.fork()):
                 leave(self.folder / "child", str(child))
             elif self.forks and trainer.is_global_zero:
-                time.sleep(STARTING)
+                time.sleep(600)
                 os._exit(0)
             leave(self.folder / f"stands-{trainer.global_rank}", str(os.getpid()))
             while not (self.folder / "go").exists():
@@ -73,7 +73,8 @@ def standing(tmp_path: Path) -> Iterator[Any]:
 
     def start(step: int = 3, **options: Any) -> Forked:
         started.append(Forked(_train, tmp_path, step, options))
-        assert wait_until((tmp_path / "stands-0").exists, STARTING), started[-1].communicate(5)
+        marks = [tmp_path / f"stands-{rank}" for rank in range(options.get("devices", 1))]
+        assert wait_until(lambda: all(mark.exists() for mark in marks), STARTING), started[-1].communicate(5)
         return started[-1]
 
     yield start
@@ -117,14 +118,15 @@ def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices:
     workers = [int(path.read_text()) for path in tmp_path.glob("stands-*")]
     child = int((tmp_path / "child").read_text())
     os.kill(first.pid, signal.SIGKILL)
-    began = time.monotonic()
-    trainer = train(tmp_path, devices=devices)
-    assert trainer.run_dir.name == "version_0"
-    assert trainer.global_step == 5
-    assert time.monotonic() - began < STARTING
-    assert not any(runs(worker) for worker in workers)
-    if runs(child):
-        os.kill(child, signal.SIGKILL)
+    try:
+        trainer = train(tmp_path, devices=devices)
+        assert trainer.run_dir.name == "version_0"
+        assert trainer.global_step == 5
+        assert runs(child) or devices > 1  # workers take theirs along
+        assert not any(runs(worker) for worker in workers)
+    finally:
+        if runs(child):
+            os.kill(child, signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -234,10 +236,11 @@ def test_without_flock_the_process_is_looked_for(tmp_path: Path, monkeypatch: py
     second.release()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("network")
 def test_of_several_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
-    monkeypatch.setattr(run_lock, "CONTEST_WAIT", 0.5)
+    monkeypatch.setattr(run_lock, "CONTEST_WAIT", 1.5)
     locks, had = [RunLock(tmp_path, f"fit {number}") for number in range(6)], []
 
     def take(lock: RunLock) -> None:

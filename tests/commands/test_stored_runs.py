@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from waiting import runs as is_running
 from waiting import wait_until
 
 from legato.trainer.__main__ import main
@@ -374,5 +375,5 @@ def test_board_serves_runs_by_their_names_until_it_is_ended(number):
         process.wait(30)
         process.stdout.close()
     assert process.returncode == 0
-    assert not [child for child in children if child.is_running()]
+    assert wait_until(lambda: not any(is_running(child.pid) for child in children))
     assert not list(Path(os.environ["TMPDIR"]).glob("legato-board-*"))

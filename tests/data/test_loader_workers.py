@@ -192,7 +192,7 @@ def killed(seconds):
     ],
 )
 def test_a_batch_that_breaks_off_is_told_by_the_worker_that_ended(end, kind, words):
-    batches = Broken(0.2, end)
+    batches = Broken(0.05, end)
     try:
         with pytest.raises(kind, match=words):
             next(iterate_loader(batches))

@@ -12,7 +12,7 @@ import torch
 import torchmetrics
 from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from waiting import free_port
+from waiting import children, free_port, runs, wait_until
 
 import legato as lg
 from legato.trainer.checkpoints import store
@@ -39,7 +39,7 @@ def folder(tmp_path):
     yield path
     words = ("trained", "built", "validating", "loading")
     told = [int(file.name.rsplit("-", 1)[1]) for word in words for file in path.glob(f"{word}-*")]
-    assert not [process for process in told if psutil.pid_exists(process)]
+    assert wait_until(lambda: not any(runs(process) for process in told))
     assert not [name for name in os.listdir("/dev/shm") for process in told if f"_{process}_" in name]
 
 
@@ -143,8 +143,7 @@ def test_a_process_dies_during_validation_which_is_done_again(tmp_path, folder, 
     def plan(killer):
         hold = folder / "hold-0.05"
         hold.touch()
-        members = killer.wait(lambda: len(killer.living("validating")) == 2 and killer.living("validating"))
-        killer.kill(members[victim])
+        killer.kill(killer.wait_for_members(2, "validating")[victim])
         hold.unlink()
 
     with Killer(folder, plan):
@@ -275,8 +274,7 @@ def test_the_last_processes_of_the_first_launcher_die_and_those_of_a_guest_go_on
     guest.join(address, folder)
 
     def plan(killer):
-        (own,) = killer.wait_for_members(1)
-        killer.wait_for_members(2)
+        (own,) = set(killer.wait_for_members(2)) - children(guest.process.pid)
         killer.kill(own)
 
     with Killer(folder, plan):
@@ -321,10 +319,9 @@ def test_a_launcher_that_joined_dies_with_its_processes(tmp_path, folder, undist
     guest.join(address, folder, devices=2)
 
     def plan(killer):
-        own = set(killer.wait_for_members(1))
-        members = set(killer.wait_for_members(3))
+        killer.wait_for_members(3)
+        killer.dead += children(guest.process.pid)
         guest.kill()
-        killer.dead += members - own
         step = killer.step()
         killer.wait(lambda: killer.step() > step + 2)
 
@@ -438,7 +435,7 @@ def test_the_loader_workers_of_a_dead_process_end_with_it(tmp_path, folder, undi
         members = killer.wait_for_members(2)
         loading = killer.wait(lambda: psutil.Process(members[1]).children(recursive=True))
         killer.kill(members[1])
-        killer.wait(lambda: not any(process.is_running() for process in loading))
+        killer.wait(lambda: not any(runs(process.pid) for process in loading))
         seen["step"] = killer.step()
 
     with Killer(folder, plan):
@@ -472,7 +469,7 @@ def test_torchmetrics_count_a_repeated_step_once(tmp_path, folder):
         hold = folder / "hold-0.05"
         killer.kill(killer.wait_for_members(3)[2])
         hold.touch()
-        killer.kill(killer.wait(lambda: len(killer.living("validating")) == 2 and killer.living("validating"))[1])
+        killer.kill(killer.wait_for_members(2, "validating")[1])
         hold.unlink()
 
     with Killer(folder, plan, kills=2):
@@ -628,7 +625,7 @@ def test_averages_and_judged_steps_are_handed_to_the_processes_that_go_on(tmp_pa
             killer.kill(killer.random.choice(killer.wait_for_members(2)))
         hold = folder / "hold-0.05"
         hold.touch()  # while the task holds its averages
-        killer.kill(killer.wait(lambda: len(killer.living("validating")) > 1 and killer.living("validating"))[0])
+        killer.kill(killer.wait_for_members(2, "validating")[0])
         hold.unlink()
 
     expected = watched(tmp_path / "alone")

@@ -7,11 +7,10 @@ import sys
 import traceback
 from pathlib import Path
 
-import psutil
 import pytest
 from tiny import Validated, make_data, make_loader
 from torch.utils.data import DataLoader, Dataset
-from waiting import wait_until
+from waiting import children, wait_until
 
 import legato as lg
 from legato.callbacks import Checkpoint
@@ -83,11 +82,6 @@ class FailsInWorker(Dataset):
 
 def shared_memory():
     return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
-
-
-def children():
-    found = psutil.Process().children(recursive=True)
-    return {child.pid for child in found if child.status() != psutil.STATUS_ZOMBIE}
 
 
 @pytest.fixture

@@ -79,11 +79,12 @@ def test_garbage_of_steps_is_freed_on_the_way(trainer):
     task = Littering(objects=10, pause=0.02)
     alive = []
     task.on_train_end = lambda: alive.extend(one() is not None for one in task.garbage)
-    gc.set_threshold(10**8, *gc.get_threshold()[1:])  # nothing but what is asked for
+    before = gc.get_threshold()
+    gc.set_threshold(10**8, *before[1:])  # nothing but what is asked for
     try:
         trainer(garbage_collection_seconds=0.2, max_epochs=2).fit(task, make_loader(48, 4))
     finally:
-        gc.set_threshold(700, *gc.get_threshold()[1:])
+        gc.set_threshold(*before)
     assert len(alive) == 24
     assert sum(alive) < 18
 

@@ -16,10 +16,10 @@ from legato.trainer.processes.layout_report import check_place, describe_layout
 
 CABLE = """
 set -e
-unshare -n sleep 120 &
+unshare -n sleep 300 &
 other=$!
 trap 'kill $other' EXIT
-for try in $(seq 100); do
+for try in $(seq 1000); do
     [ "$(readlink /proc/$other/ns/net)" != "$(readlink /proc/$$/ns/net)" ] && break
     sleep 0.02
 done

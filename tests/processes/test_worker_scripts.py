@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -71,9 +70,11 @@ def save():
     told = []
     signal.signal(signal.SIGINT, lambda *_: told.append(1))
     (folder / ("ready-" + os.environ["RANK"])).touch()
-    while not told:
+    while len(told) < 2:
+        if told:
+            (folder / ("told-" + os.environ["RANK"])).touch()
         time.sleep(0.01)
-    time.sleep(1)
+    time.sleep(0.5)
     return "saved, told %d times" % len(told)
 
 def sleep():
@@ -92,7 +93,7 @@ def test_ctrl_c_lets_workers_finish_and_a_second_one_breaks_nothing(tmp_path: Pa
     try:
         assert wait_until(lambda: len(list(tmp_path.glob("ready-*"))) == 2, 60)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does it
-        time.sleep(0.3)
+        assert wait_until(lambda: len(list(tmp_path.glob("told-*"))) == 2, 60)
         os.killpg(process.pid, signal.SIGINT)
         assert wait_until(lambda: len(list(tmp_path.glob("asleep-*"))) == 2, 60)
         os.killpg(process.pid, signal.SIGINT)

@@ -23,6 +23,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, Writes, make_loader, make_trainer
+from waiting import children
 
 import legato as lg
 from legato.trainer.checkpoints import store
@@ -99,18 +100,6 @@ def process_state() -> dict[str, Any]:
 def _wakeup() -> int:
     found = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(found)
-    return found
-
-
-def children() -> set[int]:
-    """Return the processes below this one that have not ended."""
-    found = set()
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if child.status() != psutil.STATUS_ZOMBIE:
-                found.add(child.pid)
-        except psutil.NoSuchProcess:
-            pass
     return found
 
 

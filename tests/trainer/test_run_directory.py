@@ -113,7 +113,7 @@ def test_a_killed_run_has_failed_and_a_running_one_runs(tmp_path):
         assert 0 < run.seconds < 100
     finally:
         os.kill(process.pid, signal.SIGKILL)
-    process.communicate(timeout=10)
+    process.communicate(timeout=60)
     run = only_run(tmp_path)
     assert run.state == "failed"
     assert "ended without a word" in run.error
