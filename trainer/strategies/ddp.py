@@ -18,7 +18,7 @@ from ..optimization.precision import nothing
 from ..processes.collectives import Collectives
 from ..processes.environment import Place
 from ..processes.sync import Phase
-from ..torch_private import multiply_each, no_compiler_for_ddp, reduction_check
+from ..torch_private import forward_of, multiply_each, no_compiler_for_ddp, reduction_check
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers
@@ -266,7 +266,7 @@ class DDPReducer(Reducer):
         """The names of the parameters that DDP reduces, in its order."""
         self.nothing: Tensor | None = None
         """Zero loss that stands in when training_step returns None."""
-        self.check_reduced = reduction_check(module)
+        self.check_reduced, self.forward = reduction_check(module), forward_of(module)
 
     def set_sync(self, last: bool) -> None:
         """Choose whether the next forward and its backward send gradients."""
@@ -277,7 +277,7 @@ class DDPReducer(Reducer):
     def training_step(self, arguments: Sequence[Any]) -> Any:
         """Call the task's training_step within DDP's forward."""
         # the step's name goes through DDP.forward, which prepares the reduction and broadcasts buffers before it
-        output = self.module.forward("training_step", *arguments)
+        output = self.forward("training_step", *arguments)
         if type(output) is not _Nothing:
             return output
         # this forward has prepared DDP's reducer, which waits for the gradients of the loss that it returned
