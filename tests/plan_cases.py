@@ -168,6 +168,28 @@ class Pieces(Stack):
         return {"blocks.*.into": "column", "blocks.*.out": "row"}
 
 
+class Damped(Pieces):
+    """Blocks of two pairs of layers; recomputing them calls the first pair whole, since backward needs its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Twice() for _ in range(3))
+
+    def tensor_plan(self):
+        return {"blocks.*.*.into": "column", "blocks.*.*.out": "row"}
+
+
+class Twice(nn.Module):
+    """Two perceptrons, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Layer(), Layer()
+
+    def forward(self, stream):
+        return self.second(torch.tanh(self.first(stream)))
+
+
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0), "all_reduce": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
     "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1), "send": ("send", 0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import BATCH, Cuttable, Deep, Pieces, Rated, Stack, count_traffic, count_waiting, look
+from plan_cases import BATCH, Cuttable, Damped, Deep, Pieces, Rated, Stack, count_traffic, count_waiting, look
 from torch.autograd.graph import saved_tensors_hooks
 
 from legato.trainer.commands.plan.plan import Plan, render
@@ -106,6 +106,16 @@ TRAFFIC: dict[str, tuple[Any, dict[str, Any], dict[str, list[int]]]] = {
     "fsdp, bitwise": (Stack, two(BLOCKS, **BITWISE), {"all_to_all": [4, 4]}),
     "data": (Stack, two({"name": "mesh", "data": 2}), {"all_reduce": [1, 1]}),
     "tensor": (Pieces, two({"name": "mesh", "tensor": 2}), {"all_reduce": [2, 5]}),
+    "tensor, again": (
+        Damped,
+        two({"name": "mesh", "tensor": 2}, activation_checkpointing=["Twice"], accumulate_grad_batches=2),
+        {"all_reduce": [16, 28]},
+    ),
+    "tensor, again up to a row": (
+        Pieces,
+        two({"name": "mesh", "tensor": 2}, activation_checkpointing=["Layer"]),
+        {"all_reduce": [2, 5]},
+    ),
     "pipeline": (Pieces, two({"name": "mesh", "pipeline": 2, "split": [1, 2]}), {"send": [0, 2]}),
 }
 """The task, the options, and collectives of gradients: how many begin within backward, and how many there are."""

@@ -199,21 +199,24 @@ def as_config_errors() -> Iterator[None]:
 def find_traffic(parts: "ConfigParts", options: PlanArguments, plan: Plan) -> Traffic:
     """Return what the strategy sends in a step, or why that is unknown."""
     from .shares import cut_layers
-    from .step_size import fake_step
+    from .step_size import fake_step, run_recomputing
     from .traffic import PlannedStep, traffic_of
 
     def run_step() -> None:
         with as_config_errors(), fake_step(parts.task, read_batch(parts, options), parts.mixed) as (step, _):
             step()
 
+    def run_again() -> None:
+        with as_config_errors(), fake_step(parts.task, read_batch(parts, options), parts.mixed) as (step, _):
+            run_recomputing(parts.task, step, recomputed)
+
     trainer, sizes = parts.config.values["trainer"], parts.processes.sizes
+    recomputed = tuple(trainer["activation_checkpointing"] or ())
     batches = trainer["accumulate_grad_batches"] * -(-plan.replicas // plan.ranks.data_size)
     own_tree = trainer["reproducible"] == "bitwise" or bool(parts.strategy_options.get("elastic"))
-    if trainer["activation_checkpointing"] and sizes is not None and sizes.tensor > 1:
-        return Traffic(unknown="what is computed again in backward is sent again")
     planned = PlannedStep(
         parts.task, parts.strategy, parts.strategy_options, parts.processes, plan.layout, plan.shares, batches,
-        own_tree, run_step,
+        own_tree, run_step, run_again if recomputed else None,
     )  # fmt: skip
     try:
         with cut_layers(parts.task, 1 if sizes is None or sizes.pipeline > 1 else sizes.tensor):

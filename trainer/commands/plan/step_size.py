@@ -4,7 +4,7 @@ Activations are what autograd keeps of a forward of the real task. Its parameter
 shapes and types, and no memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace as replace_fields
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,17 @@ def fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[
         finally:
             del task.__dict__["log"], task.__dict__["log_dict"]
             replace(task, lambda tensor: before[id(tensor)])
+
+
+def run_recomputing(task: "Task", step: Callable[[], Any], names: tuple[str, ...]) -> None:
+    """Run a step and its backward, which computes again the blocks of these classes."""
+    recomputing = Recomputing(task, names)
+    try:
+        output = step()
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        torch.autograd.backward(loss if isinstance(loss, list | tuple) else (loss,))
+    finally:
+        recomputing.undo()
 
 
 def _count_all(task: "Task", step: Callable[[], Any], batch: list[Tensor]) -> Activations:

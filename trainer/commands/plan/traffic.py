@@ -45,6 +45,8 @@ class PlannedStep:
     """Whether gradients meet in Legato's tree."""
     run_step: Callable[[], Any]
     """Runs training_step on a batch without memory; raises ConfigError where that cannot be."""
+    run_again: Callable[[], Any] | None
+    """Does so with backward, which computes blocks again; None: it computes none."""
 
     @property
     def nodes(self) -> int:
@@ -89,7 +91,7 @@ def _of_trainers(step: PlannedStep) -> Traffic:
     """Return the traffic of ddp_rpc: dense gradients among trainers, calls of modules on servers and their answers."""
     count, dense = step.processes.data_size, step.shares[0].size.gradient_bytes
     modules = {name: step.task.get_submodule(name) for name in named_modules(step.task)}
-    there = sum(one.given + one.given_gradients + 2 * one.returned for one in _calls(step, modules).values())
+    there = sum(one.given + one.given_gradients + 2 * one.returned for one in _calls(modules, step.run_step).values())
     # the gradients of all batches but the last meet by themselves
     passes = 2 if step.batches > 1 else 1
     reduced = ("all_reduce", passes * dense, count) if count > 1 else ("all_reduce", 0, 1)
@@ -128,10 +130,17 @@ def _of_layers(step: PlannedStep) -> Traffic:
     assert step.processes.sizes is not None
     parts = step.processes.sizes.tensor
     plan = read_plan(step.task, step.task.tensor_plan(), parts)
-    calls = _calls(step, {name: step.task.get_submodule(name) for name in plan})
+    modules = {name: step.task.get_submodule(name) for name in plan}
+    calls = _calls(modules, step.run_step)
     sums = [one.returned if plan[name] == "row" else one.given_gradients for name, one in calls.items()]
+    again = 0
+    if (
+        step.run_again is not None
+    ):  # it ends with the last tensor that backward needs, perhaps before a block's last row
+        calls_again = _calls(modules, step.run_again)
+        again = sum(calls_again[name].returned - calls[name].returned for name in plan if plan[name] == "row")
     rest = _of_mesh(step)
-    layers = Payload("all_reduce", sum(sums) * step.batches, parts)
+    layers = Payload("all_reduce", (sum(sums) + again) * step.batches, parts)
     return Traffic(
         rest.buffer_bytes + max(sums, default=0), tuple(one for one in (layers, *rest.payloads) if one.bytes)
     )
@@ -147,7 +156,7 @@ def _of_pipeline(step: PlannedStep) -> Traffic:
     stages = cut_task(
         step.task, sizes.pipeline * stages_each(options.get("schedule", "1f1b")), options.get("split", "auto")
     )
-    calls = _calls(step, {str(number): stage[-1].module for number, stage in enumerate(stages[:-1])})
+    calls = _calls({str(number): stage[-1].module for number, stage in enumerate(stages[:-1])}, step.run_step)
     after = [calls[str(number)].returned for number in range(len(stages) - 1)]
     sends = [0] * sizes.pipeline
     for number, size in enumerate(after):
@@ -174,8 +183,8 @@ class _Call:
     returned: int = 0
 
 
-def _calls(step: PlannedStep, modules: Mapping[str, nn.Module]) -> dict[str, _Call]:
-    """Return what each of the modules is given and returns in training_step."""
+def _calls(modules: Mapping[str, nn.Module], run: Callable[[], Any]) -> dict[str, _Call]:
+    """Return what each of the modules is given and returns while a step runs."""
     found = {name: _Call() for name in modules}
 
     def note(call: _Call, given: Any, output: Any) -> None:
@@ -191,7 +200,7 @@ def _calls(step: PlannedStep, modules: Mapping[str, nn.Module]) -> dict[str, _Ca
         for name, module in modules.items()
     ]
     try:
-        step.run_step()
+        run()
     finally:
         for hook in hooks:
             hook.remove()
