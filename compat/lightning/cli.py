@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.callback import Callback as CallbackOfLegato
+from .callbacks import early_stopping, monitors, rich_progress, training
 from .callbacks.callback import Callback
 from .checkpoint_files import load
 from .exceptions import MisconfigurationException
@@ -30,6 +31,10 @@ try:
     from jsonargparse import ArgumentParser, Namespace
 except ModuleNotFoundError:
     jsonargparse, ArgumentParser, Namespace = None, object, dict
+
+
+LOADED = early_stopping, monitors, rich_progress, training
+"""Modules of callbacks, loaded since jsonargparse finds a class by its bare name only where it is there already."""
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):

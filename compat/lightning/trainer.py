@@ -13,7 +13,9 @@ import torch
 from ...callbacks.callback import Callback
 from ...tasks.task import Task
 from ...trainer.checkpoints.left_out import plain_containers
+from ...trainer.checkpoints.saver import Saver
 from ...trainer.checkpoints.store import newest_complete
+from ...trainer.errors import ConfigError
 from ...trainer.hooks import STEP_NAMES, overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
@@ -21,18 +23,20 @@ from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
-from ...trainer.profiling import Profiling, make_profiler
+from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
+from ...trainer.run import Call
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
 from .attributes import TrainerAttributes
+from .callbacks.callback import Callback as CallbackOfLightning
 from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
 from .callbacks.model_summary import ModelSummary
 from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
-from .loggers import TensorBoardLogger
+from .loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
 from .profilers import PassThroughProfiler, Profiler
@@ -107,6 +111,22 @@ def assignable(own: property, name: str, inherited: Any) -> property:
     return property(read, assign, own.fdel, own.__doc__)
 
 
+AnyCallback = CallbackOfLightning | Callback
+AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
+AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
+"""Where a command line says `class_path: EarlyStopping`, jsonargparse takes the one that comes first here."""
+
+OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
+"""Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
+
+
+def refuse_taken(subclass: str, names: list[str]) -> None:
+    """Raise UnsupportedError for attributes that a subclass of Trainer uses for something of its own."""
+    if names:
+        taken = " and ".join(f"{subclass}.{name}" for name in names)
+        raise UnsupportedError(f"{taken}: Legato's Trainer keeps a part of its own there. Rename yours.")
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
@@ -137,8 +157,8 @@ class Trainer(TrainerAttributes):
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
         precision: Any = None,
-        logger: Logger | list[Logger] | bool | None = None,
-        callbacks: list[Callback] | Callback | None = None,
+        logger: AnyLogger | list[AnyLogger] | bool | None = None,
+        callbacks: list[AnyCallback] | AnyCallback | None = None,
         fast_dev_run: int | bool = False,
         max_epochs: int | None = None,
         min_epochs: int | None = None,
@@ -164,7 +184,7 @@ class Trainer(TrainerAttributes):
         benchmark: bool | None = None,
         inference_mode: bool = True,
         use_distributed_sampler: bool = True,
-        profiler: Profiler | str | None = None,
+        profiler: AnyProfiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
         plugins: Any = None,
@@ -193,6 +213,7 @@ class Trainer(TrainerAttributes):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
         super().__init_subclass__(**options)
+        refuse_taken(cls.__name__, [name for name in OWN_PARTS if name in vars(cls)])
         for name, own in {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}.items():
             inherited = getattr(Trainer, name, None)
             read_only = isinstance(own, property) and own.fset is None
@@ -429,6 +450,8 @@ class Trainer(TrainerAttributes):
     @contextmanager
     def _status(self, function: TrainerFn) -> Iterator[None]:
         """Tell in `state` what is under way, and how it ended; take the seed that was set."""
+        parts = vars(self)
+        refuse_taken(type(self).__name__, [name for name, of in OWN_PARTS.items() if not isinstance(parts[name], of)])
         place = find_place(self.cluster)
         if not self.running and (place is None or place.origin != "legato"):  # workers are told
             self.seed = torch.initial_seed() & 0xFFFFFFFF
@@ -449,6 +472,8 @@ class Trainer(TrainerAttributes):
     def _checkpoint(self, path: Any) -> Any:
         """Return the checkpoint that a word or path means, or the one that was set. None: none."""
         path = self.__dict__.get("_ckpt_path") if path is None else path
+        if path == "":  # such as the best_model_path of a callback that has saved none
+            raise ConfigError("ckpt_path='' names no checkpoint: give its path, 'last', 'best', or None for none.")
         if path == "hpc" or str(path).startswith("registry"):
             raise UnsupportedError(
                 f"ckpt_path={str(path)!r}: a job that SLURM queues again goes on by itself (SLURMEnvironment"

@@ -91,6 +91,7 @@ def test_fit_from_the_command_line(tmp_path):
 def test_a_config_file_with_class_paths(tmp_path):
     here = __name__
     config = {
+        "seed_everything": 1,
         "model": {"class_path": f"{here}.Model", "init_args": {"lr": 0.25}},
         "data": {"class_path": f"{here}.Data"},
         "optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.01}},
@@ -122,6 +123,22 @@ def test_a_config_file_with_class_paths(tmp_path):
     assert [one.word for one in cli.trainer.callbacks if isinstance(one, Noted)] == ["yes"]
     assert any(isinstance(one, ModelCheckpoint) for one in cli.trainer.callbacks)
     assert type(cli.trainer.logger).__name__ == "CSVLogger"
+
+
+def test_classes_by_their_bare_names():
+    options = {"EarlyStopping": {"monitor": "loss"}, "StochasticWeightAveraging": {"swa_lrs": 0.1}, "Timer": {}}
+    for name, own in options.items():
+        trainer = {
+            "accelerator": "cpu",
+            "callbacks": {"class_path": name, "init_args": own},
+            "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}},
+            "profiler": {"class_path": "SimpleProfiler"},
+        }
+        cli = LightningCLI(Model, Data, run=False, save_config_callback=None, args={"trainer": trainer})
+        made = {type(one).__name__: type(one).__module__ for one in [*cli.trainer.callbacks, *cli.trainer.loggers]}
+        assert {name, "CSVLogger"} <= made.keys()
+        assert all(made[one].startswith("legato.compat.lightning.") for one in (name, "CSVLogger"))
+        assert type(cli.trainer.profiler).__name__ == "SimpleProfiler"
 
 
 def test_without_a_run():

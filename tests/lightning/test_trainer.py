@@ -391,6 +391,28 @@ def test_two_processes():
     assert {"loss", "val"} <= trainer.callback_metrics.keys()
 
 
+@pytest.mark.parametrize("name", ["run", "saver"])
+def test_a_name_that_a_subclass_may_not_take_is_refused(name):
+    with pytest.raises(UnsupportedError, match=rf"^Takes\.{name}: .* Rename"):
+        type("Takes", (pl.Trainer,), {name: lambda self: None})
+
+    class Assigns(pl.Trainer):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+            setattr(self, name, "own")
+
+    with pytest.raises(UnsupportedError, match=rf"^Assigns\.{name}: .* Rename"):
+        Assigns(**SILENT, max_steps=1).fit(Small(), DataLoader(torch.randn(4, 2)))
+
+
+@pytest.mark.parametrize("method", ["fit", "test"])
+def test_an_empty_path_is_no_checkpoint(method, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where a path that says nothing would look
+    trainer = pl.Trainer(**SILENT, max_steps=1)
+    with pytest.raises(ConfigError, match="ckpt_path='' names no checkpoint"):
+        getattr(trainer, method)(Small(), DataLoader(torch.randn(4, 2)), ckpt_path="")
+
+
 def test_a_subclass_may_replace_what_the_trainer_assigns_by_properties_that_nobody_can_set(tmp_path):
     loader = DataLoader(torch.randn(8, 2), batch_size=4)
 
