@@ -190,12 +190,50 @@ class Twice(nn.Module):
         return self.second(torch.tanh(self.first(stream)))
 
 
+class Stream(Pieces):
+    """Blocks whose stream is cut along the sequence between the layers that are cut; one has frozen norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(1, 8)
+        self.blocks = nn.ModuleList(Normed() for _ in range(3))
+        self.blocks[1].norm.requires_grad_(False)
+
+    def tensor_plan(self):
+        names = {"blocks.*.norm": "sequence", "enter": "split", "norm": "gather"}
+        return names | {"blocks.*.into": "column", "blocks.*.gate": "column", "blocks.*.out": "row"}
+
+    def training_step(self, batch, batch_idx):
+        stream = self.enter(batch[0][:, None].expand(-1, 4, 1))
+        for block in self.blocks:
+            stream = block(stream)
+        return self.head(self.norm(stream)).square().mean()
+
+
+class Normed(nn.Module):
+    """A gated perceptron behind a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.into, self.gate, self.out = (
+            nn.LayerNorm(8),
+            nn.Linear(8, 16),
+            nn.Linear(8, 16),
+            nn.Linear(16, 8),
+        )
+
+    def forward(self, stream):
+        normed = self.norm(stream)
+        return stream + self.out(torch.tanh(self.into(normed)) * self.gate(normed))
+
+
 COLLECTIVES = {
     "allreduce_": ("all_reduce", 0), "all_reduce": ("all_reduce", 0), "broadcast_": ("broadcast", 0),
     "_allgather_base_": ("all_gather", 0), "_reduce_scatter_base_": ("reduce_scatter", 1), "send": ("send", 0),
-    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1), "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
 }  # fmt: skip
-"""By torch's name: what it is, and which of its arguments has the whole tensors."""
+"""By torch's name: what it is, and which of its arguments has the whole tensors; the last one's has a rank's part."""
 
 
 class CountedBytes(TorchDispatchMode):
@@ -216,7 +254,8 @@ class CountedBytes(TorchDispatchMode):
             kind, which = COLLECTIVES[name]
             given = arguments[which]
             tensors = [given] if isinstance(given, torch.Tensor) else given
-            self.bytes[kind] = self.bytes.get(kind, 0) + sum(one.nbytes for one in tensors)
+            ranks = arguments[1] if name == "all_gather_into_tensor" else 1
+            self.bytes[kind] = self.bytes.get(kind, 0) + ranks * sum(one.nbytes for one in tensors)
             begun = self.begun.setdefault(kind, [0, 0])
             begun[0] += torch._C._current_graph_task_id() != -1
             begun[1] += 1

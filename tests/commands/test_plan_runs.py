@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from plan_cases import BATCH, Cuttable, Damped, Deep, Pieces, Rated, Stack, count_traffic, count_waiting, look
+from plan_cases import BATCH, Cuttable, Damped, Deep, Pieces, Rated, Stack, Stream, count_traffic, count_waiting, look
 from torch.autograd.graph import saved_tensors_hooks
 
 from legato.trainer.commands.plan.plan import Plan, render
@@ -115,6 +115,16 @@ TRAFFIC: dict[str, tuple[Any, dict[str, Any], dict[str, list[int]]]] = {
         Pieces,
         two({"name": "mesh", "tensor": 2}, activation_checkpointing=["Layer"]),
         {"all_reduce": [2, 5]},
+    ),
+    "sequence": (
+        Stream,
+        two({"name": "mesh", "tensor": 2}, accumulate_grad_batches=2),
+        {"all_gather": [8, 22], "reduce_scatter": [12, 18], "all_reduce": [0, 4]},
+    ),
+    "sequence, again": (
+        Stream,
+        two({"name": "mesh", "tensor": 2}, activation_checkpointing=["Normed"]),
+        {"all_gather": [10, 17], "reduce_scatter": [6, 9], "all_reduce": [0, 4]},
     ),
     "pipeline": (Pieces, two({"name": "mesh", "pipeline": 2, "split": [1, 2]}), {"send": [0, 2]}),
 }

@@ -128,14 +128,15 @@ def _replaced_tensors(task: nn.Module, change: Callable[[Tensor], Tensor]) -> It
         replace(task, lambda tensor: before[id(tensor)])
 
 
+def require_whole_stream(task: "Task", parts: int) -> None:
+    """Raise ConfigError where activations between layers are cut, too, along the sequence."""
+    if parts > 1 and (others := set(read_plan(task, task.tensor_plan(), parts).values()) - {"column", "row"}):
+        raise ConfigError(f"tensor_plan has {min(others)!r}: a stream that is cut along the sequence is not measured")
+
+
 @contextmanager
 def cut_layers(task: "Task", parts: int) -> Iterator[None]:
-    """Give a task the parameters of one rank of the axis tensor within this context.
-
-    Raises ConfigError where activations are cut, too, along the sequence.
-    """
-    if parts > 1 and (others := set(read_plan(task, task.tensor_plan(), parts).values()) - {"column", "row"}):
-        raise ConfigError(f"tensor_plan has {min(others)!r}: torch chooses where what is cut along the sequence meets")
+    """Give a task the parameters of one rank of the axis tensor within this context."""
     cuts = cut_dimensions(task, task.tensor_plan(), parts) if parts > 1 else {}
 
     def change(tensor: Tensor) -> Tensor:

@@ -125,25 +125,32 @@ def _of_mesh(step: PlannedStep) -> Traffic:
 def _of_layers(step: PlannedStep) -> Traffic:
     """Return the traffic of layers cut over the axis tensor: sums of a row's output, and of a column's input gradient.
 
-    The task's parameters are a rank's.
+    Where the stream between them is cut along the sequence, each sum is dealt out in parts; what columns take in and
+    the gradient of what rows hand out are put together. The task's parameters are a rank's.
     """
     assert step.processes.sizes is not None
     parts = step.processes.sizes.tensor
     plan = read_plan(step.task, step.task.tensor_plan(), parts)
     modules = {name: step.task.get_submodule(name) for name in plan}
     calls = _calls(modules, step.run_step)
-    sums = [one.returned if plan[name] == "row" else one.given_gradients for name, one in calls.items()]
-    again = 0
-    if (
-        step.run_again is not None
-    ):  # it ends with the last tensor that backward needs, perhaps before a block's last row
-        calls_again = _calls(modules, step.run_again)
-        again = sum(calls_again[name].returned - calls[name].returned for name in plan if plan[name] == "row")
+    # What is computed again ends with the last tensor that backward needs, perhaps before a block's last row.
+    forwards = calls if step.run_again is None else _calls(modules, step.run_again)
+
+    def total(kind: str, *words: str, of: Mapping[str, _Call] = calls) -> int:
+        return sum(getattr(of[name], kind) for name in plan if plan[name] in words)
+
+    summed = (total("returned", "row", of=forwards) + total("given_gradients", "column")) * step.batches
+    layers = [Payload("all_reduce", summed, parts)]
+    if "sequence" in plan.values():
+        gathered = total("given", "column", "gather", of=forwards) + total("returned", "row", "split")
+        norms = nn.ModuleList(modules[name] for name in plan if plan[name] == "sequence")  # of which a rank sees a part
+        layers = [
+            Payload("all_gather", gathered * step.batches, parts), Payload("reduce_scatter", summed, parts),
+            Payload("all_reduce", sum_bytes(_trained(norms)), parts),
+        ]  # fmt: skip
     rest = _of_mesh(step)
-    layers = Payload("all_reduce", (sum(sums) + again) * step.batches, parts)
-    return Traffic(
-        rest.buffer_bytes + max(sums, default=0), tuple(one for one in (layers, *rest.payloads) if one.bytes)
-    )
+    most = max((one.returned if plan[name] == "row" else one.given_gradients for name, one in calls.items()), default=0)
+    return Traffic(rest.buffer_bytes + most, tuple(one for one in (*layers, *rest.payloads) if one.bytes))
 
 
 def _of_pipeline(step: PlannedStep) -> Traffic:
