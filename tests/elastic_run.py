@@ -1,18 +1,18 @@
-"""A small elastic run and what kills its processes; as a script, a launcher that joins such a run."""
+"""A small elastic run, what kills its processes, and a launcher that joins such a run."""
 
+import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import torch
+from forked import Forked
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from waiting import leave
+from waiting import leave, wait_until
 
 import legato as lg
 
@@ -165,8 +165,7 @@ class Killer(threading.Thread):
 
     def step(self) -> int:
         """The newest step of any living process."""
-        texts = [(self.folder / f"trained-{process}").read_text() for process in self.living()]
-        return max((int(text) for text in texts if text), default=0)  # "": it is being written
+        return max((int((self.folder / f"trained-{process}").read_text()) for process in self.living()), default=0)
 
 
 def digest(task: Net) -> str:
@@ -174,38 +173,39 @@ def digest(task: Net) -> str:
     return "".join(f"{name}:{value.numpy().tobytes().hex()};" for name, value in task.state_dict().items())
 
 
-def join_as_told() -> None:
-    """Join one run after the other: each line of the input says where, and how; answer with a line for each."""
+def join_as_told(root: Path) -> None:
+    """Join one run after the other: a file asked-NUMBER says where, and how; leave an answer for each."""
     torch.set_num_threads(1)
-    for line in sys.stdin:
-        address, root, folder, devices = line.split()
-        trained, trainer = fit(Path(root), Path(folder), elastic=True, join=address, devices=int(devices))
-        print(trainer.global_step, digest(trained), flush=True)
+    for number in itertools.count():
+        asked = root / f"asked-{number}"
+        while not asked.exists():
+            time.sleep(0.01)
+        address, folder, devices = asked.read_text().split()
+        task, trainer = fit(root / "elsewhere", Path(folder), elastic=True, join=address, devices=int(devices))
+        leave(root / f"answer-{number}", f"{trainer.global_step} {digest(task)}")
 
 
 class Guest:
     """A launcher in another process that joins runs; started when it is needed, and again when it was killed."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.process = root, None
-        self.said = root / "guest.txt"
+        self.root, self.process, self.asked = root, None, 0
 
     def join(self, address: str, folder: Path, devices: int = 1) -> None:
         """Join the run at `address`, which may be yet to begin."""
         if self.process is None or self.process.poll() is not None:  # an earlier test's failure may have ended it
-            command = [sys.executable, __file__]
-            with self.said.open("a") as errors:
-                pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
-                self.process = subprocess.Popen(command, text=True, bufsize=1, **pipes)
-        self.process.stdin.write(f"{address} {self.root / 'elsewhere'} {folder} {devices}\n")
+            for path in self.root.glob("a*-*"):
+                path.unlink()
+            self.process, self.asked = Forked(join_as_told, self.root), 0
+        leave(self.root / f"asked-{self.asked}", f"{address} {folder} {devices}")
+        self.asked += 1
 
     def result(self) -> str:
         """Wait until the run is done; return step and digest."""
-        answer = "[Gloo] "  # whose lines torch 2.10 writes for each group
-        while answer.startswith("[Gloo] "):
-            answer = self.process.stdout.readline()
-        assert answer, self.said.read_text()
-        return answer.rstrip("\n")
+        answer = self.root / f"answer-{self.asked - 1}"
+        assert wait_until(lambda: answer.exists() or self.process.poll() is not None, 200)
+        assert answer.exists(), self.process.communicate()
+        return answer.read_text()
 
     def kill(self) -> None:
         """Kill the launcher, if there is one."""
@@ -213,7 +213,3 @@ class Guest:
             self.process.kill()
             self.process.communicate()
         self.process = None
-
-
-if __name__ == "__main__":
-    join_as_told()

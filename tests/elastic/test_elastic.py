@@ -295,7 +295,7 @@ def test_a_guest_for_whom_there_is_no_replica_waits_until_the_run_is_done(tmp_pa
     with Killer(folder, plan):
         task, trainer = fit(tmp_path, folder, elastic=True, devices=REPLICAS, init_method=f"tcp://{address}")
     assert guest.result() == f"0 {digest(Net())}"
-    assert "The run was done before there was a place in it." in guest.said.read_text()
+    assert "The run was done before there was a place in it." in (guest.process.folder / "stderr").read_text()
     assert_same(task, trainer, undisturbed)
 
 

@@ -40,6 +40,8 @@ _NOT_BUILT = {"typing.TypedDict", "typing.Protocol", "typing.NamedTuple", "enum.
 ANYTHING = "object"
 """Path of the class that every `_target_` descends from: an argument without an annotation takes any."""
 _MAX_ALIASES = 30  # of aliases; more is a circle
+_NAME_MAKERS = frozenset({"globals", "exec", "vars"})
+"""Functions that can define a module's names at run time."""
 _WRAPPERS = (typing.Annotated, typing.Final, typing.ClassVar)
 
 
@@ -426,7 +428,8 @@ def _blame(error: BaseException) -> str:
 def _parse_module(name: str, spec: ModuleSpec) -> Module:
     file = Path(cast(str, spec.origin))
     try:
-        tree = ast.parse(file.read_bytes(), str(file))
+        source = file.read_bytes()
+        tree = ast.parse(source, str(file))
     except SyntaxError as error:
         raise LookupError(f"{file}:{error.lineno} is not Python: {error.msg}.") from error
     except (OSError, ValueError, RecursionError, MemoryError) as error:
@@ -437,9 +440,11 @@ def _parse_module(name: str, spec: ModuleSpec) -> Module:
     # This package's own __init__ files import names when they are first used: _HOMES tells from where.
     homes = _plain_of(names.get("_HOMES"))
     lazy = {one: (package + home, one) for one, home in homes.items()} if isinstance(homes, dict) else {}
+    # a walk takes as long as the parsing, and few sources have such a word
+    nodes = ast.walk(tree) if any(maker.encode() in source for maker in _NAME_MAKERS) else ()
     dynamic = ("__getattr__" in names and not lazy) or any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("globals", "exec", "vars")
-        for node in ast.walk(tree)
+        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _NAME_MAKERS
+        for node in nodes
     )
     return Module(name, {**lazy, **names}, stars, dynamic)
 
