@@ -114,7 +114,7 @@ def assignable(own: property, name: str, inherited: Any) -> property:
 AnyCallback = CallbackOfLightning | Callback
 AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
 AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
-"""Where a command line says `class_path: EarlyStopping`, jsonargparse takes the one that comes first here."""
+"""Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
 
 OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
 """Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
