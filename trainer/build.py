@@ -211,7 +211,7 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
 def check_task(task: Any, request: Request, refuses_near_names: bool = True) -> None:
     """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks.
 
-    refuses_near_names: False to warn of the latter only.
+    refuses_near_names: False to warn of the latter only, and to look at no step that the stage does not call.
     """
     stage = request.stage
     if not isinstance(task, Task):
@@ -232,7 +232,8 @@ def check_task(task: Any, request: Request, refuses_near_names: bool = True) -> 
             f"fit was given validation loaders, but {lacking(task, 'validation_step')}: define it, or leave them out."
         )
     check_nones(task, Task, (*STEP_NAMES, *LOADERS.values(), *TASK_HOOKS, *vars(DataHooks)))
-    for name in STEP_NAMES:
+    called = (step, "validation_step") if stage == "fit" else (step,)
+    for name in STEP_NAMES if refuses_near_names else called:
         if overrides(task, Task, name):
             count_arguments(task, name)
 

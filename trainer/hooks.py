@@ -187,7 +187,10 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 
     Raises TaskError if it takes no batch, or requires other arguments.
     """
-    parameters = list(inspect.signature(getattr(task, step)).parameters.values())
+    try:
+        parameters = list(inspect.signature(getattr(task, step)).parameters.values())
+    except ValueError:  # a method without self
+        parameters = []
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return MOST_ARGUMENTS[step] if several_loaders else min(2, MOST_ARGUMENTS[step])
     if "dataloader_iter" in (parameter.name for parameter in parameters):

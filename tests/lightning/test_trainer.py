@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import legato.compat.lightning.pytorch as pl
 from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from legato.trainer.errors import ConfigError
+from legato.trainer.errors import ConfigError, TaskError
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 SILENT = {**QUIET, "logger": False, "enable_checkpointing": False}
@@ -403,6 +403,20 @@ def test_a_name_that_a_subclass_may_not_take_is_refused(name):
 
     with pytest.raises(UnsupportedError, match=rf"^Assigns\.{name}: .* Rename"):
         Assigns(**SILENT, max_steps=1).fit(Small(), DataLoader(torch.randn(4, 2)))
+
+
+def test_a_step_that_is_not_called_may_take_anything():
+    class Unfinished(Small):
+        def test_step():
+            pass
+
+        def predict_step(self):
+            pass
+
+    trainer, loader = pl.Trainer(**SILENT, max_steps=1), DataLoader(torch.randn(4, 2))
+    trainer.fit(Unfinished(), loader)
+    with pytest.raises(TaskError, match=r"test_step\(\).* it takes no batch"):
+        trainer.test(Unfinished(), loader)
 
 
 @pytest.mark.parametrize("method", ["fit", "test"])

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -25,7 +26,7 @@ def test_a_row_for_each_call_and_a_column_for_each_metric(tmp_path):
     logger.open(tmp_path / "run", None)
     logger.log_metrics({"loss": torch.tensor(0.5), "epoch": 0}, 9)
     logger.log_metrics({"acc": 0.25}, 9)
-    logger.log_hyperparams({"lr": 0.1, "kind": torch.nn.Linear})
+    logger.log_hyperparams({"lr": np.float64(0.1), "kind": torch.nn.Linear})
     logger.finalize("success")
     folder = tmp_path / "mine" / "version_0"
     assert (folder / "metrics.csv").read_text().splitlines() == ["acc,epoch,loss,step", ",0,0.5,9", "0.25,,,9"]

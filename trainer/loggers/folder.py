@@ -68,8 +68,11 @@ def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:
 
 def plain(value: Any) -> Any:
     """Return a value as YAML and JSON can write it."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)  # numpy.float64 is a float that YAML refuses
+    if value is None:
+        return None
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple, set)):
