@@ -249,7 +249,7 @@ def lacking(task: Task, name: str) -> str:
 
 def nearest(task: Task, name: str) -> str:
     """Return the method of the task that may be meant by `name`, as a question."""
-    own = {one for kind in type(task).__mro__ if not issubclass(Task, kind) for one in vars(kind)}
+    own = {one for kind in type(task).__mro__ if kind not in Task.__mro__ for one in vars(kind)}
     return did_you_mean(name, (one for one in own if not one.startswith("__")), 0.8)
 
 

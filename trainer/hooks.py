@@ -115,7 +115,7 @@ def check_names(
         name: kind
         for kind in reversed(type(instance).__mro__)
         for name, value in vars(kind).items()
-        if not issubclass(base, kind) and callable(value) and not name.startswith("_") and name not in inherited
+        if kind not in base.__mro__ and callable(value) and not name.startswith("_") and name not in inherited
         if kind.__module__.partition(".")[0] != __name__.partition(".")[0]  # this package's own classes are right
     }
     for name, kind in own.items():

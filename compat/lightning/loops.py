@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, tensor
@@ -122,6 +123,10 @@ class FitLoop(Loop):
     def _combined_loader(self) -> CombinedLoader | None:  # private in Lightning, and asked by programs for its loaders
         found = self.trainer.train_dataloader
         return found if found is None or isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
+
+    @property
+    def _data_source(self) -> SimpleNamespace:  # private in Lightning, and asked by programs for what has the loaders
+        return SimpleNamespace(instance=self.trainer.datamodule or self.trainer.lightning_module)
 
     def setup_data(self) -> None:
         """Do nothing: loaders are made when a run begins."""

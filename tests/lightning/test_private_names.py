@@ -91,13 +91,14 @@ def test_the_loaders_of_training_are_found_where_programs_look_for_them(tmp_path
     class Looks(Linear):
         def on_train_epoch_start(self):
             seen.extend(self.trainer.fit_loop._combined_loader.flattened)
+            seen.append(self.trainer.fit_loop._data_source.instance)
 
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = L.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **quiet)
     assert trainer.fit_loop._combined_loader is None
     given = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
-    trainer.fit(Looks(torch.nn.Tanh()), given)
-    assert seen == [given]
+    trainer.fit(module := Looks(torch.nn.Tanh()), given)
+    assert seen == [given, module]
 
 
 def test_a_loop_of_ones_own_shows_the_results_of_a_test(tmp_path, capsys):

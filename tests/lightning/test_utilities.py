@@ -411,6 +411,8 @@ import pytorch_lightning as pl
 from pytorch_lightning import *
 assert pl.__version__ == "2.6.6" and not hasattr(pl, "__nothing__")
 pl.utilities.rank_zero_info("said")
+from lightning_utilities.core.rank_zero import rank_prefixed_message, rank_zero_only
+assert rank_zero_only.rank == 0
 """
 
 

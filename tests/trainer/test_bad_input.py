@@ -1,6 +1,7 @@
 """Mistakes: the right error, which says what was expected, what came and what to do, before the first step."""
 
 import re
+from typing import Protocol
 
 import pytest
 import torch
@@ -36,6 +37,16 @@ class NoOptimizers(Half):
 @pytest.mark.parametrize(("task", "name"), [(NoStep, "training_step"), (NoOptimizers, "configure_optimizers")])
 def test_a_method_that_fit_needs(refused, task, name):
     assert f"{task.__name__} has no {name}, which fit needs" in refused(TaskError, task())
+
+
+def test_a_mistake_of_a_task_that_derives_from_a_protocol(refused):
+    for _ in range(2):  # asked for its subclasses, a protocol that is made after the first question raises
+
+        class Named(Protocol): ...
+
+        class Short(lg.Task, Named): ...
+
+        assert "Short has no training_step" in refused(TaskError, Short())
 
 
 @pytest.mark.parametrize(("stage", "name"), [("validate", "validation_step"), ("test", "test_step")])

@@ -89,3 +89,13 @@ def install() -> None:
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
     lead_python_path(FOLDER)
+    _share_rank()
+
+
+def _share_rank() -> None:
+    """Give lightning_utilities this process's rank, as importing Lightning does: loggers ask for it there."""
+    try:
+        from lightning_utilities.core import rank_zero
+    except ImportError:
+        return
+    rank_zero.rank_zero_only = import_module(f"{ROOT}.rank_zero").rank_zero_only
