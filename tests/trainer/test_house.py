@@ -78,6 +78,7 @@ LIGHTNINGS = {
     "_accelerator_connector",
     "_accelerator_flag",
     "_combined_loader",
+    "_data_source",
     "_devices_flag",
     "_parallel_devices",
 }
