@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -49,6 +50,12 @@ def pytest_sessionfinish():
     """Collect what thousands of tests left once; pytest does so five times, a second each."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure():
+    """Free all at exit again where triton is loaded, torch's CUDA builds: it prints a page on what is left frozen."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

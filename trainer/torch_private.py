@@ -751,7 +751,7 @@ def step_of(optimizer: Any) -> Callable[..., Any]:
     Torch spends 25 us a step on profiler ranges; they are skipped while no profiler runs, no hook is on the step, and
     only a learning rate scheduler has replaced it.
     """
-    if not OPTIMIZER_STEP_HOOKS.usable:
+    if not OPTIMIZER_STEP_HOOKS.usable or ("torch._dynamo" in sys.modules and torch.compiler.is_compiling()):
         return optimizer.step  # type: ignore[no-any-return]
     own = optimizer.__dict__.get("step")
     function = type(optimizer).step if own is None else _behind_scheduler(own)
