@@ -5,6 +5,7 @@ import os
 import re
 import struct
 import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -184,7 +185,8 @@ class TensorBoardLogger(Logger):
         modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`torch.jit.trace")  # which torch 2.15 deprecates, and uses
                 self._writer.add_graph(model, to_device(given, device))
         finally:
             for module, mode in modes:
