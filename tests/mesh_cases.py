@@ -1,5 +1,7 @@
 """Small tasks for the strategies that take parameters apart, and the layouts of 2 and 4 processes that they run on."""
 
+import tempfile
+
 import torch
 from ddp_cases import QUIET, flat
 from tiny import Memory, unchanged
@@ -216,7 +218,8 @@ def data_of(task, samples):
 
 def fit(task, batch_size=2, samples=19, resume=None, **options):
     memory = Memory()
-    trainer = lg.Trainer(**{**QUIET, "max_epochs": 1, "logger": memory, **options})
+    folder = tempfile.gettempdir()  # a run with a logger has a folder
+    trainer = lg.Trainer(**{**QUIET, "max_epochs": 1, "logger": memory, "default_root_dir": folder, **options})
     train = DataLoader(data_of(task, samples), batch_size, shuffle=True)
     with unchanged():
         trainer.fit(task, train, DataLoader(data_of(task, 7), 2), resume=resume)

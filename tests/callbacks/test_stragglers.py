@@ -1,5 +1,6 @@
 """Slow ranks: how long others wait for them, phase by phase, and what the monitor says of them."""
 
+import tempfile
 import time
 
 import pytest
@@ -87,6 +88,7 @@ def watch(slow, monitor=True, seconds=0.06, **options):
     """Train for 16 steps; return what was logged, and the hooks that are left on parameters."""
     memory = Memory()
     arguments = {**QUIET, "log_every_n_steps": 4, "max_epochs": 4, "strategy": "ddp", "devices": 2, **options}
+    arguments["default_root_dir"] = tempfile.gettempdir()  # a run with a logger has a folder
     watcher = StragglerMonitor(threshold=0.1)
     trainer = lg.Trainer(**{**arguments, "logger": [memory], "callbacks": [watcher] if monitor else []})
     task = Straggler(slow, seconds)

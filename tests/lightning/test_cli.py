@@ -218,6 +218,7 @@ def test_several_processes_have_it_too(tmp_path):
         "--trainer.strategy=ddp",
         "--trainer.max_epochs=1",
         "--data.batch_size=2",
+        "--seed_everything=0",
     ]
     cli = LightningCLI(Model, Data, args=args)
     assert cli.trainer.global_step == 2
