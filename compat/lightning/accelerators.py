@@ -143,6 +143,13 @@ def read_devices(devices: Any) -> Any:
 class AcceleratorConnector:
     """Devices that a Trainer's arguments mean, under the private names that packages read: no other part of it."""
 
+    strategy: Any = None
+    """The trainer's strategy, where this is a trainer's."""
+    cluster_environment: Any = None
+    """The place of this process, where this is a trainer's."""
+    use_distributed_sampler = True
+    """Whether samples are dealt out to the processes."""
+
     def __init__(self, accelerator: Any = "auto", devices: Any = "auto", num_nodes: int = 1, **_: Any) -> None:
         word = accelerator.kind if isinstance(accelerator, Accelerator) else accelerator
         self._parallel_devices = find_devices(word, read_devices(devices))

@@ -27,6 +27,8 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     epoch_is_cut = False
     """Whether training has ended within an epoch, which Lightning counts."""
+    logged_ahead = 0
+    """Steps by which loggers' x-axis is ahead of the steps done."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
     """Values of callback_metrics that only this process has, each with the agreed one, by name."""
     predictions: list[Any]
@@ -308,7 +310,10 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     @property
     def _accelerator_connector(self) -> AcceleratorConnector:
         """The devices, under a private name that public packages read."""
-        return AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
+        found = AcceleratorConnector(self.accelerator, self.devices, self.num_nodes)
+        found.strategy, found.use_distributed_sampler = self.strategy, self.use_distributed_sampler
+        found.cluster_environment = getattr(self.strategy, "cluster_environment", None)
+        return found
 
     @property
     def device_ids(self) -> list[int]:

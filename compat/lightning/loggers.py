@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
-from ...trainer.loggers.folder import with_prefix, write_hyperparameters
+from ...trainer.loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
 from .placeholders import UnsupportedError
@@ -117,7 +117,43 @@ class DummyLogger(Logger):
         return lambda *args, **kwargs: None
 
 
-class TensorBoardLogger(tensorboard.TensorBoardLogger):
+def part_of(owner: str, name: str) -> Any:
+    """Return a property that is an attribute of an attribute, `owner.name`."""
+
+    def read(logger: Any) -> Any:
+        return getattr(getattr(logger, owner), name)
+
+    def assign(logger: Any, value: Any) -> None:
+        setattr(getattr(logger, owner), name, value)
+
+    return property(read, assign)
+
+
+class FolderParts:
+    """Names by which programs that subclass a logger read and set its folder; private in Lightning."""
+
+    folder: LogFolder | None
+    prefix: str
+    _save_dir, _name, _version = (part_of("folder", name) for name in ("save_dir", "name", "_version"))
+    _root_dir = part_of("folder", "root_dir")
+
+    @property
+    def _prefix(self) -> str:
+        return self.prefix
+
+    @_prefix.setter
+    def _prefix(self, value: str) -> None:
+        self.prefix = value
+
+    @property
+    def _fs(self) -> Any:
+        return get_filesystem(self.folder.root_dir if self.folder else "")
+
+    def _get_next_version(self) -> int:
+        return self.folder.next_version() if self.folder else 0
+
+
+class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`; it opens when it is first used."""
 
     LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
@@ -139,9 +175,16 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
     group_separator = "/"
 
     @property
-    def _fs(self) -> Any:
-        """The file system of the folder, under a private name that public packages read."""
-        return get_filesystem(self.root_dir or "")
+    def _experiment(self) -> Any:  # private in Lightning, and asked by programs whether it is open
+        return self._writer
+
+    @_experiment.setter
+    def _experiment(self, value: Any) -> None:
+        self._writer = value
+
+    @staticmethod
+    def _sanitize_params(params: Any) -> dict[str, Any]:  # private in Lightning, and called by programs
+        return flat_params(as_dict(params))
 
     @property
     def experiment(self) -> Any:
@@ -227,7 +270,7 @@ class ExperimentWriter:
         self._writer.save()
 
 
-class CSVLogger(csv_file.CSVLogger):
+class CSVLogger(FolderParts, csv_file.CSVLogger):
     """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`; it opens when it is first used."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
@@ -276,11 +319,6 @@ class CSVLogger(csv_file.CSVLogger):
 
     def _has_own_writer(self) -> bool:
         return self._experiment is not None and self._experiment.saves_itself
-
-    @property
-    def _root_dir(self) -> str | None:
-        """The folder above the versions, under a private name that public packages read."""
-        return self.root_dir
 
     def log_hyperparams(self, params: Any = None, metrics: Any = None) -> None:
         """Record hyperparameters."""

@@ -1,14 +1,14 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, tensor
 
 from ...trainer.data.combined import CombinedLoader
 from .attributes import TrainerAttributes
+from .connectors import DataLoaderSource
 from .placeholders import OwnParts
 from .states import RunningStage, TrainerFn
 
@@ -30,6 +30,18 @@ class Progress:
     total: Tracker = field(default_factory=Tracker)
     current: Tracker = field(default_factory=Tracker)
     is_last_batch: bool = False
+
+
+@dataclass
+class EpochTracker(Tracker):
+    """Counts of epochs; a program that sets those completed sets the trainer's epoch."""
+
+    trainer: TrainerAttributes | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "completed" and "trainer" in vars(self) and self.trainer is not None:
+            self.trainer.state.epoch, self.trainer.epoch_is_cut = value, False
 
 
 def _tracker(done: int, begun: bool) -> Tracker:
@@ -102,7 +114,7 @@ class FitLoop(Loop):
         """Epochs done."""
         done, run = self.trainer.current_epoch, self.trainer.run
         inside = run is not None and run.loop.open and run.stage == "fit" and not run.loop.ended
-        tracker = _tracker(done, inside)
+        tracker = EpochTracker(done + inside, done, done + inside, done, self.trainer)
         return Progress(tracker, tracker)
 
     @property
@@ -125,8 +137,19 @@ class FitLoop(Loop):
         return found if found is None or isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
 
     @property
-    def _data_source(self) -> SimpleNamespace:  # private in Lightning, and asked by programs for what has the loaders
-        return SimpleNamespace(instance=self.trainer.datamodule or self.trainer.lightning_module)
+    def _data_source(self) -> DataLoaderSource:  # private in Lightning, and asked by programs for what has the loaders
+        return DataLoaderSource(self.trainer, "train", "train_dataloader")
+
+    def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
+        return self.epoch_loop._should_accumulate()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the number of epochs done of a checkpoint of Lightning's, `checkpoint["loops"]["fit_loop"]`."""
+        done = state_dict["epoch_progress"]["current"]["completed"]
+        self.epoch_progress.current.completed = done
+        optimization = state_dict.get("epoch_loop.automatic_optimization.optim_progress", {})
+        steps = optimization.get("optimizer", {}).get("step", {}).get("total", {}).get("completed", 0)
+        self.trainer.state.global_step = self.trainer.state.optimizer_steps = steps
 
     def setup_data(self) -> None:
         """Do nothing: loaders are made when a run begins."""
@@ -167,11 +190,19 @@ class TrainingEpochLoop(Loop):
     @property
     def batches_that_stepped(self) -> int:
         """Batches after which optimizers stepped: the x-axis of logs."""
-        return self.trainer.state.global_step
+        return self.trainer.state.global_step + self.trainer.logged_ahead
 
     @property
     def _batches_that_stepped(self) -> int:  # private in Lightning, and read by many programs
         return self.batches_that_stepped
+
+    @_batches_that_stepped.setter
+    def _batches_that_stepped(self, value: int) -> None:
+        self.trainer.logged_ahead = value - self.trainer.state.global_step
+
+    def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
+        every, trainer = self.trainer.accumulate_grad_batches, self.trainer
+        return (self.batch_idx + 1) % every != 0 and not trainer.is_last_batch
 
     @property
     def batch_progress(self) -> Progress:
@@ -224,6 +255,11 @@ class OptimizerProgress:
     """Steps of optimizers."""
 
     step: Progress
+
+    @property
+    def optimizer(self) -> "OptimizerProgress":
+        """The same: there is one count for all optimizers."""
+        return self
 
     @property
     def optimizer_steps(self) -> int:

@@ -20,6 +20,7 @@ from ...tasks.task import Task
 from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
 from .checkpoint_files import load_file
+from .exceptions import MisconfigurationException
 from .instantiation import instantiate_module
 from .placeholders import UnsupportedError
 
@@ -163,6 +164,24 @@ class LightningModule(InitialHyperparameters, Task):
         """The mesh of devices; None where the strategy has none."""
         trainer = self.__dict__.get("_trainer")
         return None if trainer is None else getattr(trainer.strategy, "mesh", None)
+
+    _current_fx_name: str | None = None  # private in Lightning, and set by programs that call steps themselves
+
+    def _apply_batch_transfer_handler(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """Return a batch after the three transfer hooks; private in Lightning, and called by programs."""
+        batch = self.on_before_batch_transfer(batch, dataloader_idx)
+        batch = self.transfer_batch_to_device(batch, device or self.device, dataloader_idx)
+        return self.on_after_batch_transfer(batch, dataloader_idx)
+
+    def _on_before_batch_transfer(self, batch: Any, dataloader_idx: int = 0) -> Any:
+        return self.on_before_batch_transfer(batch, dataloader_idx)
+
+    def _verify_is_manual_optimization(self, fn_name: str) -> None:
+        if self.automatic_optimization:
+            raise MisconfigurationException(
+                f"to use {fn_name}, please disable automatic optimization: set model property `automatic_optimization` "
+                f"as False"
+            )
 
     def _log_outside_of_run(self, name: str) -> None:
         trainer = self.__dict__.get("_trainer")

@@ -29,6 +29,15 @@ def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:
     return Placeholder(name, (), {"__module__": module, "__doc__": f"Placeholder: {way_out}", "way_out": way_out})
 
 
+def inner_part_missing(owner: object, name: str) -> str:
+    """Return the message of an AttributeError for an inner part of Lightning's."""
+    return (
+        f"{type(owner).__name__!r} object has no attribute {name!r}: it is an inner part of Lightning, and Legato has "
+        "other ones. Use the public attributes and hooks (docs/from-lightning.md); a package that needs this one runs "
+        "under Lightning itself."
+    )
+
+
 class OwnParts:
     """An object whose private parts in Lightning have no counterpart; who asks for one is told what to do instead."""
 
@@ -36,11 +45,6 @@ class OwnParts:
 
         def __getattr__(self, name: str) -> Any:
             """Raise AttributeError for a name that is not there."""
-            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name.startswith("_") and not name.startswith("__"):
-                missing += (
-                    ": names that begin with an underscore are inner parts of Lightning, and Legato has other ones. "
-                    "Use the public attributes and hooks (docs/from-lightning.md); a package that needs this one "
-                    "runs under Lightning itself."
-                )
-            raise AttributeError(missing, name=name, obj=self)
+            inner = name.startswith("_") and not name.startswith("__")
+            plain = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(inner_part_missing(self, name) if inner else plain, name=name, obj=self)

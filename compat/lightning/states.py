@@ -1,12 +1,12 @@
 """TrainerState: Lightning's words for what a trainer does, on the loop state that Legato keeps."""
 
-from enum import Enum
 from typing import Any
 
 from ...trainer.state import State
+from .utilities import LightningEnum
 
 
-class TrainerStatus(str, Enum):
+class TrainerStatus(LightningEnum):
     """Progress of a trainer."""
 
     INITIALIZING = "initializing"
@@ -20,7 +20,7 @@ class TrainerStatus(str, Enum):
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
-class TrainerFn(str, Enum):
+class TrainerFn(LightningEnum):
     """The methods of a trainer."""
 
     FITTING = "fit"
@@ -29,7 +29,7 @@ class TrainerFn(str, Enum):
     PREDICTING = "predict"
 
 
-class RunningStage(str, Enum):
+class RunningStage(LightningEnum):
     """Current activity of a trainer."""
 
     TRAINING = "train"

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...trainer.checkpoints import commit
+from ...trainer.checkpoints.pickled import write_pickled
 from ...trainer.errors import ConfigError
 from ...trainer.strategies import strategy
 from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
@@ -17,6 +20,7 @@ from ...trainer.strategies.mesh.mesh import FSDPStrategy as FullyShard
 from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
 from ...trainer.strategies.single import SingleStrategy
 from .accelerators import KINDS, Accelerator
+from .checkpoint_files import is_checkpoint, load
 from .placeholders import UnsupportedError
 from .plugins import ClusterEnvironment, Precision, read_plugins
 
@@ -33,6 +37,8 @@ class Strategy(strategy.Strategy):
     """Lightning's word for it."""
     given: dict[str, Any]
     """The arguments of Trainer that came as arguments of the strategy."""
+    _lightning_module: Any = None
+    """The module that a program has named before a run; private in Lightning, and set by programs."""
 
     def take_parts(
         self, accelerator: Any = None, cluster_environment: Any = None, checkpoint_io: Any = None, precision: Any = None
@@ -72,13 +78,40 @@ class Strategy(strategy.Strategy):
     @property
     def lightning_module(self) -> "LightningModule | None":
         """The module of the run; None before one."""
-        found: LightningModule | None = self.task  # type: ignore[assignment]
+        found: LightningModule | None = self.task or self._lightning_module  # type: ignore[assignment]
         return found
 
     @property
     def model(self) -> nn.Module | None:
         """The module of the run; None before one."""
-        return self.task
+        return self.lightning_module
+
+    def connect(self, model: Any) -> None:
+        """Name a module before a run."""
+        self._lightning_module = model
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the module's state."""
+        return {} if self.lightning_module is None else self.lightning_module.state_dict()
+
+    @property
+    def checkpoint_io(self) -> "Files":
+        """Reads and writes files in Lightning's form."""
+        return Files()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a dict as torch.save does, whole or not at all, on rank 0."""
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what Lightning's file of a checkpoint holds."""
+        return self.checkpoint_io.load_checkpoint(checkpoint_path)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a file or checkpoint, on rank 0."""
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
 
     @property
     def launcher(self) -> "Launcher | None":
@@ -177,6 +210,26 @@ class Strategy(strategy.Strategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Return a context in which tensors are made on the device of this process."""
         return self.device if self.device.type != "cpu" else nullcontext()
+
+
+class Files:
+    """Reads and writes files in Lightning's form, for programs that hold a checkpoint's contents themselves."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a dict as torch.save does, whole or not at all."""
+        write_pickled(Path(path), checkpoint)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what a file holds, or what Lightning's file of a checkpoint would hold."""
+        found: dict[str, Any] = load(path, map_location, weights_only=True)
+        return found
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a file, or a checkpoint."""
+        if is_checkpoint(path):
+            commit.remove(Path(path))
+        else:
+            Path(path).unlink(missing_ok=True)
 
 
 class Launcher:

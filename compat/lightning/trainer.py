@@ -36,6 +36,7 @@ from .callbacks.model_summary import ModelSummary
 from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
+from .connectors import CheckpointConnector, DataConnector, LoggerConnector
 from .loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
@@ -202,13 +203,18 @@ class Trainer(TrainerAttributes):
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
         self.accelerator = KINDS[self.device_list[0].type]()
-        self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
-        self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
-        self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
+        self._make_loops()
         self.take_profiler(make_profiler(profiler))
         if self.fast_dev_run and wants_loggers:
             self.loggers = [Logger()]  # which writes nothing, and takes every call
         self.untrained, self._made = set(), True
+
+    def _make_loops(self) -> None:
+        self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
+        self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
+        self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
+        self._data_connector, self._logger_connector = DataConnector(self), LoggerConnector(self)
+        self._checkpoint_connector = CheckpointConnector(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
@@ -302,7 +308,7 @@ class Trainer(TrainerAttributes):
         values = dict(values)
         step = values.pop("step", None)
         values.setdefault("epoch", self.current_epoch)
-        newest = max(0, self.state.global_step - (self.stage == "fit"))
+        newest = max(0, self.state.global_step + self.logged_ahead - (self.stage == "fit"))
         return newest if step is None else int(step), values
 
     # --- the loop ---------------------------------------------------------------------------------------------------

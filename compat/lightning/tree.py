@@ -6,6 +6,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
+from logging import getLogger
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,9 @@ _FILLED = {*NAMES, *EXPORTS, *_INTERNAL} - {""}
 ABOVE = {path.rsplit(".", depth)[0] for path in _FILLED for depth in range(1, path.count(".") + 1)}
 """Modules that have modules below them, as paths below ROOT."""
 MODULES = _FILLED | ABOVE
+
+CONSTANTS = {"_IS_INTERACTIVE": hasattr(sys, "ps1"), "_IS_WINDOWS": sys.platform == "win32"}
+"""Private constants that several modules of Lightning's have."""
 
 resolved: dict[str, Entry] = {}
 """The names that the program has asked for, by full path: `pytorch.callbacks.timer.Timer`."""
@@ -47,7 +51,9 @@ def resolve(path: str, name: str) -> Any:
         inner = f"{path}.{name}" if path else name
         if inner in MODULES:
             return import_module(f"{ROOT}.{inner}")
-        return _internal(path, name)
+        found = _passed_on(path, name)
+        if found is None:
+            return _internal(path, name)
     home, entry = found
     resolved[f"{home}.{name}"] = entry
     if not entry.home:
@@ -59,8 +65,20 @@ def resolve(path: str, name: str) -> Any:
     return value
 
 
+def _passed_on(path: str, name: str) -> tuple[str, Entry] | None:
+    """Return where a name is defined that a module of Lightning's has only since it imports it; None for others."""
+    if path in ABOVE or path.startswith("fabric"):
+        return None  # packages list what they pass on; Fabric has classes of its own under the same names
+    homes = [home for home, entries in NAMES.items() if name in entries]
+    return (homes[0], NAMES[homes[0]][name]) if homes else None
+
+
 def _internal(path: str, name: str) -> Any:
     """Return the object of a private name, or of any name of an internal module. Raises AttributeError for others."""
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    if name == "log":
+        return getLogger(f"lightning.{path}")
     if name.endswith("_AVAILABLE"):
         return find_spec(name.removesuffix("_AVAILABLE").strip("_").lower()) is not None
     if name.startswith("_TORCH_GREATER_EQUAL"):

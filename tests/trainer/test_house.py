@@ -72,15 +72,32 @@ def test_tests_and_benchmarks_use_no_private_name():
 TORCHS = {"_opt_called", "_compiled_call_impl", "_update_count"}
 """Names of torch and torchmetrics that tests look at, and that `torch_private.py` assigns."""
 LIGHTNINGS = {
-    "_fs",
-    "_root_dir",
     "_AcceleratorConnector",
+    "_IS_INTERACTIVE",
     "_accelerator_connector",
     "_accelerator_flag",
+    "_apply_batch_transfer_handler",
+    "_batches_that_stepped",
+    "_checkpoint_connector",
     "_combined_loader",
+    "_current_fx_name",
+    "_data_connector",
     "_data_source",
+    "_datahook_selector",
     "_devices_flag",
+    "_experiment",
+    "_fs",
+    "_get_next_version",
+    "_logger_connector",
+    "_name",
     "_parallel_devices",
+    "_prefix",
+    "_root_dir",
+    "_save_dir",
+    "_should_accumulate",
+    "_train_dataloader_source",
+    "_verify_is_manual_optimization",
+    "_version",
 }
 """Private names of Lightning's that public packages use, and that its room therefore has."""
 

@@ -30,7 +30,7 @@ class LogFolder:
     def version(self) -> int | str:
         """The version."""
         if self._version is None:
-            self._version = max(self._versions(), default=-1) + 1
+            self._version = self.next_version()
         return self._version
 
     @property
@@ -54,6 +54,10 @@ class LogFolder:
         if self._version is None and directory.parent == Path(self._start, self.root_dir):
             number = directory.name.removeprefix("version_")
             self._version = int(number) if number.isdigit() and number != directory.name else directory.name
+
+    def next_version(self) -> int:
+        """Return the version after the newest one that there is."""
+        return max(self._versions(), default=-1) + 1
 
     def _versions(self) -> list[int]:
         folder = Path(self._start, os.path.expanduser(os.path.expandvars(self.root_dir)))

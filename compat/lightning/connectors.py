@@ -1,0 +1,95 @@
+"""Connectors: a trainer's data, checkpoints and values under the private names of Lightning's that programs read."""
+
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from .attributes import TrainerAttributes
+from .checkpoint_files import load
+from .placeholders import inner_part_missing
+
+
+class Connector:
+    """Base of the connectors: of their parts there is what public programs use."""
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        self.trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(inner_part_missing(self, name), name=name, obj=self)
+
+
+class DataLoaderSource(Connector):
+    """The place that the loaders of one kind come from: a module, or a data module."""
+
+    def __init__(self, trainer: TrainerAttributes, word: str, name: str) -> None:
+        super().__init__(trainer)
+        self.word, self.name = word, name
+
+    @property
+    def instance(self) -> Any:
+        """The data module, or else the module."""
+        return self.trainer.datamodule or self.trainer.lightning_module
+
+    def is_module(self) -> bool:
+        """Return whether a method makes the loaders; else the program has given them."""
+        return self.trainer.run is None or self.trainer.run.given.get(self.word) is None
+
+    def is_defined(self) -> bool:
+        """Return whether there are loaders, or a method for them."""
+        return not self.is_module() or hasattr(self.instance, self.name)
+
+    def dataloader(self) -> Any:
+        """Return the loaders: those of the run, those that were given, or what the method returns."""
+        run = self.trainer.run
+        known = None if run is None else run.data.loaders.get(self.word) or run.given.get(self.word)
+        return getattr(self.instance, self.name)() if known is None else known
+
+
+class DataConnector(Connector):
+    """Sources of the loaders."""
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        super().__init__(trainer)
+        self._train_dataloader_source = DataLoaderSource(trainer, "train", "train_dataloader")
+        self._val_dataloader_source = DataLoaderSource(trainer, "validation", "val_dataloader")
+        self._test_dataloader_source = DataLoaderSource(trainer, "test", "test_dataloader")
+        self._predict_dataloader_source = DataLoaderSource(trainer, "predict", "predict_dataloader")
+
+
+class CheckpointConnector(Connector):
+    """Contents of a checkpoint."""
+
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return what Lightning's file of this moment would hold; every rank calls it."""
+        ranks = self.trainer.strategy.collectives
+        with TemporaryDirectory() as own:
+            path = f"{ranks.broadcast(own)}/dumped.ckpt"
+            self.trainer.save_checkpoint(path, bool(weights_only))
+            found: dict[str, Any] = load(path, "cpu", weights_only=False)  # of the program's own objects, just written
+            ranks.barrier()
+        return found
+
+
+class LoggerConnector(Connector):
+    """Logged values."""
+
+    @property
+    def callback_metrics(self) -> Any:
+        """The newest value of each name."""
+        return self.trainer.callback_metrics
+
+    @property
+    def logged_metrics(self) -> Any:
+        """The newest value of each name that loggers are given."""
+        return self.trainer.logged_metrics
+
+    @property
+    def progress_bar_metrics(self) -> Any:
+        """The newest value of each name that progress bars show."""
+        return self.trainer.progress_bar_metrics
+
+    @property
+    def should_update_logs(self) -> bool:
+        """Whether values are logged after the step that is under way."""
+        steps = self.trainer.state.global_step + 1
+        return steps % (self.trainer.log_every_n_steps or 1) == 0 or bool(self.trainer.should_stop)

@@ -1,0 +1,225 @@
+"""Inner parts of Lightning's that public programs read: connectors, loops' counts, strategies, loggers, hooks."""
+
+import pytest
+import torch
+
+import legato.compat.lightning as L
+from legato.callbacks.callback import Callback as CoreCallback
+from legato.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from legato.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from legato.trainer.hooks import overrides
+
+
+class Linear(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).square().mean())
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loader():
+    return torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2)
+
+
+def quiet(tmp_path, **options):
+    kept = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, **{"max_epochs": 1, **kept, **options})
+
+
+def test_hooks_take_the_module_by_lightnings_name(tmp_path):
+    called = []
+
+    class Watch(L.Callback):
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer=trainer, pl_module=pl_module)
+            called.append("start")
+
+    class Stop(EarlyStopping):
+        def on_validation_end(self, trainer, pl_module):
+            super().on_validation_end(trainer=trainer, pl_module=pl_module)
+            called.append("validated")
+
+        def on_fit_end(self, trainer, pl_module):
+            super().on_fit_end(trainer=trainer, pl_module=pl_module)
+
+    class Clock(Timer):
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module=pl_module)
+            called.append("clock")
+
+    trainer = quiet(tmp_path, callbacks=[Watch(), Stop("val_loss"), Clock()], num_sanity_val_steps=0)
+    trainer.fit(Linear(), loader(), loader())
+    assert called == ["start", "clock", "validated"]
+    assert not overrides(EarlyStopping("x"), CoreCallback, "on_fit_end")  # nothing is called that does nothing
+    assert overrides(ModelCheckpoint(), CoreCallback, "on_validation_end")
+
+
+def test_a_mixed_in_hook_is_not_hidden():
+    called = []
+
+    class Ends(L.Callback):
+        def on_fit_end(self, trainer, pl_module):
+            called.append(self)
+
+    class Both(EarlyStopping, Ends):
+        pass
+
+    both = Both("loss")
+    both.on_fit_end(None, None)
+    assert called == [both]
+
+
+def test_a_module_passes_on_what_it_imports():
+    from legato.compat.lightning.pytorch.callbacks.early_stopping import Callback, log, rank_zero_info
+    from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _IS_INTERACTIVE
+    from legato.compat.lightning.pytorch.utilities.rank_zero import rank_zero_info as same
+
+    assert Callback is L.Callback
+    assert rank_zero_info is same
+    assert log.name == "lightning.pytorch.callbacks.early_stopping"
+    assert _IS_INTERACTIVE is False
+    with pytest.raises(ImportError):
+        exec("from legato.compat.lightning.pytorch.loggers import EarlyStopping")
+
+
+def test_connectors_have_loaders_values_and_the_checkpoint(tmp_path):
+    seen = {}
+
+    class Reads(Linear):
+        def setup(self, stage):
+            source = self.trainer._data_connector._train_dataloader_source
+            seen["batches"] = len(source.dataloader())
+            seen["source"] = (source.is_defined(), source.is_module(), self.trainer.fit_loop._data_source.is_module())
+
+        def train_dataloader(self):
+            return loader()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            values = self.trainer._logger_connector
+            seen["loss"] = values.callback_metrics["loss"]
+            seen.setdefault("logs", []).append(values.should_update_logs)
+
+        def on_train_epoch_end(self):
+            seen["saved"] = self.trainer._checkpoint_connector.dump_checkpoint()
+
+    module = Reads()
+    trainer = quiet(tmp_path, log_every_n_steps=2)
+    trainer.fit(module)
+    assert seen["batches"] == 4
+    assert seen["source"] == (True, True, True)
+    assert torch.equal(seen["saved"]["state_dict"]["layer.weight"], module.layer.weight)
+    assert seen["saved"]["global_step"] == 4
+    assert seen["loss"].item() == trainer.callback_metrics["loss"].item()
+    assert trainer._accelerator_connector.use_distributed_sampler
+    assert trainer._accelerator_connector.strategy is trainer.strategy
+    with pytest.raises(AttributeError, match=r"_datahook_selector.*inner part of Lightning"):
+        trainer._data_connector._datahook_selector  # noqa: B018
+
+
+def test_contents_that_a_program_holds_itself_are_written_and_read(tmp_path):
+    module, trainer = Linear(), quiet(tmp_path)
+    trainer.strategy.connect(module)
+    assert trainer.strategy.lightning_module is trainer.strategy.model is module
+    contents = {"state_dict": trainer.strategy.lightning_module_state_dict(), "own": 3}
+    path = tmp_path / "own" / "one.ckpt"
+    trainer.strategy.save_checkpoint(contents, path)
+    found = trainer.strategy.load_checkpoint(path)
+    assert found["own"] == 3
+    assert torch.equal(found["state_dict"]["layer.weight"], module.layer.weight)
+    trainer.fit(module, loader())
+    trainer.save_checkpoint(tmp_path / "run.ckpt")
+    assert trainer.strategy.checkpoint_io.load_checkpoint(tmp_path / "run.ckpt")["global_step"] == 4
+    for one in (path, tmp_path / "run.ckpt"):
+        trainer.strategy.remove_checkpoint(one)
+        assert not one.exists()
+
+
+def test_counts_may_be_set_before_a_run(tmp_path):
+    epochs = []
+
+    class Counts(Linear):
+        def on_train_epoch_start(self):
+            epochs.append(self.current_epoch)
+            loops = self.trainer.fit_loop
+            assert loops.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed >= 0
+
+    trainer = quiet(tmp_path, max_epochs=4)
+    trainer.fit_loop.epoch_progress.current.completed = 2
+    assert trainer.current_epoch == 2
+    trainer.fit(Counts(), loader())
+    assert epochs == [2, 3]
+    done = {"step": {"total": {"completed": 4}}}
+    state = {
+        "epoch_progress": {"current": {"completed": 1}},
+        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": done},
+    }
+    again = quiet(tmp_path, max_epochs=2)
+    again.fit_loop.load_state_dict(state)
+    again.fit(Counts(), loader())
+    assert epochs == [2, 3, 1]
+    assert again.global_step == 8
+
+
+def test_the_x_axis_may_be_ahead(tmp_path):
+    written = CSVLogger(tmp_path, "ahead")
+    trainer = quiet(tmp_path, logger=written, log_every_n_steps=2)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = 100
+    trainer.fit(Linear(), loader())
+    assert trainer.global_step == 4
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 104
+    text = (tmp_path / "ahead" / "version_0" / "metrics.csv").read_text()
+    assert ",101" in text
+    assert ",103" in text
+
+
+def test_accumulation_is_told_apart(tmp_path):
+    seen = []
+
+    class Watches(Linear):
+        def training_step(self, batch, batch_idx):
+            seen.append(self.trainer.fit_loop._should_accumulate())
+            return super().training_step(batch, batch_idx)
+
+    quiet(tmp_path, accumulate_grad_batches=3).fit(Watches(), loader())
+    assert seen == [True, True, False, False]  # as under Lightning, where the epoch's last batch steps too
+
+
+def test_a_module_moves_a_batch_itself():
+    class Moves(Linear):
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch + 1
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return batch * 2
+
+    module = Moves()
+    assert module._current_fx_name is None
+    assert module._apply_batch_transfer_handler(torch.ones(2)).tolist() == [4.0, 4.0]
+    with pytest.raises(L.pytorch.utilities.exceptions.MisconfigurationException, match="toggle"):
+        module._verify_is_manual_optimization("toggle_optimizer")
+
+
+@pytest.mark.parametrize("kind", [TensorBoardLogger, CSVLogger])
+def test_a_logger_of_ones_own_reads_and_sets_its_folder(tmp_path, kind):
+    class Own(kind):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self._version = "chosen" if self._version is None else self._version
+            self._experiment = None
+
+    logger = Own(tmp_path, "runs", prefix="p")
+    assert (logger._save_dir, logger._name, logger._prefix) == (str(tmp_path), "runs", "p")
+    assert logger._root_dir == str(tmp_path / "runs")
+    assert logger.log_dir == str(tmp_path / "runs" / "chosen")
+    assert logger._get_next_version() == 0
+    assert not logger._fs.exists(logger.log_dir)
