@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .data.randomness import seed_generators
 from .data.sampling import mix
-from .errors import NonFiniteError
+from .errors import NonFiniteError, first_names
 from .optimization.finite import are_finite
 
 if TYPE_CHECKING:
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from .run import Call, Run
 
 log = logging.getLogger("legato")
-
-SHOWN = 6
-"""Number of names listed in a message."""
 
 
 def bad_weights(run: "Call") -> list[str]:
@@ -53,11 +50,6 @@ def require_finite(run: "Call") -> None:
         )
     if run.trainer.is_global_zero:
         log.warning("%s They are saved all the same (nan=ignore).", what)
-
-
-def first_names(names: list[str]) -> str:
-    """Join the first names, and say how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def explained(run: "Run", error: NonFiniteError) -> NonFiniteError:

@@ -14,7 +14,7 @@ A message says what was expected, what came, and what to do.
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class LegatoError(Exception):
@@ -61,6 +61,11 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean X?' for the known word nearest to `word`, '' if none is at least `cutoff` similar."""
     near = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=cutoff)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def first_names(names: Sequence[str], shown: int = 6) -> str:
+    """Join the first names, and say how many more there are."""
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
 def add_note(error: BaseException, note: str) -> None:

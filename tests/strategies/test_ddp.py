@@ -9,7 +9,7 @@ from torch import nn
 
 import legato as lg
 from legato.callbacks import Checkpoint, EarlyStopping
-from legato.trainer.errors import ConfigError
+from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow
@@ -195,9 +195,16 @@ def test_a_gan_takes_the_mean_gradient_of_its_processes(capfd):
 
 
 class SometimesSpare(Spare):
+    def __init__(self, used_in=1):
+        super().__init__()
+        self.used_in = used_in
+
     def training_step(self, batch, batch_idx):
-        extra = self.spare[0](batch[0][:, :2]).mean() if batch_idx == 1 else 0
+        extra = self.spare[0](batch[0][:, :2]).mean() if batch_idx == self.used_in else 0
         return super().training_step(batch, batch_idx) + extra
+
+
+STATIC = {"name": "ddp", "static_graph": True}
 
 
 class Skips(Net):
@@ -214,14 +221,32 @@ def test_unused_parameters_and_left_out_batches_are_as_in_one_process():
             trained(SometimesSpare(), devices=2, strategy=find),
             trained(Skips(), **TWO, accumulate_grad_batches=2),
             trained(Skips(), devices=2, strategy=find),
-            trained(Skips(), devices=2, strategy={"name": "ddp", "static_graph": True}),
+            trained(Skips(), devices=2, strategy=STATIC),
+            trained(Spare(), samples=17, devices=2, strategy=STATIC),
         ]
 
-    sometimes, *skips = run_workers(work, 2)
+    sometimes, *skips, spare = run_workers(work, 2)
+    assert close(spare, in_one(Spare(), samples=17))  # a process without a batch leaves out what its first step did
     assert close(sometimes, in_one(SometimesSpare()))
     assert close(skips[0], in_one(Skips(), accumulate_grad_batches=2))
     assert close(skips[1], in_one(Skips()))
     assert close(skips[2], in_one(Skips()))
+
+
+def test_a_step_with_other_parameters_than_the_first_one_is_told_where_the_graph_is_static():
+    def refused(task):
+        with pytest.raises(TaskError) as caught:
+            fit(task, devices=2, strategy=STATIC)
+        return str(caught.value)
+
+    def work():
+        return refused(SometimesSpare(used_in=0)), refused(SometimesSpare(used_in=1))
+
+    without, new = run_workers(work, 2)
+    assert without.startswith("Step 2 gave rank 0 no gradient for spare.0.weight, spare.0.bias, which had one in the")
+    assert new.startswith("Step 2 gave rank 0 a gradient for spare.0.")
+    assert "which had none in the first step. static_graph=true expects" in new
+    assert "leave it out" in without
 
 
 def share_memory(gradients):

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
-from ..errors import ConfigError, TaskError, did_you_mean
+from ..errors import ConfigError, TaskError, did_you_mean, first_names
 from ..optimization.precision import nothing
 from ..processes.collectives import Collectives
 from ..processes.environment import Place
@@ -34,6 +34,12 @@ CUDA_HOOKS = ("bf16_compress", "batched_power_sgd")
 """torch has these for CUDA only: the one asks for NCCL, the other synchronizes the CUDA device."""
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
 """DDP's message for parameters without gradient, which it lists by their indices."""
+NOT_STATIC = (
+    "static_graph=true expects each step of a rank to use the parameters that its first one used: leave it out; if "
+    "only some batches use them all, set find_unused_parameters=true for strategy ddp."
+)
+CHANGED = "training graph has changed"
+"""Words of DDP's message for a gradient that the first step of a static graph did not have."""
 
 
 class DDPStrategy(GroupStrategy):
@@ -190,12 +196,15 @@ class DDPStrategy(GroupStrategy):
                 f"gradients of one. Start a process for each replica without accumulation, or leave static_graph out."
             )
         options = {name: value for name, value in self.module_options.items() if value is not None}
+        steps = self._steps_of(task)
+        if self.module_options["static_graph"]:
+            steps.static_graph = StaticGraph(task)
         with warnings.catch_warnings(), no_compiler_for_ddp():
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
             module = DistributedDataParallel(
-                self._steps_of(task),
+                steps,
                 device_ids=self._device_ids(),
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
@@ -204,7 +213,7 @@ class DDPStrategy(GroupStrategy):
         if self.comm_hook is not None:
             state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options, self.collectives.group)
             module.register_comm_hook(state, hook)
-        return DDPReducer(task, module, self.collectives, is_scaled=self.precision.scaler is not None)
+        return DDPReducer(task, module, self.collectives, self.precision.scaler is not None, steps.static_graph)
 
     def _steps_of(self, task: "Task") -> "DDPSteps":
         return DDPSteps(task, self.buffers)
@@ -234,7 +243,12 @@ class DDPStrategy(GroupStrategy):
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
         """Add the gradient of `loss`; with the `last` one of a step DDP averages them over the processes."""
-        super().backward(loss, last, inputs, retain_graph)
+        try:
+            super().backward(loss, last, inputs, retain_graph)
+        except RuntimeError as error:
+            if self.ddp is not None and self.ddp.static_graph is not None and CHANGED in str(error):
+                raise self.ddp.describe_new_gradients(self.ddp.static_graph) from error
+            raise
         if last and not retain_graph:
             self.reducer.complete()
 
@@ -247,14 +261,19 @@ class DDPStrategy(GroupStrategy):
             )
         if self.ddp is not None and last:
             self.ddp.zero_loss(after_forward).backward()
-            self.ddp.undo_division()
+            self.ddp.complete()
 
 
 class DDPReducer(Reducer):
     """Lets torch's DistributedDataParallel average gradients over ranks, while backward computes them."""
 
     def __init__(
-        self, task: "Task", module: DistributedDataParallel, collectives: Collectives, is_scaled: bool
+        self,
+        task: "Task",
+        module: DistributedDataParallel,
+        collectives: Collectives,
+        is_scaled: bool,
+        static_graph: "StaticGraph | None",
     ) -> None:
         """`is_scaled`: losses are multiplied by the factor of 16-mixed."""
         super().__init__(task.parameters())
@@ -267,6 +286,7 @@ class DDPReducer(Reducer):
         self.nothing: Tensor | None = None
         """Zero loss that stands in when training_step returns None."""
         self.check_reduced, self.forward = reduction_check(module), forward_of(module)
+        self.static_graph = static_graph
 
     def set_sync(self, last: bool) -> None:
         """Choose whether the next forward and its backward send gradients."""
@@ -287,6 +307,8 @@ class DDPReducer(Reducer):
     def complete(self) -> None:
         """Check that all gradients were sent, and make means of samples out of them."""
         self.require_reduced()
+        if self.static_graph is not None:
+            self.static_graph.close()
         if self.is_scaled:
             self.undo_division()
 
@@ -299,12 +321,32 @@ class DDPReducer(Reducer):
             if found is None:
                 raise
             unused = [self.names[int(index)] for index in found.group(1).split()]
-            names = ", ".join(unused[:8]) + (f" and {len(unused) - 8} more" if len(unused) > 8 else "")
+            what = f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} no gradient for "
+            names = first_names(unused)
+            if self.static_graph is not None:
+                raise TaskError(f"{what}{names}, which had one in the first step. {NOT_STATIC}") from error
             raise TaskError(
-                f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} no gradient for {names}. Freeze "
-                f"what no loss uses (requires_grad_(False)) or remove it; if only some batches use it, set "
-                f"find_unused_parameters=true for strategy ddp."
+                f"{what}{names}. Freeze what no loss uses (requires_grad_(False)) or remove it; if only some batches "
+                f"use it, set find_unused_parameters=true for strategy ddp."
             ) from error
+
+    def describe_new_gradients(self, graph: "StaticGraph") -> TaskError:
+        """Return the error for gradients that the first step of a static graph did not have."""
+        new = [
+            name
+            for name, parameter in self.task.named_parameters()
+            if parameter.grad is not None and parameter not in graph.used
+        ]
+        what = f"a gradient for {first_names(new)}, which had none" if new else "more gradients than there were"
+        return TaskError(
+            f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} {what} in the first step. {NOT_STATIC}"
+        )
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        super().close()
+        if self.static_graph is not None:
+            self.static_graph.close()
 
     def undo_division(self) -> None:
         """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
@@ -321,35 +363,50 @@ class DDPReducer(Reducer):
         return nothing
 
 
+class StaticGraph:
+    """The parameters that got a gradient in the first step of this rank: all that later ones may use, and must."""
+
+    def __init__(self, task: "Task") -> None:
+        self.used = set[nn.Parameter]()
+        self.hooks = [one.register_post_accumulate_grad_hook(self.used.add) for one in trainable(task)]
+
+    def close(self) -> None:
+        """End the search, after the first step."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+
 class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task, for DDP to wrap."""
 
     def __init__(self, task: "Task", buffers: ReplicaBuffers) -> None:
         super().__init__()
         self.task, self.replica_buffers = task, buffers
+        self.static_graph: StaticGraph | None = None
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
         """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
         self.replica_buffers.begin()  # DDP has just given every process the buffers of the first one
         output = None if name == "nothing" else self.call(name, arguments)
-        return _Nothing(nothing_of(self.task)) if output is None else output
+        return _Nothing(self.nothing()) if output is None else output
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
         """Call the step `name` of the task."""
         return getattr(self.task, name)(*arguments)
+
+    def nothing(self) -> Tensor:
+        """Return a loss whose gradient is zero for every parameter that is trained, or that a static graph has."""
+        used = self.static_graph.used if self.static_graph is not None else ()
+        # 0 times a parameter, not zeros: DDP's reducer counts gradients by hooks, which only a graph calls
+        nothing = [(one * 0.0).sum().float() for one in trainable(self.task) if not used or one in used]
+        return torch.stack([one.to(nothing[0].device) for one in nothing]).sum()  # parts may live on several devices
 
 
 class _Nothing(NamedTuple):
     """Output that stands in for that of a step that returned None, or of a rank without a batch."""
 
     loss: Tensor
-
-
-def nothing_of(task: "Task") -> Tensor:
-    """Return a loss whose gradient is zero for every trainable parameter."""
-    # 0 times a parameter, not zeros: DDP's reducer counts gradients by hooks, which only a graph calls
-    nothing = [(parameter * 0.0).sum().float() for parameter in trainable(task)]
-    return torch.stack([one.to(nothing[0].device) for one in nothing]).sum()  # parts may live on several devices
 
 
 def find_comm_hook(name: str, options: dict[str, Any], group: Any) -> tuple[Any, Any]:
