@@ -51,6 +51,15 @@ def test_a_number_that_is_another_connection_by_now(connect):
     assert other[1].recv(1) == b"x"
 
 
+def test_a_group_beside_the_default_one(connect):
+    with connections.noting():
+        first = connect()
+    with connections.noting(more=True):
+        second = connect()
+    connections.shut_down()
+    assert [far.recv(1) for _, far in (first, second)] == [b""] * 2
+
+
 def test_a_second_group_takes_the_place_of_the_first(connect):
     with connections.noting():
         first = connect()

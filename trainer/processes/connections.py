@@ -1,4 +1,4 @@
-"""Connections of the default process group: the TCP sockets that were opened while it was made.
+"""Connections of the process groups: the TCP sockets that were opened while the groups were made.
 
 gloo closes a group's sockets one after the other, 10 ms each, and a rank that waits learns of a death only when the
 neighbour that waits for the dead rank has closed its own. Over n ranks that would take 5 n² ms (20 s for 64).
@@ -16,16 +16,20 @@ _noted: dict[int, Ends] = {}
 
 
 @contextmanager
-def noting() -> Iterator[None]:
-    """Note which connections are opened in this context; none where the system does not list a process's files."""
+def noting(*, more: bool = False) -> Iterator[None]:
+    """Note which connections are opened in this context; none where the system does not list a process's files.
+
+    `more`: beside those noted before, for a group made within the default one; else those are forgotten.
+    """
     before = _connected()
     yield
-    _noted.clear()
+    if not more:
+        _noted.clear()
     _noted.update((number, ends) for number, ends in _connected().items() if before.get(number) != ends)
 
 
 def shut_down() -> None:
-    """Tell all peers at once that this process has left; the group is of no use from then on."""
+    """Tell all peers at once that this process has left; the groups are of no use from then on."""
     now = _connected()
     for number, ends in _noted.items():
         if now.get(number) == ends:  # else it is closed, and its number may be another's by now

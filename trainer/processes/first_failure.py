@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 from ..errors import WorkerError
+from . import connections
 from .environment import leave_process_group
 from .signals import INTERRUPTED, RESUME_ME
 from .transport import is_communication
@@ -72,6 +73,7 @@ def _sentence(error: BaseException) -> str:
 
 def _stay(store: Any, world_size: int) -> None:
     """Leave the group, by which the others notice, and keep the store until they know why, or for TELL_SECONDS."""
+    connections.shut_down()  # leaving closes them only where nothing refers to a group any more
     leave_process_group()
     deadline = time.monotonic() + TELL_SECONDS
     try:

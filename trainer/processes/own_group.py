@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from . import connections
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +85,8 @@ def legatos_group(limit: timedelta | None = None) -> Any:
         _groups.clear()
         backends = ",".join(f"{device}:{name}" for device, name in devices_of_group().items())
         backend = None if serves_host() else f"cpu:gloo,{backends}"
-        _groups[world] = distributed.new_group(timeout=limit, backend=backend)
+        with connections.noting(more=True):
+            _groups[world] = distributed.new_group(timeout=limit, backend=backend)
     elif limit is not None and distributed.get_backend() != "mpi":
         set_group_timeout(limit, _groups[world])
     return _groups[world]

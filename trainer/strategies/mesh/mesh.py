@@ -15,7 +15,7 @@ from ... import masked
 from ...data.sampling import Layout
 from ...errors import ConfigError, TaskError
 from ...optimization import kernels
-from ...processes import own_group
+from ...processes import connections, own_group
 from ...processes.collectives import SINGLE, Collectives, GroupCollectives
 from ...processes.environment import Place
 from ...processes.sync import Phase
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 def make_mesh(sizes: Sizes, device_type: str) -> DeviceMesh:
     """Return the mesh of all processes, its axes named; every rank calls it."""
     shape = tuple(getattr(sizes, axis) for axis in PLACES)
-    return init_device_mesh(device_type, shape, mesh_dim_names=PLACES)
+    with connections.noting(more=True):
+        return init_device_mesh(device_type, shape, mesh_dim_names=PLACES)
 
 
 def data_ranks(sizes: Sizes, rank: int) -> Collectives:
@@ -58,10 +59,11 @@ def data_ranks(sizes: Sizes, rank: int) -> Collectives:
         place = sizes.place_of(other)
         together.setdefault((place["pipeline"], place["tensor"]), []).append(other)
     mine = None
-    for ranks in together.values():
-        group = dist.new_group(ranks, backend="gloo")  # small values on the host
-        if rank in ranks:
-            mine = group
+    with connections.noting(more=True):
+        for ranks in together.values():
+            group = dist.new_group(ranks, backend="gloo")  # small values on the host
+            if rank in ranks:
+                mine = group
     return GroupCollectives(index, sizes.replicating, mine)
 
 
