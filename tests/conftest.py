@@ -46,6 +46,16 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: (item.path.stem not in FIRST, item.path.stem != "test_garbage", -slow[item.path]))
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """Freeze what collecting the tests has made: a million objects, 0.6 s of each full collection that follows."""
+    gc.disable()  # until then: next to nothing of it is garbage
+    yield
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish():
     """Collect what thousands of tests left once; pytest does so five times, a second each."""
     gc.collect()

@@ -499,7 +499,7 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
     open_loggers(run)
-    if run.stage == "fit" and trainer.garbage_collection_seconds is not None and garbage.is_left_to_python():
+    if run.stage == "fit" and trainer.garbage_collection_seconds is not None:
         collector = garbage.GarbageCollector(trainer.garbage_collection_seconds)
         run.agreement.collect_garbage = collector.collect
         run.undo.callback(collector.close)

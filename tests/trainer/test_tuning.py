@@ -1,6 +1,5 @@
 """Searches for a learning rate and a batch size: real runs that leave nothing behind."""
 
-import gc
 import random
 
 import numpy as np
@@ -12,15 +11,6 @@ from torch.utils.data import DataLoader
 import legato as lg
 from legato.trainer.errors import ConfigError
 from legato.trainer.tuning import LearningRateSweep, find_batch_size, is_out_of_memory, sweep_learning_rates
-
-
-@pytest.fixture(autouse=True)
-def modules_are_no_garbage():
-    """The search collects garbage before each trial: that of the test, not a second of what all tests have imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Data(lg.DataModule):
