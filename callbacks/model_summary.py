@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ..trainer.quantities import format_bytes
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def summarize(task: "nn.Module", max_depth: int = 1) -> str:
     return "\n".join(
         [
             *table,
-            f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), {_shown_bytes(size)}{more}",
+            f"{total:,} parameters ({trainable:,} trainable, {total - trainable:,} frozen), {format_bytes(size)}{more}",
         ]
     )
 
@@ -69,11 +70,3 @@ def _is_lazy(tensor: "Tensor") -> bool:
     from torch.nn.parameter import is_lazy
 
     return bool(is_lazy(tensor))
-
-
-def _shown_bytes(count: float) -> str:
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"

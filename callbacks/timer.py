@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.durations import Duration, parse_duration
 from ..trainer.errors import ConfigError
+from ..trainer.quantities import Duration, parse_duration
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -35,8 +36,11 @@ FIRST += ("test_tune", "test_tuning", "test_typing", "test_new", "test_stored_ru
 
 
 def pytest_configure(config):
-    """Leave to `pytest_collection_modifyitems` which files come first; pytest-xdist's order is by number of tests."""
+    """Leave to `pytest_collection_modifyitems` which files come first; hear Ctrl-C, which tests send, in any shell."""
+    # pytest-xdist's order is by number of tests
     config.option.loadscopereorder = False
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in `pytest &` of a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items):

@@ -34,7 +34,6 @@ from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
 from .data.transfer import to_device, with_allocated_memory, with_channels_last
-from .durations import parse_duration
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
     CALLBACK_HOOKS,
@@ -59,6 +58,7 @@ from .processes import garbage
 from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
+from .quantities import parse_duration
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
 from .run_directory import is_run
 from .run_status import finite_only

@@ -16,9 +16,9 @@ from scripted import STEPS, Scripted, fit
 import legato as lg
 from legato.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ThroughputMonitor, Timer
 from legato.callbacks.model_summary import summarize
-from legato.trainer.durations import parse_duration
 from legato.trainer.errors import ConfigError
 from legato.trainer.loggers import JSONLinesLogger
+from legato.trainer.quantities import parse_duration
 
 
 @pytest.mark.slow

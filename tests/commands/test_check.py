@@ -221,7 +221,7 @@ def test_the_report_of_many_ranks_is_short() -> None:
     assert text.splitlines() == [
         "Worked          fit",
         "Processes       16",
-        "Seconds a step  17; 17.0 h for 3,600 steps",
+        "Seconds a step  17; 17 h 0 min for 3,600 steps",
         "Memory          at most 1 GB, on rank 15",
         "On the device   at most 15 B, on rank 15",
         "A checkpoint    1 MB; their number is not known, 1 GB free",
@@ -237,9 +237,9 @@ def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.Mo
         records=[RankRecord(0, slow, total_steps=100, logged=[]), RankRecord(1, [9.0, *slow, 0.2], logged=[])]
     )
     assert report.seconds == 0.1
-    assert "Seconds a step  0.1; 10.0 s for 100 steps\n" in report.text()
+    assert "Seconds a step  0.1; 10 s for 100 steps\n" in report.text()
     report = Report(records=[RankRecord(0, slow[:2], total_steps=100, logged=[])])
-    assert "2; 3.3 min for 100 steps, or less: only the first steps were tried" in report.text()
+    assert "2; 3 min 20 s for 100 steps, or less: only the first steps were tried" in report.text()
     monkeypatch.setattr(trial, "SECONDS", 60.0)
     for accumulate, steps in ((4, 2), (1, 11)):  # not to the end of the epoch
         report = try_run(TrainerArguments(**ALONE, accumulate_grad_batches=accumulate), *parts())

@@ -16,10 +16,11 @@ import legato as lg
 from legato.trainer.__main__ import main
 from legato.trainer.commands.plan.plan import Plan, render, render_batches, replicas_by_rank
 from legato.trainer.commands.plan.sources import PlanArguments, make_plan
-from legato.trainer.commands.plan.state_size import VALUES_PER_PARAMETER, format_bytes, from_parameters, measure
+from legato.trainer.commands.plan.state_size import VALUES_PER_PARAMETER, from_parameters, measure
 from legato.trainer.data.dealing import Dealing, DealtData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.errors import ConfigError
+from legato.trainer.quantities import format_bytes
 from legato.trainer.strategies.mesh.sizes import Sizes
 
 CONFIG = """\

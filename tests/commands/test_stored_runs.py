@@ -17,7 +17,8 @@ from waiting import wait_until
 from legato.trainer.__main__ import main
 from legato.trainer.checkpoints.run_lock import RunLock
 from legato.trainer.commands.stored_runs.differences import from_defaults, short_names
-from legato.trainer.commands.stored_runs.text import chart, size, sparkline, time_taken
+from legato.trainer.commands.stored_runs.text import chart, sparkline
+from legato.trainer.quantities import time_taken
 from legato.trainer.run_directory import flat_config
 
 CONFIG = """\
@@ -238,7 +239,6 @@ def test_numbers_and_charts():
     assert [time_taken(one) for one in (None, 1.25, 59.7, 61, 3700, 200000)] == [
         "-", "1.2 s", "60 s", "1 min 1 s", "1 h 1 min", "2 d 7 h",
     ]  # fmt: skip
-    assert [size(one) for one in (0, 999, 1500, 12_000_000)] == ["0 B", "999 B", "1.5 KB", "12 MB"]
     assert sparkline([1.0, 2.0, float("nan"), 8.0]) == "▁▂ █"
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert len(sparkline(list(range(1000)))) == 24

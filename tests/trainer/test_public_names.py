@@ -189,13 +189,13 @@ def test_imports_inside_the_package_are_relative(name):
 
 @pytest.mark.parametrize("room", ["callbacks", "tasks"])
 def test_callbacks_and_tasks_know_the_trainer_by_type_only(room):
-    """They may take errors, durations and, inside of a function, what works on a batch; nothing of the loop."""
+    """They may take errors, quantities and, inside of a function, what works on a batch; nothing of the loop."""
     for name, tree in TREES.items():
         if not name.startswith(f"{room}/"):
             continue
         for node in tree.body:
             if isinstance(node, ast.ImportFrom) and node.level == 2 and (node.module or "").startswith("trainer"):
-                assert node.module in ("trainer.errors", "trainer.durations"), f"{name}: {ast.unparse(node)}"
+                assert node.module in ("trainer.errors", "trainer.quantities"), f"{name}: {ast.unparse(node)}"
 
 
 def test_nothing_is_left_to_do():

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from ..errors import CheckpointError
 from ..processes.collectives import SINGLE, Collectives
+from ..quantities import format_bytes
 from . import manifest
 from .format import MODEL, OTHERS, FileSum, FlatState, file_sum, write_bytes, write_tensors
 from .shards import SHARD_FILE, file_name
@@ -97,7 +98,7 @@ def commit(
                 clean_up(directory)
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"{directory} could not be written: {error.strerror or error} ({_megabytes(needed)} needed"
+                f"{directory} could not be written: {error.strerror or error} ({format_bytes(needed)} needed"
                 f"{_free_text(directory.parent)}). Earlier checkpoints are untouched."
             ) from error
         raise
@@ -294,16 +295,12 @@ def free_space_check(root: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(root).free
     if free < needed_bytes + _SLACK:
         raise CheckpointError(
-            f"A checkpoint needs {_megabytes(needed_bytes)} in {root}, where {_megabytes(free)} are free; nothing was "
-            f"written. Free some space, keep fewer checkpoints, or put the run on another disk."
+            f"A checkpoint needs {format_bytes(needed_bytes)} in {root}, where {format_bytes(free)} are free; nothing "
+            f"was written. Free some space, keep fewer checkpoints, or put the run on another disk."
         )
 
 
 def _free_text(root: Path) -> str:
     with suppress(OSError):
-        return f", {_megabytes(shutil.disk_usage(root).free)} free"
+        return f", {format_bytes(shutil.disk_usage(root).free)} free"
     return ""
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"

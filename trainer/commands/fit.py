@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ..messages import STDOUT, is_quiet
 from ..processes.requeue import requeue_early
 from ..processes.signals import exit_at_once, handling_end_signals
+from ..quantities import time_taken
 from .load import build_run, load_or_launch
-from .stored_runs.text import time_taken
 
 if TYPE_CHECKING:
     from ..trainer import Trainer

@@ -13,8 +13,8 @@ from ....callbacks.checkpoint import Checkpoint
 from ....tasks.task import Task
 from ...errors import did_you_mean
 from ...processes.layout_report import describe_layout
+from ...quantities import format_bytes, time_taken
 from ...trainer import Trainer
-from ..plan.state_size import format_bytes
 from .trial import RankRecord, needs_every_gradient
 
 WARM_STEPS = 6
@@ -68,7 +68,7 @@ class Report:
             yield "Processes", f"\n{'':<16}".join(lines)
         if self.seconds is not None:
             total = next((one.total_steps for one in records if one.total_steps is not None), None)
-            whole = "" if total is None else f"; {_duration(self.seconds * total)} for {total:,} steps"
+            whole = "" if total is None else f"; {time_taken(self.seconds * total)} for {total:,} steps"
             if max(len(one.seconds) for one in records) < WARM_STEPS:
                 whole += ", or less: only the first steps were tried"
             yield "Seconds a step", f"{self.seconds:.3g}{whole}"
@@ -183,13 +183,6 @@ def count_kept(callback: Checkpoint, total_steps: int | None, steps_per_epoch: i
     newest_counts_extra = callback.save_last and (callback.monitor is not None or callback.save_top_k == 0)
     kept = callback.save_top_k + newest_counts_extra
     return min(kept + 1, saves if saves is not None else kept + 1) if kept else 0
-
-
-def _duration(seconds: float) -> str:
-    for unit, size in (("days", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.1f} {unit}"
-    return f"{seconds:.1f} s"
 
 
 def _by_rank(sizes: dict[int, int]) -> str:

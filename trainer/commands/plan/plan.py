@@ -18,10 +18,11 @@ import numpy as np
 
 from ...data.sampling import BatchSpan, Deal, EpochIndices, Layout, epoch_key, permutation
 from ...errors import ConfigError
+from ...quantities import format_bytes
 from ...strategies.mesh.sizes import PLACES, Sizes
 from .memory import Activations, Traffic, verdict
 from .processes import Processes
-from .state_size import Share, StateSize, format_bytes
+from .state_size import Share, StateSize
 
 WIDTH = 118  # columns
 PLURALS = {"batch": "batches"}

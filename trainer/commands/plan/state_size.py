@@ -134,11 +134,3 @@ def measure(
 def sum_bytes(tensors: "Iterable[Tensor]") -> int:
     """Return the bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def format_bytes(count: int) -> str:
-    """Return a number of bytes for display, in powers of 1000."""
-    for unit, size in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
-    return f"{count} B"

@@ -1,26 +1,30 @@
 """`legato board`: TensorBoard for the runs below a folder, on a free port that only this machine reaches."""
 
-import signal
 import threading
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...messages import STDOUT
 from ...processes.environment import get_variable, set_variable
+from ...processes.signals import handling_end_signals
 from ...run_directory import find_runs
 
 
 def run_board(arguments: Namespace) -> None:
     """Serve the runs until Ctrl-C. Raises ConfigError if the folder is none, or the port is taken."""
     find_runs(Path(arguments.dir))
-    with ended_by_signals(), suppress(KeyboardInterrupt):
+    with handling_end_signals(_interrupt), suppress(KeyboardInterrupt):
         url = serve(arguments.dir, arguments.port)
         print(f"TensorBoard  {url}  (Ctrl-C ends it)", file=STDOUT, flush=True)
         threading.Event().wait()
+
+
+def _interrupt(number: int) -> None:
+    """End as Ctrl-C does, so that TensorBoard's own processes end, too."""
+    raise KeyboardInterrupt
 
 
 def serve(folder: str, port: int) -> str:
@@ -38,18 +42,3 @@ def serve(folder: str, port: int) -> str:
     except program.TensorBoardServerException as error:
         raise ConfigError(f"TensorBoard did not start: {' '.join(str(error).split())}") from error
     return url
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP end this context as Ctrl-C does, so that TensorBoard's own processes end, too."""
-
-    def end(number: int, _: object) -> None:
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -10,9 +10,10 @@ from pathlib import Path
 from ...checkpoints.run_lock import RunLock, is_held
 from ...checkpoints.run_names import CHECKPOINTS, IDENTITY
 from ...errors import ConfigError
+from ...quantities import format_bytes
 from ...run_directory import CheckpointEntry, RunDirectory, find_runs
 from ...run_status import FAILED, RUNNING, STATUS
-from .text import folder_size, plural, size
+from .text import folder_size, plural
 
 DELETABLE = {
     "empty": "runs without a checkpoint or a logged value",
@@ -41,10 +42,10 @@ def run_clean(arguments: Namespace) -> None:
     for kind, listed in found.items():
         if not listed:
             continue
-        total = size(sum(one.size for one in listed))
+        total = format_bytes(sum(one.size for one in listed))
         print(f"{DELETABLE[kind]}: {len(listed)}, {total}")
         for one in listed:
-            print(f"  {one.path}  {size(one.size)}{one.note}")
+            print(f"  {one.path}  {format_bytes(one.size)}{one.note}")
         if not arguments.dry_run and (arguments.yes or confirmed(f"Delete {len(listed)}, {total}?")):
             print(f"{plural(delete(listed), 'folder')} deleted")
 

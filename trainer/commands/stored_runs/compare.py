@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...errors import ConfigError, did_you_mean
+from ...quantities import time_taken
 from ...run_directory import RunDirectory, find_run
 from .differences import varying_keys
 from .show import finite_points
-from .text import fitting, metric_names, number, table, time_taken
+from .text import fitting, metric_names, number, table
 
 
 def run_compare(arguments: Namespace) -> None:

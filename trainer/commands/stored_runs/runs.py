@@ -5,9 +5,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...quantities import time_taken
 from ...run_directory import ROOT, RunDirectory, find_runs
 from .differences import differing_values
-from .text import evaluated_values, fitting, metric_names, number, plural, table, time_taken
+from .text import evaluated_values, fitting, metric_names, number, plural, table
 
 MOST_ROWS = 50
 """The newest runs that are shown, unless all are asked for."""

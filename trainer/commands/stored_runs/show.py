@@ -9,6 +9,7 @@ from typing import Any
 from ...checkpoints.run_names import EVENT_FILES
 from ...checkpoints.run_record import FILES, read_starts
 from ...errors import ConfigError, did_you_mean
+from ...quantities import format_bytes, time_taken
 from ...run_directory import RunDirectory, find_run
 from ...run_status import FAILED
 from .differences import from_defaults
@@ -20,11 +21,9 @@ from .text import (
     metric_names,
     number,
     plural,
-    size,
     sparkline,
     step_range,
     table,
-    time_taken,
     when,
 )
 
@@ -130,14 +129,14 @@ def files_text(run: RunDirectory) -> str:
         if path.name.startswith(".") or path in events[1:]:
             continue
         if path in events:
-            rows.append([f"{EVENT_FILES}*", size(sum(map(folder_size, events))), file_text(path)])
+            rows.append([f"{EVENT_FILES}*", format_bytes(sum(map(folder_size, events))), file_text(path)])
             continue
         held = run.checkpoints if path.name == "checkpoints" else []
         text = file_text(path)
         if held:
             steps = [one.step for one in held if one.complete]
             text = f"{plural(len(held), 'checkpoint')}, {step_range(steps)}" if steps else "no complete checkpoint"
-        rows.append([path.name + "/" * path.is_dir(), size(folder_size(path)), text])
+        rows.append([path.name + "/" * path.is_dir(), format_bytes(folder_size(path)), text])
     lines = table(rows).splitlines() if rows else ["nothing"]
     return "\n".join(["files:", *(f"  {line}" for line in lines)])
 

@@ -37,32 +37,9 @@ def fitting(text: str) -> str:
     return "\n".join(shortened(line, limit) for line in text.splitlines())
 
 
-def time_taken(seconds: float | None) -> str:
-    """Return a duration in its two largest units."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if seconds < 60:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    minutes, left = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {left} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
-
-
 def number(value: float) -> str:
     """Return a number in four digits."""
     return f"{value:.4g}"
-
-
-def size(count: int) -> str:
-    """Return a number of bytes."""
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.0f} {unit}" if unit == "B" or value >= 10 else f"{value:.1f} {unit}"
-        value /= 1000
-    return f"{value:.1f} TB"
 
 
 def sparkline(values: Sequence[float], columns: int = 24) -> str:

@@ -1,5 +1,6 @@
-"""Durations, as users give them."""
+"""Durations, as users give and read them, and sizes."""
 
+import math
 import re
 from collections.abc import Mapping
 from datetime import timedelta
@@ -31,3 +32,24 @@ def parse_duration(value: Duration) -> timedelta:
     if found < timedelta(0):
         raise ConfigError(f"A duration cannot be negative, got {value!r}.")
     return found
+
+
+def time_taken(seconds: float | None) -> str:
+    """Return a duration in its two largest units."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, left = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {left} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def format_bytes(count: int) -> str:
+    """Return a number of bytes for display, in powers of 1000."""
+    for unit, size in (("PB", 10**15), ("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count} B"
