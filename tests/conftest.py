@@ -27,6 +27,7 @@ torch.set_num_threads(1)
 workers.PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.datasets", "tensorboard.summary.writer"]
 workers.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
 workers.PRELOAD += ["torch._dynamo"]  # for tests that compile, or are bitwise
+workers.PRELOAD += ["hypothesis", "packaging.requirements", "tensorboard.backend.event_processing.event_accumulator"]
 workers.PRELOAD += ["torch.distributed.optim"]  # compiles ten optimizers
 
 

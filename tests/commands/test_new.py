@@ -1,27 +1,20 @@
-"""`legato new` writes a project that trains at once, and passes its test, ruff and mypy --strict."""
+"""`legato new` writes a project that trains at once, and passes its test and ruff (mypy: test_typing)."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pages import ROOT, Reader
+from pages import Reader
 
 from legato.trainer.__main__ import main
 from legato.trainer.commands.new.command import write_project
 
-PACKAGE = ("__init__.py", "py.typed", "callbacks", "configs", "tasks", "trainer")
-
 
 def run(folder: Path, *words: str) -> str:
     """Run a tool in a folder; return what it printed."""
-    (folder.parent / "path" / "legato").mkdir(parents=True)
-    for name in PACKAGE:  # the repository's folder has another name than the package
-        (folder.parent / "path" / "legato" / name).symlink_to(ROOT / name)
-    env = {**os.environ, "MYPYPATH": str(folder.parent / "path")}
     command = [sys.executable, "-m", *words]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -94,12 +87,4 @@ def test_it_passes_its_own_test(project: Path) -> None:
 @pytest.mark.slow
 def test_it_passes_ruff(project: Path) -> None:
     run(project, "ruff", "check", "--no-cache", ".")
-    (project.parent / "path").rename(project.parent / "before")
     run(project, "ruff", "format", "--no-cache", "--check", ".")
-
-
-@pytest.mark.slow
-def test_it_passes_mypy_strict(project: Path) -> None:
-    # what is found by MYPYPATH counts as the user's own code, unlike an installed package
-    options = "--follow-imports=silent", "--cache-dir", str(ROOT / ".mypy_cache")
-    assert "no issues" in run(project, "mypy", *options)

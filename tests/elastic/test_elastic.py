@@ -9,7 +9,6 @@ import time
 import psutil
 import pytest
 import torch
-import torchmetrics
 from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from waiting import children, free_port, runs, wait_until
@@ -448,6 +447,8 @@ class Counts(Net):
     """Has torchmetrics objects that count batches of training and of validation."""
 
     def __init__(self, folder=None):
+        import torchmetrics  # not with this module: each process of all runs would import it
+
         super().__init__(folder)
         self.trained, self.validated = torchmetrics.SumMetric(), torchmetrics.SumMetric()
 
@@ -487,6 +488,8 @@ class Judged(Net):
     """Logs in every way, and dies where it is told to: member -> (at which collective or step, before or after)."""
 
     def __init__(self, folder=None, deaths=()):
+        import torchmetrics
+
         super().__init__(folder)
         self.deaths = dict(deaths)
         self.error, self.unseen = torchmetrics.MeanSquaredError(), torchmetrics.SumMetric()

@@ -16,6 +16,7 @@ from sources import copy_sources
 
 import legato as lg
 from legato.trainer.arguments import ARGUMENT_NAMES
+from legato.trainer.commands.new.command import write_project
 from legato.trainer.config.check import trainer_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -92,12 +93,24 @@ def project(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
-def test_mypy_finds_every_mistake_of_a_project_and_nothing_else(python, project, pytestconfig):
+@pytest.fixture
+def strict_mypy(python, pytestconfig):
+    """Return a function that runs `mypy --strict` with that interpreter; it returns what was printed."""
     pytest.importorskip("mypy")
     cache = pytestconfig.cache.mkdir("mypy")  # torch takes it half a minute
-    words = ["--strict", "--python-executable", python, "--cache-dir", cache, "train.py"]
-    quick_run(sys.executable, "-m", "mypy", *words, cwd=project)
+    words = [sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--cache-dir", cache]
+    return lambda folder, *more: quick_run(*words, *more, cwd=folder)
+
+
+@pytest.mark.slow
+def test_mypy_finds_every_mistake_of_a_project_and_nothing_else(strict_mypy, project):
+    strict_mypy(project, "train.py")
+
+
+@pytest.mark.slow
+def test_a_new_project_passes_mypy_strict(strict_mypy, tmp_path):
+    write_project(tmp_path / "rings")
+    assert "no issues" in strict_mypy(tmp_path / "rings")
 
 
 @pytest.mark.slow
