@@ -58,8 +58,8 @@ class ProgressBar(ProgressDisplay):
         """Best value of the monitored metric so far, and its step."""
         self._wait = LoaderWait()
         self._began = self._epoch_began = self._next = self._next_reading = NEVER
-        self._start = (0, 0)
-        """Steps and samples at the start of the run."""
+        self._start = (0, 0, 0)
+        """Epochs, steps and samples at the start of the run."""
         self._pace: deque[tuple[float, int]] = deque()
         """Time and samples seen at the last drawings."""
         self._shown_step = -1
@@ -98,7 +98,8 @@ class ProgressBar(ProgressDisplay):
     # --- training ---------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock of the run."""
-        self._began, self._start = time.monotonic(), (trainer.global_step, trainer.state.samples_seen)
+        self._began = time.monotonic()
+        self._start = trainer.current_epoch, trainer.global_step, trainer.state.samples_seen
         self._pace = deque([(self._began, trainer.state.samples_seen)])
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None
@@ -149,17 +150,23 @@ class ProgressBar(ProgressDisplay):
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
         """Say how much was trained in which time, and the best value of the monitored metric."""
-        steps = trainer.global_step - self._start[0]
-        if not self._enabled or not steps:
+        steps = trainer.global_step - self._start[1]
+        if not self._enabled or not trainer.global_step:
+            return
+        self._display.clear()
+        if not steps:
+            at = f"the run had reached its end at step {trainer.global_step}"
+            self._display.write(
+                f"Nothing was left to train: {at} (max_epochs, max_steps, or a callback that stops it)."
+            )
             return
         seconds = max(time.monotonic() - self._began, 1e-9)
-        rate = amount((trainer.state.samples_seen - self._start[1]) / seconds)
-        epochs = trainer.current_epoch
+        rate = amount((trainer.state.samples_seen - self._start[2]) / seconds)
+        epochs = trainer.current_epoch - self._start[0]
         said = f"{epochs} epoch{'s' * (epochs != 1)}, {steps} steps in {duration(seconds)}, {rate} samples/s"
         if self._best is not None and self._monitor is not None:
             at = f" at step {self._best[1]}" if self._best[1] >= 0 else " before the resume"
             said += f"; best {self._monitor.name} {value_text(self._best[0])}{at}"
-        self._display.clear()
         self._display.write(said)
 
     def _show_training(self, trainer: "Trainer", now: float) -> None:
@@ -184,7 +191,7 @@ class ProgressBar(ProgressDisplay):
         parts = [_counted("epoch", state.epoch + 1, self._epochs(trainer)), _counted("step", state.epoch_steps, total)]
         if (pace := self._samples_per_second(state.samples_seen, now)) is not None:
             parts.append(f"{amount(pace)} samples/s")
-        done = state.global_step - self._start[0]
+        done = state.global_step - self._start[1]
         left = trainer.estimated_stepping_batches - state.global_step
         if done and left < NEVER:
             parts.append(f"{duration((now - self._began) / done * left)} left")

@@ -300,6 +300,16 @@ def test_the_table_has_means_of_the_epoch_and_marks_the_best(trainer, capsys):
     assert said.splitlines()[-1].startswith("3 epochs, 15 steps in 0:00:0")
 
 
+def test_a_resumed_run_tells_what_it_has_trained_itself(trainer, capsys):
+    options = {"enable_progress_bar": True, "enable_checkpointing": True}
+    trainer(max_epochs=4, max_steps=7, **options).fit(Tiny(), make_loader(20))
+    for _ in range(2):
+        trainer(max_epochs=4, **options).fit(Tiny(), make_loader(20), resume="auto")
+    told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "left to train" in line]
+    assert [line.partition(" in ")[0] for line in told[:2]] == ["1 epoch, 7 steps", "3 epochs, 13 steps"]
+    assert told[2].startswith("Nothing was left to train: the run had reached its end at step 20 (max_epochs")
+
+
 def test_the_newest_value_goes_to_the_loggers(play):
     made = play(Rising(), enable_progress_bar=True)
     assert [value for _, value in made.memory.of("rising")] == [1.0, 2.0, 3.0, 4.0, 5.0]
