@@ -1,12 +1,14 @@
 """Private names of torch, torchmetrics and CPython: each is used in one file, and the public way does the same."""
 
 import ast
+import logging
 import random
 import re
 import warnings
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -25,6 +27,7 @@ from legato.trainer.arguments import TrainerArguments
 from legato.trainer.commands.check.check import try_run
 from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.loggers.logger import NoExperiment
+from legato.trainer.strategies.strategy import Strategy
 from legato.trainer.torch_private import SHORTCUTS, Shortcut, public_only
 
 
@@ -316,6 +319,40 @@ def test_a_step_of_an_optimizer_and_its_scheduler(way):
     weight.grad = torch.ones(2)
     torch_private.step_of(optimizer)()
     assert torch.equal(weight, torch.full((2,), 0.95))
+
+
+class Watched(torch.Tensor):
+    """Overrides torch's functions, as tensors of other packages do."""
+
+    seen: ClassVar[list] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, arguments, options or {})
+
+
+def test_a_backward(way):
+    weight, strategy = nn.Parameter(torch.ones(2)), Strategy()
+    strategy.plain_backward, strategy.engine = True, torch_private.backward_engine()
+    assert (strategy.engine is not None) == (way == "private")
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        weight.grad = None
+        strategy.backward((weight.to(dtype) * 3).sum())
+        assert torch.equal(weight.grad, torch.full((2,), 3.0))
+    Watched.seen.clear()
+    strategy.backward((weight * 3).sum().as_subclass(Watched))
+    assert torch.autograd.backward in Watched.seen
+    assert torch.equal(weight.grad, torch.full((2,), 6.0))
+
+
+def test_a_backward_whose_nodes_are_logged_is_torch_s():
+    log = logging.getLogger("torch.autograd.graph")
+    log.setLevel(logging.DEBUG)
+    try:
+        assert torch_private.backward_engine() is None
+    finally:
+        log.setLevel(logging.NOTSET)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -1,5 +1,6 @@
 """Strategy: the contract between the training loop and the hardware."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,8 @@ class Strategy:
         """The gradient of a loss with respect to itself."""
         self.own_backward = self.plain_backward = False
         """Whether the task brings a `backward` of its own; whether there is nothing but torch's to do."""
+        self.engine: Callable[..., Any] | None = None
+        """The function behind torch.autograd.backward, where this torch has it as expected."""
 
     # --- placement --------------------------------------------------------------------------------------------------
     def local_processes(self, devices: Sequence[torch.device]) -> int:
@@ -155,6 +158,7 @@ class Strategy:
         self.layout, self.one_order = layout, one_order
         self.own_backward = type(task).backward is not Task.backward
         self.plain_backward = not (self.own_backward or one_order or self.precision.scaler is not None)
+        self.engine = torch_private.backward_engine()
         if one_order:
             # small matrix kernels give other bits at another memory alignment (F.linear with narrow outputs in 12 of 15
             # offsets)
@@ -186,7 +190,7 @@ class Strategy:
     def teardown(self) -> None:
         """Release what `setup` made; the process group stays, and the task may still be saved."""
         self.reducer.close()
-        self.reducer, self.copies = Reducer(), None
+        self.reducer, self.copies, self.engine = Reducer(), None, None  # which does not pickle
         if self.recomputing is not None:
             self.recomputing.undo()
         self.recomputing = None
@@ -221,10 +225,15 @@ class Strategy:
         if loss.requires_grad is False or loss.numel() != 1:
             raise TaskError(describe_bad_loss(loss))
         if self.plain_backward and inputs is None and not retain_graph:
+            engine, compiled = self.engine, self.device.type != "cpu" and "torch._dynamo" in sys.modules
+            if engine is None or compiled or torch.overrides.has_torch_function_unary(loss):
+                # with no gradient for the loss: given one, torch imports sympy to compare its shape, for 0.4 s
+                torch.autograd.backward((loss,))
+                return
             one = self.one  # which torch would allocate in each step, for 4 us
             if one is None or one.dtype is not loss.dtype or one.shape != loss.shape or one.device != loss.device:
                 self.one = one = torch.ones_like(loss)
-            torch.autograd.backward((loss,), (one,))
+            engine((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
             return
         inputs = None if inputs is None else [tensor for tensor in inputs if tensor.requires_grad]
         # torch.autograd.backward raises for an empty list, and None would mean all parameters
