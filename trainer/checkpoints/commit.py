@@ -278,6 +278,30 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def require_new(target: Path) -> None:
+    """Raise CheckpointError if something has this name."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Yield a path to write, with the suffix of `target`; after the context it is `target`, whole, or nothing is there.
+
+    Raises CheckpointError where an OSError comes.
+    """
+    partial = target.with_name(f".{target.stem}.{PARTIAL}{target.suffix}")
+    try:
+        make_folder(target.absolute().parent)
+        yield partial
+        partial.rename(target)
+        sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def sync_folder(path: Path) -> None:
     """Sync a folder, and so the names in it."""
     # fsync of a file does not sync its name, which is in the folder

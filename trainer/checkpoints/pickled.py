@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError
 from . import commit
 
 
@@ -21,13 +20,8 @@ def pickled(contents: Mapping[str, Any]) -> BytesIO:
 
 def write_pickled(target: Path, contents: Mapping[str, Any]) -> None:
     """Write a new file, whole or not at all. Raises CheckpointError if that fails."""
-    partial = commit.temporary_path(target, commit.PARTIAL)
-    try:
-        commit.make_folder(target.absolute().parent)
-        torch.save(dict(contents), partial)
-        partial.rename(target)
-        commit.sync_folder(target.absolute().parent)
-    except (OSError, RuntimeError) as error:  # torch raises the second where its writer fails
-        raise CheckpointError(f"{target} could not be written: {getattr(error, 'strerror', None) or error}.") from error
-    finally:
-        partial.unlink(missing_ok=True)
+    with commit.whole_file(target) as partial:
+        try:
+            torch.save(dict(contents), partial)
+        except RuntimeError as error:  # of torch's writer, on a full disk for one
+            raise OSError(str(error)) from error

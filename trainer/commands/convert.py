@@ -1,6 +1,5 @@
 """`legato convert`: writes a checkpoint as a file of Lightning's, or such a file as a checkpoint."""
 
-import os
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,8 +30,7 @@ def convert_checkpoint(source: Path, target: Path) -> Mapping[str, Any]:
     the same from both. Raises CheckpointError if there is no checkpoint, if a value cannot be stored, or if `target`
     exists or has another suffix.
     """
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    commit.require_new(target)
     if source.is_file():
         contents = read_contents(source)
         commit.make_folder(target.absolute().parent)

@@ -1,6 +1,5 @@
 """`legato export`: writes a checkpoint's weights as safetensors, or its model as ONNX or a program of torch.export."""
 
-import os
 from argparse import Namespace
 from contextlib import suppress
 from pathlib import Path
@@ -21,17 +20,11 @@ def run_export(arguments: Namespace) -> None:
     if target.suffix not in (".onnx", ".pt2"):
         print(f"{export_weights(source, target)} tensors  {target}")
         return
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    commit.require_new(target)
     from .export_model import export_model
 
-    partial = target.with_name(f".{target.stem}.partial{target.suffix}")
-    try:
-        commit.make_folder(target.absolute().parent)
+    with commit.whole_file(target) as partial:
         said = export_model(source, partial, arguments.config)
-        partial.rename(target)
-    finally:
-        partial.unlink(missing_ok=True)
     print(f"{said}  {target}")
 
 
@@ -54,8 +47,7 @@ def export_weights(source: Path, target: Path) -> int:
         raise CheckpointError(
             f"{target}: the file is one of safetensors, and its name must end in .safetensors.{MODELS}"
         )
-    if os.path.lexists(target):
-        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+    commit.require_new(target)
     weights = store.read_checkpoint(store.resolve(source)).get("state_dict")
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
@@ -64,14 +56,6 @@ def export_weights(source: Path, target: Path) -> int:
         raise CheckpointError(
             f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."
         )
-    partial = commit.temporary_path(target, commit.PARTIAL)
-    try:
-        commit.make_folder(target.absolute().parent)
+    with commit.whole_file(target) as partial:
         write_tensors(partial, {name: torch.as_tensor(value) for name, value in weights.items()})
-        partial.rename(target)
-        commit.sync_folder(target.absolute().parent)
-    except OSError as error:
-        raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return len(weights)
