@@ -121,6 +121,11 @@ TRAFFIC: dict[str, tuple[Any, dict[str, Any], dict[str, list[int]]]] = {
         two({"name": "mesh", "tensor": 2}, accumulate_grad_batches=2),
         {"all_gather": [8, 22], "reduce_scatter": [12, 18], "all_reduce": [0, 4]},
     ),
+    "one batch": (
+        Stream,
+        two({"name": "mesh", "tensor": 2}),
+        {"all_gather": [4, 11], "reduce_scatter": [6, 9], "all_reduce": [0, 4]},
+    ),
     "sequence, again": (
         Stream,
         two({"name": "mesh", "tensor": 2}, activation_checkpointing=["Normed"]),
@@ -146,7 +151,7 @@ def test_a_step_sends_what_was_planned_and_gradients_travel_within_backward(tmp_
                 counted["all_reduce"] -= torch.zeros(1).nbytes
             assert {one.kind: one.bytes for one in plan.traffic.payloads} == counted, name
             assert when == {**when, **begun}, name
-            if name == "tensor":  # each rank has its part of what is between a column and a row
+            if name in ("tensor", "one batch"):  # each rank has its part of what is cut
                 assert plan.activations is not None
                 assert plan.activations.plain == saved
         assert plan.traffic.buffer_bytes > 0

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...errors import ConfigError
 from ...strategies.ddp_rpc.remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
 from ...strategies.mesh.dtensors import replace
 from ...strategies.mesh.sizes import Sizes, stages_each
-from ...strategies.mesh.tensor_plan import cut_dimensions, read_plan
+from ...strategies.mesh.tensor_plan import SEQUENCE, cut_dimensions, read_plan
 from ...strategies.model_parallel.parts import PartBlock, cut_task, refuse_idle, stage_places
 from .processes import Processes
 from .state_size import Share, StateSize, measure
@@ -128,10 +127,29 @@ def _replaced_tensors(task: nn.Module, change: Callable[[Tensor], Tensor]) -> It
         replace(task, lambda tensor: before[id(tensor)])
 
 
-def require_whole_stream(task: "Task", parts: int) -> None:
-    """Raise ConfigError where activations between layers are cut, too, along the sequence."""
-    if parts > 1 and (others := set(read_plan(task, task.tensor_plan(), parts).values()) - {"column", "row"}):
-        raise ConfigError(f"tensor_plan has {min(others)!r}: a stream that is cut along the sequence is not measured")
+@contextmanager
+def cut_stream(task: "Task", parts: int) -> Iterator[None]:
+    """Give the layers of a task a rank's part of the sequence within this context, where its tensor_plan cuts that."""
+    plan = read_plan(task, task.tensor_plan(), parts) if parts > 1 else {}
+
+    def join(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.cat([inputs[0]] * parts, SEQUENCE), *inputs[1:]
+
+    def deal(_: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        return output.chunk(parts, SEQUENCE)[0].contiguous()
+
+    hooks = []
+    for name, word in plan.items() if "sequence" in plan.values() else ():
+        module = task.get_submodule(name)
+        if word in ("column", "gather"):
+            hooks.append(module.register_forward_pre_hook(join))
+        elif word in ("row", "split"):
+            hooks.append(module.register_forward_hook(deal))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

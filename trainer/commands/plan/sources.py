@@ -153,19 +153,19 @@ def make_plan(options: PlanArguments, arguments: Sequence[str]) -> Plan:
 
 def find_activations(parts: "ConfigParts", options: PlanArguments) -> Activations:
     """Return the activations of a batch of the first sample, repeated; or why they are unknown."""
-    from .shares import cut_layers, require_whole_stream
+    from .shares import cut_layers, cut_stream
     from .stage_activations import Pipeline
     from .step_size import measure_activations
 
     names, sizes = tuple(parts.config.values["trainer"]["activation_checkpointing"] or ()), parts.processes.sizes
     try:
-        require_whole_stream(parts.task, 1 if sizes is None else sizes.tensor)
         measure_them: Callable[[Task, Any, tuple[str, ...], bool], Activations] = measure_activations
         if sizes is not None and sizes.pipeline > 1:
             measure_them = Pipeline.of(parts.task, sizes.pipeline, parts.strategy_options).measure
         with as_config_errors():
             batch = read_batch(parts, options)
-            with cut_layers(parts.task, sizes.tensor if sizes is not None else 1):
+            tensor = 1 if sizes is None else sizes.tensor
+            with cut_layers(parts.task, tensor), cut_stream(parts.task, tensor):
                 found = measure_them(parts.task, batch, names, parts.mixed)
     except ConfigError as error:
         return Activations(0, unknown=str(error))
