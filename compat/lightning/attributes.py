@@ -5,7 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...tasks.data_hooks import DataHooks
+from ...tasks.task import Task
 from ...trainer import build, trainer
+from ...trainer.hooks import overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from .accelerators import AcceleratorConnector
@@ -280,8 +283,15 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     @property
     def enable_validation(self) -> bool:
-        """Whether fit validates."""
-        return bool(self.num_val_batches) and bool(self.limit_val_batches)
+        """Whether fit validates; before there are loaders, whether it is given any, or a method makes them."""
+        run, task = self.run, self.lightning_module
+        if run is None or not self.limit_val_batches:
+            return False
+        if self.num_val_batches:
+            return True
+        source = self.datamodule or task
+        given = run.given.get("validation") is not None or overrides(source, DataHooks, "val_dataloader")
+        return run.stage == "fit" and given and overrides(task, Task, "validation_step")
 
     @property
     def estimated_stepping_batches(self) -> int | float:

@@ -1,4 +1,4 @@
-"""Connectors: a trainer's data, checkpoints and values under the private names of Lightning's that programs read."""
+"""Connectors: a trainer's loaders, checkpoints and values under private names of Lightning's that programs read."""
 
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -43,17 +43,6 @@ class DataLoaderSource(Connector):
         run = self.trainer.run
         known = None if run is None else run.data.loaders.get(self.word) or run.given.get(self.word)
         return getattr(self.instance, self.name)() if known is None else known
-
-
-class DataConnector(Connector):
-    """Sources of the loaders."""
-
-    def __init__(self, trainer: TrainerAttributes) -> None:
-        super().__init__(trainer)
-        self._train_dataloader_source = DataLoaderSource(trainer, "train", "train_dataloader")
-        self._val_dataloader_source = DataLoaderSource(trainer, "validation", "val_dataloader")
-        self._test_dataloader_source = DataLoaderSource(trainer, "test", "test_dataloader")
-        self._predict_dataloader_source = DataLoaderSource(trainer, "predict", "predict_dataloader")
 
 
 class CheckpointConnector(Connector):

@@ -36,10 +36,11 @@ from .callbacks.model_summary import ModelSummary
 from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
-from .connectors import CheckpointConnector, DataConnector, LoggerConnector
+from .connectors import CheckpointConnector, LoggerConnector
 from .loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
+from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -114,6 +115,7 @@ def assignable(own: property, name: str, inherited: Any) -> property:
 
 AnyCallback = CallbackOfLightning | Callback
 AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
+AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
 AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
 """Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
 
@@ -188,7 +190,7 @@ class Trainer(TrainerAttributes):
         profiler: AnyProfiler | str | None = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
-        plugins: Any = None,
+        plugins: AnyPlugin | list[AnyPlugin] | None = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,
         default_root_dir: str | Path | None = None,
@@ -213,8 +215,7 @@ class Trainer(TrainerAttributes):
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
         self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
-        self._data_connector, self._logger_connector = DataConnector(self), LoggerConnector(self)
-        self._checkpoint_connector = CheckpointConnector(self)
+        self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""

@@ -133,12 +133,16 @@ def test_classes_by_their_bare_names():
             "callbacks": {"class_path": name, "init_args": own},
             "logger": {"class_path": "CSVLogger", "init_args": {"save_dir": "logs"}},
             "profiler": {"class_path": "SimpleProfiler"},
+            "plugins": {"class_path": "MixedPrecision", "init_args": {"precision": "bf16-mixed", "device": "cpu"}},
         }
-        cli = LightningCLI(Model, Data, run=False, save_config_callback=None, args={"trainer": trainer})
+        cli = LightningCLI(
+            Model, Data, run=False, save_config_callback=None, args={"seed_everything": 1, "trainer": trainer}
+        )
         made = {type(one).__name__: type(one).__module__ for one in [*cli.trainer.callbacks, *cli.trainer.loggers]}
         assert {name, "CSVLogger"} <= made.keys()
         assert all(made[one].startswith("legato.compat.lightning.") for one in (name, "CSVLogger"))
         assert type(cli.trainer.profiler).__name__ == "SimpleProfiler"
+        assert cli.trainer.precision == "bf16-mixed"
 
 
 def test_without_a_run():

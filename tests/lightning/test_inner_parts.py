@@ -97,9 +97,9 @@ def test_connectors_have_loaders_values_and_the_checkpoint(tmp_path):
 
     class Reads(Linear):
         def setup(self, stage):
-            source = self.trainer._data_connector._train_dataloader_source
+            source = self.trainer.fit_loop._data_source
             seen["batches"] = len(source.dataloader())
-            seen["source"] = (source.is_defined(), source.is_module(), self.trainer.fit_loop._data_source.is_module())
+            seen["source"] = (source.is_defined(), source.is_module())
 
         def train_dataloader(self):
             return loader()
@@ -116,14 +116,14 @@ def test_connectors_have_loaders_values_and_the_checkpoint(tmp_path):
     trainer = quiet(tmp_path, log_every_n_steps=2)
     trainer.fit(module)
     assert seen["batches"] == 4
-    assert seen["source"] == (True, True, True)
+    assert seen["source"] == (True, True)
     assert torch.equal(seen["saved"]["state_dict"]["layer.weight"], module.layer.weight)
     assert seen["saved"]["global_step"] == 4
     assert seen["loss"].item() == trainer.callback_metrics["loss"].item()
     assert trainer._accelerator_connector.use_distributed_sampler
     assert trainer._accelerator_connector.strategy is trainer.strategy
-    with pytest.raises(AttributeError, match=r"_datahook_selector.*inner part of Lightning"):
-        trainer._data_connector._datahook_selector  # noqa: B018
+    with pytest.raises(AttributeError, match=r"restore.*inner part of Lightning"):
+        trainer._checkpoint_connector.restore()
 
 
 def test_contents_that_a_program_holds_itself_are_written_and_read(tmp_path):
@@ -223,3 +223,18 @@ def test_a_logger_of_ones_own_reads_and_sets_its_folder(tmp_path, kind):
     assert logger.log_dir == str(tmp_path / "runs" / "chosen")
     assert logger._get_next_version() == 0
     assert not logger._fs.exists(logger.log_dir)
+
+
+def test_whether_a_fit_validates_is_known_when_it_is_set_up(tmp_path):
+    seen = []
+
+    class Asks(Linear):
+        def configure_callbacks(self):
+            seen.append(self.trainer.enable_validation)
+            return []
+
+    trainer = quiet(tmp_path, limit_train_batches=1)
+    assert not trainer.enable_validation
+    trainer.fit(Asks(), loader(), loader())
+    trainer.fit(Asks(), loader())
+    assert seen == [True, False]

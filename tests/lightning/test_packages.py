@@ -29,10 +29,12 @@ NEEDS = {
     "lightning_demos": "lightning",
     "nam_linear": "nam",
     "neuralforecast_models": "neuralforecast",
+    "opacus_private_training": "opacus",
     "pina_pinn": "pina",
     "rectools_sasrec": "rectools",
     "scvi_vae": "scvi",
     "tabular": "pytorch_tabular",
+    "torchdyn_ode": "torchdyn",
     "uncertainty_classification": "torch_uncertainty",
     "uqbox_methods": "lightning_uq_box",
 }

@@ -81,9 +81,7 @@ LIGHTNINGS = {
     "_checkpoint_connector",
     "_combined_loader",
     "_current_fx_name",
-    "_data_connector",
     "_data_source",
-    "_datahook_selector",
     "_devices_flag",
     "_experiment",
     "_fs",
@@ -95,7 +93,6 @@ LIGHTNINGS = {
     "_root_dir",
     "_save_dir",
     "_should_accumulate",
-    "_train_dataloader_source",
     "_verify_is_manual_optimization",
     "_version",
 }
