@@ -346,7 +346,10 @@ def test_an_epoch_that_one_rank_leaves(trainer, ranks):
 
 
 class Surplus(Tiny):
-    """Rank 1 calls a collective, `how`, once more than rank 0; with `regular` both call one after each step."""
+    """Rank 1 calls a collective, `how`, once more than rank 0; with `regular` both call one after each step.
+
+    It is seen within seconds; where it is not, `hang_timeout` ends the test with another error.
+    """
 
     def __init__(self, how, regular=False):
         super().__init__()
@@ -374,7 +377,7 @@ class Surplus(Tiny):
 def test_a_surplus_collective_that_waits(trainer, how, options):
     """It pairs with nothing of Legato's: all wait for good, which is seen within seconds."""
     with pytest.raises(DisagreementError) as caught:
-        trainer(devices=2, strategy="ddp", **options).fit(Surplus(how), make_loader(32))
+        trainer(devices=2, strategy="ddp", hang_timeout=60, **options).fit(Surplus(how), make_loader(32))
     said = str(caught.value)
     assert re.search(r"on the default process group: rank 1: [12]; rank 0: 0\.", said), said
     assert re.search(r"rank 1 waits in all_\w+, called in test_hangs\.py:\d+ \(on_train_batch_end\)", said), said
@@ -385,20 +388,20 @@ def test_a_surplus_collective_that_waits(trainer, how, options):
 def test_a_surplus_collective_that_does_not_wait(trainer):
     """Where ranks meet they compare how many there were."""
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\. Each rank must"):
-        trainer(devices=2, strategy="ddp", max_epochs=3).fit(Surplus("async"), make_loader(32))
+        trainer(devices=2, strategy="ddp", hang_timeout=60, max_epochs=3).fit(Surplus("async"), make_loader(32))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["small", "async"])
 def test_a_surplus_collective_that_pairs_with_the_next_one(trainer, how):
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 3; rank 0: 2\."):
-        trainer(devices=2, strategy="ddp", max_epochs=3).fit(Surplus(how, regular=True), make_loader(32))
+        trainer(devices=2, strategy="ddp", hang_timeout=60, max_epochs=3).fit(Surplus(how, regular=True), make_loader(32))
 
 
 @pytest.mark.slow
 def test_a_surplus_collective_after_the_last_step(trainer):
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\."):
-        trainer(devices=2, strategy="ddp").fit(Surplus("at the end"), make_loader(32))
+        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Surplus("at the end"), make_loader(32))
 
 
 @pytest.mark.slow
@@ -435,7 +438,7 @@ def test_a_surplus_collective_at_the_end(trainer):
 def test_collectives_of_the_script_that_are_unlike(trainer):
     """gloo ends a process in which unlike ones meet; its thread cannot be asked."""
     with pytest.raises(WorkerError, match=r"of 2 was killed by SIGABRT.* different collectives"):
-        trainer(devices=2, strategy="ddp").fit(Surplus("large", regular=True), make_loader(32))
+        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Surplus("large", regular=True), make_loader(32))
 
 
 SCRIPT = """

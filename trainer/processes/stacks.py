@@ -44,6 +44,12 @@ class Frame:
         """Return whether its file is, or lies in, this part of a package."""
         return part in self.file.replace(os.sep, "/")
 
+    @property
+    def is_backward(self) -> bool:
+        """Whether it runs torch's engine: called by torch.autograd, or by the strategy itself."""
+        own = self.function == "backward" and self.is_in("/trainer/strategies/strategy")
+        return own or self.is_in("torch/autograd/")
+
 
 def stack_of(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, innermost frame first."""
@@ -74,7 +80,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
         return f"waits for the other processes to join it ({innermost})", True
     if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/watchdog") for frame in stack[:3]):
         return "waits for the other ranks to leave the epoch", True
-    if innermost.is_in("torch/autograd/"):
+    if innermost.is_backward:
         return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
     if not alone and innermost.is_in("/trainer/strategies/"):
         return f"waits in {innermost} for the other ranks", True

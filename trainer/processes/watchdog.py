@@ -90,7 +90,7 @@ class Waiting:
         place = stack[:1], count, collectives_called()
         stays = place == self.place
         self.place, self.worked, self.looked_at = place, worked, now
-        collective, in_backward = collective_of(stack), any(frame.is_in("torch/autograd/") for frame in stack)
+        collective, in_backward = collective_of(stack), any(frame.is_backward for frame in stack)
         in_tree = bool(stack) and stack[0].is_in("/trainer/strategies/bitwise/tree")
         if not stays or not (collective is not None or (idle and (in_backward or in_tree))):
             self.places, self.looks, self.first_seen = self.places + 1, 0, {}
