@@ -394,8 +394,9 @@ def test_a_surplus_collective_that_does_not_wait(trainer):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["small", "async"])
 def test_a_surplus_collective_that_pairs_with_the_next_one(trainer, how):
+    made = trainer(devices=2, strategy="ddp", hang_timeout=60, max_epochs=3)
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 3; rank 0: 2\."):
-        trainer(devices=2, strategy="ddp", hang_timeout=60, max_epochs=3).fit(Surplus(how, regular=True), make_loader(32))
+        made.fit(Surplus(how, regular=True), make_loader(32))
 
 
 @pytest.mark.slow
