@@ -17,6 +17,7 @@ import legato as lg
 from legato.trainer.checkpoints import store
 from legato.trainer.errors import ConfigError
 from legato.trainer.processes import environment
+from legato.trainer.processes.collectives import SINGLE
 from legato.trainer.processes.sync import Agreement
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -668,6 +669,18 @@ def test_processes_that_somebody_else_has_started_are_refused(tmp_path, monkeypa
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="needs processes that Legato has started"):
         fit(tmp_path, elastic=True, devices=1)
+
+
+def test_a_generation_published_before_the_first_point_after_a_recovery_is_noticed_where_each_step_is_logged():
+    agreement = Agreement(SINGLE, 1, 0, 0.0)
+    agreement.restart(1, 5, 0.0, generation=2)
+    agreement.newest, agreed = lambda: 3, []
+    for step in range(6, 20):
+        agreement.apply(step, agreement.contribution(step, wants_stop=False))  # as each point of the log does
+        if step >= agreement.next_step:
+            agreement.agree(step, wants_stop=False)
+            agreed.append((step, agreement.generation))
+    assert agreed[0] == (6, 3)
 
 
 class Hasty:

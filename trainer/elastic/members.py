@@ -129,6 +129,11 @@ class ElasticMembership(Membership):
         self.store.post("begun", self.member, replicas=run.state.replicas)
 
     # --- while training ---------------------------------------------------------------------------------------------
+    @property
+    def version(self) -> int:
+        """Version of the generation that this process is in; 0: of none yet."""
+        return self.generation.version
+
     def newest(self) -> int:
         """Return the newest generation's version on rank 0, which reads it for all; 0 elsewhere."""
         # Ranks that looked for themselves could see a new version in different steps, and their collectives would no

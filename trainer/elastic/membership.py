@@ -28,6 +28,11 @@ class Membership:
     def adopt_settings(self) -> None:
         """Take the settings of the run to join, before anything is set up."""
 
+    @property
+    def version(self) -> int:
+        """Version of the generation that this process is in; 0: of none."""
+        return 0
+
     def newest(self) -> int:
         """Return the version of the newest generation of members."""
         return 0

@@ -89,16 +89,16 @@ class Agreement:
         """Called with the agreed seconds of the run, each time that the ranks have agreed."""
         self.join(collectives, processes, step, elapsed)
 
-    def join(self, collectives: Collectives, processes: int, step: int, elapsed: float) -> None:
+    def join(self, collectives: Collectives, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
         """Agree with these ranks from now on."""
         self.collectives = collectives
-        self.restart(processes, step, elapsed)
+        self.restart(processes, step, elapsed, generation)
 
-    def restart(self, processes: int, step: int, elapsed: float) -> None:
-        """Start again at `step`, possibly with other ranks."""
+    def restart(self, processes: int, step: int, elapsed: float, generation: int = 0) -> None:
+        """Start again at `step`, possibly with other ranks; `generation`: the one that they are in."""
         self.processes = processes
-        self.generation = 0
-        """Newest generation that any rank knew of at the last agreement."""
+        self.generation = generation
+        """Newest generation that any rank knew of at the last agreement; before the first one that of these ranks."""
         self.stop = False
         """Whether the run stops, as agreed."""
         self.signal = 0
@@ -144,7 +144,7 @@ class Agreement:
         stop, signal_of_any, self.elapsed, pace, generation, most, least, *said = highest
         if most != -least:
             self.require_same()
-        changed = 0 < self.generation < int(generation)  # acted on between two steps, not where values are logged
+        changed = self.generation < int(generation)  # acted on between two steps, not where values are logged
         self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = self._interval(pace, self._steps_between)
         # 0 comes before every step: at the next one
