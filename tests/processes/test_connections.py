@@ -5,6 +5,7 @@ import socket
 from contextlib import ExitStack
 
 import pytest
+from torch.distributed import TCPStore
 
 from legato.trainer.processes import connections
 
@@ -69,3 +70,14 @@ def test_a_second_group_takes_the_place_of_the_first(connect):
     assert second[1].recv(1) == b""
     first[0].sendall(b"x")
     assert first[1].recv(1) == b"x"
+
+
+def test_connections_to_a_store_stay(connect):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with connections.noting():
+        group, client = connect(), store.clone()
+        client.set("accepted", "yes")  # both ends are open by now
+    connections.shut_down(keep_port=store.port)
+    assert group[1].recv(1) == b""
+    client.set("key", "value")
+    assert client.get("key") == b"value"

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-Ends = tuple[object, object]
-"""The addresses of both ends of a connection."""
+Ends = tuple[tuple[str, int], tuple[str, int]]
+"""The addresses of both ends of a connection: host and port."""
 
 _noted: dict[int, Ends] = {}
 
@@ -28,11 +28,15 @@ def noting(*, more: bool = False) -> Iterator[None]:
     _noted.update((number, ends) for number, ends in _connected().items() if before.get(number) != ends)
 
 
-def shut_down() -> None:
-    """Tell all peers at once that this process has left; the groups are of no use from then on."""
+def shut_down(*, keep_port: int | None = None) -> None:
+    """Tell all peers at once that this process has left; the groups are of no use from then on.
+
+    `keep_port`: port of a store, whose connections stay: a peer may have opened one while a group was made.
+    """
     now = _connected()
     for number, ends in _noted.items():
-        if now.get(number) == ends:  # else it is closed, and its number may be another's by now
+        # else it is closed, and its number may be another's by now
+        if now.get(number) == ends and keep_port not in (ends[0][1], ends[1][1]):
             with suppress(OSError), _borrowed(number) as connection:
                 connection.shutdown(socket.SHUT_RDWR)
     _noted.clear()
@@ -50,7 +54,7 @@ def _connected() -> dict[int, Ends]:
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with _borrowed(number) as connection:
                     if connection.family in (socket.AF_INET, socket.AF_INET6):
-                        found[number] = connection.getsockname(), connection.getpeername()
+                        found[number] = connection.getsockname()[:2], connection.getpeername()[:2]
     return found
 
 

@@ -73,7 +73,8 @@ def _sentence(error: BaseException) -> str:
 
 def _stay(store: Any, world_size: int) -> None:
     """Leave the group, by which the others notice, and keep the store until they know why, or for TELL_SECONDS."""
-    connections.shut_down()  # leaving closes them only where nothing refers to a group any more
+    # leaving closes them only where nothing refers to a group any more
+    connections.shut_down(keep_port=_port(store))
     leave_process_group()
     deadline = time.monotonic() + TELL_SECONDS
     try:
@@ -81,3 +82,10 @@ def _stay(store: Any, world_size: int) -> None:
             time.sleep(0.05)
     except RuntimeError:
         return
+
+
+def _port(store: Any) -> int | None:
+    """Return the port of a TCP store; None for one of files or of this process alone."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
