@@ -19,6 +19,7 @@ from ...tasks.hyperparameters import AttributeDict
 from ...tasks.task import Task
 from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
+from ...trainer.errors import ConfigError
 from .checkpoint_files import load_file
 from .exceptions import MisconfigurationException
 from .instantiation import instantiate_module
@@ -69,17 +70,13 @@ class InitialHyperparameters:
         own: Any = self
         own.hparams.update(hp if isinstance(hp, Mapping) else vars(hp))
 
-    def save_hyperparameters(
-        self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True, given_hparams: Any = None
-    ) -> None:
+    def save_hyperparameters(self, *args: Any, ignore: Any = None, frame: Any = None, logger: bool = True) -> None:
         """Save the arguments of the calling `__init__`; see Task.save_hyperparameters."""
         own: Any = super()
-        kind, values = _given.get() or (None, None)
-        if given_hparams is None and kind is not None and isinstance(self, kind):
-            given_hparams = values
-        if given_hparams is not None:
-            named = [name for name in args if isinstance(name, str) and name in given_hparams]
-            args = ({name: given_hparams[name] for name in named} if named else given_hparams,)
+        kind, given = _given.get() or (None, None)
+        if kind is not None and given is not None and isinstance(self, kind):
+            named = [name for name in args if isinstance(name, str) and name in given]
+            args = ({name: given[name] for name in named} if named else given,)
         if is_omegaconf(self.__dict__.get("_hparams")):  # which is replaced, not updated
             del self.__dict__["_hparams"]
         caller = inspect.currentframe()
@@ -206,6 +203,17 @@ class LightningModule(InitialHyperparameters, Task):
         finally:
             self.untoggle_optimizer(optimizer)
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Let `configure_sharded_model` be called as `configure_model`, its newer name."""
+        super().__init_subclass__(**options)
+        if "configure_sharded_model" in vars(cls):
+            if "configure_model" in vars(cls):
+                raise ConfigError(f"{cls.__name__}: write configure_model and no configure_sharded_model.")
+            cls.configure_model = cls.configure_sharded_model  # type: ignore[assignment]
+
+    def configure_sharded_model(self) -> None:
+        """Called as `configure_model`."""
+
     def on_validation_model_zero_grad(self) -> None:
         """Called before a validation in the middle of training; clears the gradients."""
         self.zero_grad()
@@ -261,7 +269,7 @@ class LightningModule(InitialHyperparameters, Task):
         output_format: str = "exported_program",
         retrace: bool = False,
         default_device: Any = "cuda",
-        compile_kwargs: dict[str, Any] | None = None,
+        **compile_kwargs: Any,
     ) -> Any:
         """Raise UnsupportedError."""
         raise UnsupportedError("to_tensorrt: call torch_tensorrt.compile(module.eval(), ...) of the package.")

@@ -1,11 +1,11 @@
 """Callback, as programs for Lightning subclass it."""
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Iterable
+from inspect import getmembers, isfunction, signature
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ....callbacks import callback
-from ....trainer.hooks import CALLBACK_HOOKS
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -13,35 +13,42 @@ if TYPE_CHECKING:
 ROOM = __package__.rpartition(".")[0]
 
 
-class Hook:
-    """A hook that an object calls with the module as `task` or, as programs for Lightning name it, `pl_module`.
+LIGHTNINGS_NAMES = {"task": "pl_module"}
+"""Parameters of hooks that Lightning names otherwise."""
 
-    Asked of a class it is the function itself, so that one which nothing overrides is still known as such.
+
+def with_lightnings_names(function: FunctionType) -> FunctionType:
+    """Return a copy of a function whose parameters have Lightning's names.
+
+    It is the same code, so that it costs no call more; `copy_of` is the function itself, by which a hook that nothing
+    overrides is still known as such.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def renamed(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(LIGHTNINGS_NAMES.get(name, name) for name in names)
 
-    def __get__(self, instance: Any, kind: Any = None) -> Callable[..., Any]:
-        if instance is None:
-            return self.function
-        bound = self.function.__get__(instance)
-
-        @wraps(bound)
-        def call(*arguments: Any, **named: Any) -> Any:
-            return bound(*arguments, **{"task" if name == "pl_module" else name: one for name, one in named.items()})
-
-        return call
+    old = function.__code__
+    code = old.replace(co_varnames=renamed(old.co_varnames), co_cellvars=renamed(old.co_cellvars))
+    found = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    found.__kwdefaults__, found.__doc__ = function.__kwdefaults__, function.__doc__
+    found.__module__, found.__qualname__ = function.__module__, function.__qualname__
+    annotations = function.__annotations__
+    found.__annotations__ = dict(zip(renamed(annotations), annotations.values(), strict=True))
+    found.__dict__.update(function.__dict__, copy_of=function)
+    return found
 
 
 class Callback(callback.Callback):
     """A Legato callback with what programs for Lightning find on one: `log` and `log_dict` while a run is under way."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Let the hooks of this package's own classes, also those that they inherit, take `pl_module`."""
+        """Give the parameters of this package's own classes, also in inherited methods, Lightning's names."""
         super().__init_subclass__(**options)
         if cls.__module__.startswith(ROOM):
-            name_module(cls)
+            name_parameters(cls)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+        """Restore the state when a run is resumed."""  # here with Lightning's type, which packages hold theirs against
 
     def set_task(self, task: "Task | None") -> None:
         """Give the callback the task's `log` and `log_dict` for the time of a run."""
@@ -60,12 +67,11 @@ class Callback(callback.Callback):
         return type(self)
 
 
-def name_module(cls: type) -> None:
-    """Let the hooks of a class take `pl_module`, but for those that it leaves to a base that has them already."""
-    for name in CALLBACK_HOOKS:
-        found = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-        if not isinstance(found, Hook):
-            setattr(cls, name, Hook(found))
+def name_parameters(cls: type) -> None:
+    """Give the parameters of a class's public methods, also of those that it inherits, Lightning's names."""
+    for name, method in getmembers(cls, isfunction):
+        if not name.startswith("_") and LIGHTNINGS_NAMES.keys() & signature(method).parameters.keys():
+            setattr(cls, name, with_lightnings_names(method))
 
 
-name_module(Callback)
+name_parameters(Callback)

@@ -1,0 +1,108 @@
+"""Signatures of Lightning's hooks and methods: those of the room are the same, parameter by parameter."""
+
+import functools
+import importlib
+import inspect
+import warnings
+
+import pytest
+import torch
+
+import legato.compat.lightning as L
+from legato.callbacks.callback import Callback as CoreCallback
+from legato.compat.lightning.placeholders import Placeholder
+from legato.trainer.errors import ConfigError
+from legato.trainer.hooks import overrides
+
+BASES = ("Callback", "LightningModule", "LightningDataModule", "loggers.Logger")
+
+
+@pytest.fixture(scope="module")
+def real():
+    """Return the real package."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("lightning.pytorch.loggers")
+        return importlib.import_module("lightning.pytorch")
+
+
+def both(real, path):
+    module, _, name = path.rpartition(".")
+    ours = importlib.import_module(f"legato.compat.lightning.pytorch{module and '.' + module}")
+    return getattr(ours, name), getattr(importlib.import_module(f"{real.__name__}{module and '.' + module}"), name)
+
+
+def parameters(method):
+    """Return names, kinds and defaults, but for what a class method shows of its class."""
+    found = inspect.signature(method).parameters.values()
+    return [(one.name, one.kind, one.default) for one in found if one.name != "cls"]
+
+
+def methods(theirs):
+    """Return the public methods that Lightning defines, by name; all are asked of the class."""
+    for name, _ in inspect.getmembers(theirs, callable):
+        method = getattr(theirs, name)
+        if not name.startswith("_") and str(getattr(method, "__module__", "")).startswith("lightning."):
+            yield name, method
+
+
+@pytest.mark.parametrize("path", BASES)
+def test_base_classes_have_lightnings_signatures(real, path):
+    ours, theirs = both(real, path)
+    compared = dict(methods(theirs))
+    assert len(compared) > 5
+    differing = {
+        name: (parameters(method), parameters(getattr(ours, name)))
+        for name, method in compared.items()
+        if parameters(method) != parameters(getattr(ours, name))
+    }
+    assert differing == {}
+
+
+def test_callbacks_of_the_package_take_what_lightnings_take(real):
+    """Where Lightning's own hook takes `*args`, it is called with what the base class's has."""
+    compared = 0
+    for name in importlib.import_module(f"{real.__name__}.callbacks").__all__:
+        ours, theirs = both(real, f"callbacks.{name}")
+        if isinstance(ours, Placeholder):
+            continue
+        for hook in (hook for hook in dir(L.Callback) if hook.startswith("on_") or hook in ("setup", "teardown")):
+            if not hasattr(theirs, hook):
+                continue
+            named = [one for one in inspect.signature(getattr(theirs, hook)).parameters.values() if one.kind < 2]
+            if len(named) < len(inspect.signature(getattr(theirs, hook)).parameters):
+                named = list(inspect.signature(getattr(real.Callback, hook)).parameters.values())
+            inspect.signature(getattr(ours, hook)).bind(**{one.name: None for one in named})
+            compared += 1
+    assert compared > 500
+
+
+def test_a_wrapped_hook_counts_as_an_override():
+    def counted(hook):
+        @functools.wraps(hook)
+        def call(self, trainer, pl_module):
+            called.append(hook.__name__)
+            return hook(self, trainer, pl_module)
+
+        return call
+
+    class Counts(L.Callback):
+        on_fit_end = counted(L.Callback.on_fit_end)
+
+    called = []
+    assert overrides(Counts(), CoreCallback, "on_fit_end")
+    assert not overrides(Counts(), CoreCallback, "on_fit_start")
+    Counts().on_fit_end(trainer=None, pl_module=None)
+    assert called == ["on_fit_end"]
+
+
+def test_an_older_name_of_configure_model():
+    class Sharded(L.LightningModule):
+        def configure_sharded_model(self):
+            self.layer = torch.nn.Linear(2, 1)
+
+    module = Sharded()
+    module.configure_model()
+    assert module.layer.weight.shape == (1, 2)
+    with pytest.raises(ConfigError, match="write configure_model and no configure_sharded_model"):
+        type("Both", (Sharded,), {"configure_model": lambda self: None, "configure_sharded_model": lambda self: None})
