@@ -32,7 +32,7 @@ workers.PRELOAD += ["torch.distributed.optim"]  # compiles ten optimizers
 
 
 FIRST = ("test_preemption", "test_pages", "test_sharded_checkpoints", "test_bitwise", "test_two_nodes", "test_sweep")
-FIRST += ("test_tune", "test_tuning", "test_typing", "test_new", "test_stored_runs", "test_garbage")
+FIRST += ("test_tune", "test_tuning", "test_typing", "test_new", "test_stored_runs")
 FIRST += ("test_unanswered_signals",)  # it waits for most of its time, as test_hangs does: not both at once
 """Files that take a minute, though they have few tests."""
 
@@ -48,8 +48,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Begin with the files that take longest, so that at the end no process waits for another."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    # of them test_garbage at once: what it collects are all objects of its process, later many times as many
-    items.sort(key=lambda item: (item.path.stem not in FIRST, item.path.stem != "test_garbage", -slow[item.path]))
+    items.sort(key=lambda item: (item.path.stem not in FIRST, -slow[item.path]))
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -1,5 +1,6 @@
 """A run that was killed, anywhere, or moved to other processes goes on as if nothing had been."""
 
+import logging
 import os
 import random
 import signal
@@ -214,6 +215,17 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert ours.keys() == theirs.keys()
     for step, record in theirs.items():
         assert ours[step] == pytest.approx(record, abs=1e-6), step
+
+
+def test_replicas_that_take_turns_are_told_unless_they_were_asked_for(tmp_path, caplog):
+    fit(tmp_path, max_steps=2)
+    with caplog.at_level(logging.INFO, logger="legato"):
+        fit(tmp_path, max_steps=3)
+        assert "keeps them" not in caplog.text
+        trainer, _ = fit(tmp_path, max_steps=4, replicas=None)
+    assert trainer.state.replicas == 2
+    (said,) = [message for message in caplog.messages if "keeps them" in message]
+    assert said.startswith("The run began with 2 replicas and keeps them: they take turns on 1 process, so a step has")
 
 
 @pytest.mark.slow

@@ -1,8 +1,12 @@
-"""Python's garbage collections: when they run, what they find, and that all is put back."""
+"""Python's garbage collections: when they run, what they find, and that all is put back.
+
+They look at every object, of which a process that has collected all tests has a million: what collects runs in workers.
+"""
 
 import gc
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -51,28 +55,28 @@ class Littering(Tiny):
         return loss
 
 
-@pytest.fixture(autouse=True, scope="module")
-def nothing_is_frozen():
-    """Undo what `pytest_collection` of tests/conftest.py has done."""
-    gc.unfreeze()
-    yield
-    gc.freeze()
+def in_worker(work):
+    """Make a test of a function of a folder: run in a new process, it must leave collections to Python again."""
+
+    def test(tmp_path):
+        run_workers(partial(restoring, work, tmp_path), 1)
+
+    return test
 
 
-@pytest.fixture(autouse=True)
-def left_to_python():
-    """See that nothing of a run is left."""
+def restoring(work, folder):
     before = gc.get_threshold()
-    yield
+    work(folder)
     assert (gc.get_threshold(), gc.get_freeze_count(), gc.isenabled()) == (before, 0, True)
 
 
 @pytest.mark.slow
-def test_full_collections_run_between_steps(trainer):
+@in_worker
+def test_full_collections_run_between_steps(folder):
     steady, as_ever = Littering(pause=0.02), Littering(objects=120_000)  # a quarter of all objects is new, if not more
-    trainer(garbage_collection_seconds=None).fit(as_ever, make_loader(60, 4))
+    make_trainer(folder, garbage_collection_seconds=None).fit(as_ever, make_loader(60, 4))
     as_ever.kept.clear()
-    trainer(garbage_collection_seconds=0.05).fit(steady, make_loader(60, 4))
+    make_trainer(folder, garbage_collection_seconds=0.05).fit(steady, make_loader(60, 4))
     begun = [place for place in steady.places if place[2]]
     assert any(steady.frozen)
     assert begun
@@ -83,27 +87,30 @@ def test_full_collections_run_between_steps(trainer):
 
 
 @pytest.mark.slow
-def test_garbage_of_steps_is_freed_on_the_way(trainer):
+@in_worker
+def test_garbage_of_steps_is_freed_on_the_way(folder):
     task = Littering(objects=10, pause=0.02)
     alive = []
     task.on_train_end = lambda: alive.extend(one() is not None for one in task.garbage)
     before = gc.get_threshold()
     gc.set_threshold(10**8, *before[1:])  # nothing but what is asked for
     try:
-        trainer(garbage_collection_seconds=0.2, max_epochs=2).fit(task, make_loader(48, 4))
+        make_trainer(folder, garbage_collection_seconds=0.2, max_epochs=2).fit(task, make_loader(48, 4))
     finally:
         gc.set_threshold(*before)
     assert len(alive) == 24
     assert sum(alive) < 18
 
 
-def test_a_short_run_pays_nothing(trainer):
+@in_worker
+def test_a_short_run_pays_nothing(folder):
     task = Littering(objects=10)
-    trainer().fit(task, make_loader())
+    make_trainer(folder).fit(task, make_loader())
     assert not any(task.frozen)
 
 
-def test_what_is_frozen_is_looked_at_again():
+@in_worker
+def test_what_is_frozen_is_looked_at_again(folder):
     node, collector = Node(), GarbageCollector(10.0)
     seen = weakref.ref(node)
     collector.collect(3.0)
@@ -118,7 +125,8 @@ def test_what_is_frozen_is_looked_at_again():
     collector.close()
 
 
-def test_ranks_that_join_later_collect_when_the_others_do():
+@in_worker
+def test_ranks_that_join_later_collect_when_the_others_do(folder):
     when = {}
     for name, start in {"first": 0, "later": 18}.items():
         collector = GarbageCollector(10.0)
@@ -133,16 +141,14 @@ def test_ranks_that_join_later_collect_when_the_others_do():
     assert when == {"first": [12, 21, 30, 42, 51], "later": [21, 30, 42, 51]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["error", "within another run", "in an evaluation"])
-def test_it_is_put_back(trainer, tmp_path, how):
+def put_back(how, folder):
     class Ends(Littering):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if not gc.get_freeze_count():
                 return
             before = gc.get_threshold()
             if how == "within another run":
-                inner = make_trainer(tmp_path / "inner", garbage_collection_seconds=0.01)
+                inner = make_trainer(folder / "inner", garbage_collection_seconds=0.01)
                 inner.fit(Littering(objects=10, pause=0.02), make_loader())
                 assert gc.get_threshold() == before
                 assert gc.get_freeze_count() > 1000
@@ -154,7 +160,7 @@ def test_it_is_put_back(trainer, tmp_path, how):
             if how == "in an evaluation" and gc.get_freeze_count():
                 raise ValueError("a mistake")
 
-    made = trainer(garbage_collection_seconds=0.05, max_epochs=50)
+    made = make_trainer(folder, garbage_collection_seconds=0.05, max_epochs=50)
     task = Ends(objects=10, pause=0.01)
     if how == "within another run":
         made.fit(task, make_loader(), make_loader())
@@ -164,12 +170,19 @@ def test_it_is_put_back(trainer, tmp_path, how):
     assert any(task.frozen)
 
 
-def test_what_a_user_has_chosen_stays(trainer):
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["error", "within another run", "in an evaluation"])
+def test_it_is_put_back(tmp_path, how):
+    in_worker(partial(put_back, how))(tmp_path)
+
+
+@in_worker
+def test_what_a_user_has_chosen_stays(folder):
     for choose, undo in ((gc.disable, gc.enable), (gc.freeze, gc.unfreeze)):
         choose()
         try:
             before, task = (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0), Littering(10, pause=0.02)
-            trainer(garbage_collection_seconds=0.01).fit(task, make_loader())
+            make_trainer(folder, garbage_collection_seconds=0.01).fit(task, make_loader())
             assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0) == before
             assert set(task.frozen) == {before[2]}
         finally:

@@ -143,6 +143,8 @@ def test_the_roll_groups_ranks_by_node_and_device():
         "  node 0 a: ranks 0-1 on cpu",
         "  node 1 b: rank 2 on cuda:0 H; rank 3 on cuda:1 H",
     ]
+    for origin, by in {"legato": "", "alone": "", "slurm": ", started by slurm"}.items():
+        assert describe_layout(entries[:1], origin, "").splitlines()[0] == f"1 process on 1 node{by}"
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,11 @@ def test_unused_parameters_and_left_out_batches_are_as_in_one_process():
     assert close(skips[2], in_one(Skips()))
 
 
+class LeavesOutFirst(Spare):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+
 def test_a_step_with_other_parameters_than_the_first_one_is_told_where_the_graph_is_static():
     def refused(task):
         with pytest.raises(TaskError) as caught:
@@ -240,13 +245,15 @@ def test_a_step_with_other_parameters_than_the_first_one_is_told_where_the_graph
         return str(caught.value)
 
     def work():
-        return refused(SometimesSpare(used_in=0)), refused(SometimesSpare(used_in=1))
+        return refused(SometimesSpare(used_in=0)), refused(SometimesSpare(used_in=1)), refused(LeavesOutFirst())
 
-    without, new = run_workers(work, 2)
+    without, new, late = run_workers(work, 2)
     assert without.startswith("Step 2 gave rank 0 no gradient for spare.0.weight, spare.0.bias, which had one in the")
     assert new.startswith("Step 2 gave rank 0 a gradient for spare.0.")
     assert "which had none in the first step. static_graph=true expects" in new
     assert "leave it out" in without
+    assert late.startswith("Step 2 gave rank 0 no gradient for spare.0.weight, spare.0.bias, spare.1.weight, ")
+    assert "(all, where that had no batch)" in late
 
 
 def share_memory(gradients):

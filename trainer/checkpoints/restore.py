@@ -165,12 +165,24 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
             )
         for name, value in restored.to_dict().items():
             setattr(state, name, value)
+        if asked is None and trainer.is_global_zero:
+            tell_of_replicas(restored.replicas, trainer.strategy.data_ranks.size)
         run_id = saved.get("run_id")
         trainer.saver.run_id = run_id if isinstance(run_id, str) and run_id else trainer.saver.run_id
     elif state.global_step == 0:
         begin_state(trainer)
     if asked is not None and asked < 1:
         raise ConfigError(f"trainer.replicas={asked}: expected at least 1.")
+
+
+def tell_of_replicas(replicas: int, processes: int) -> None:
+    """Say that a resumed run has more replicas than processes, where it was not asked for."""
+    if replicas > processes:
+        log.info(
+            "The run began with %d replicas and keeps them: they take turns on %d process%s, so a step has the samples "
+            "that it had. For other replicas begin a new run from the weights (Task.load_from_checkpoint).",
+            replicas, processes, "es" * (processes > 1),
+        )  # fmt: skip
 
 
 def begin_state(trainer: "Trainer") -> None:

@@ -75,14 +75,19 @@ def entry_of(place: Place, device: torch.device) -> ProcessEntry:
 
 
 def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) -> str:
-    """Return the layout as text: a line for the run, and one for each node; `origin`: what started the processes."""
+    """Return the layout as text: a line for the run, and one for each node.
+
+    `origin`: see Place. What started a single process is said only of a launcher: `legato check` starts one for its
+    trials, which the run has no need of.
+    """
     nodes: dict[tuple[int, str], list[ProcessEntry]] = {}
     for entry in entries:
         nodes.setdefault((entry[1], entry[2]), []).append(entry)
     where = f", met at {meeting}" if meeting else ""
     nodes_there = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
     count = f"{len(entries)} process{'es' * (len(entries) != 1)}"
-    lines = [f"{count} on {nodes_there}, started by {origin}{where}"]
+    by = "" if len(entries) == 1 and origin in ("alone", "legato") else f", started by {origin}"
+    lines = [f"{count} on {nodes_there}{by}{where}"]
     for (index, host), members in nodes.items():
         lines.append(f"  node {index} {host}: {'; '.join(_ranges(members))}")
     return "\n".join(lines)

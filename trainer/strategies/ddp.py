@@ -35,8 +35,8 @@ CUDA_HOOKS = ("bf16_compress", "batched_power_sgd")
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
 """DDP's message for parameters without gradient, which it lists by their indices."""
 NOT_STATIC = (
-    "static_graph=true expects each step of a rank to use the parameters that its first one used: leave it out; if "
-    "only some batches use them all, set find_unused_parameters=true for strategy ddp."
+    "static_graph=true expects each step of a rank to use the parameters that its first one used (all, where that had "
+    "no batch): leave it out; if only some batches use them all, set find_unused_parameters=true for strategy ddp."
 )
 CHANGED = "training graph has changed"
 """Words of DDP's message for a gradient that the first step of a static graph did not have."""
@@ -66,8 +66,10 @@ class DDPStrategy(GroupStrategy):
     ) -> None:
         """`elastic`: the run goes on when processes die, and others may join it; with fewer than `min_processes` it
         saves a checkpoint and ends. `join`: "host:port" of the elastic run that this one joins. `timeout`: the
-        seconds that a rank waits for another, or those of each phase: startup, step, checkpoint. `comm_hook_options`:
-        for PowerSGDState; without a backend, nccl on CUDA, else gloo.
+        seconds that a rank waits for another, or those of each phase: startup, step, checkpoint. `static_graph`:
+        torch takes the graph of a rank's first step for that of all; where `training_step` leaves the first batch
+        out, every parameter is part of it. `comm_hook_options`: for PowerSGDState; without a backend, nccl on CUDA,
+        else gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
