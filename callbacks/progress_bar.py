@@ -99,7 +99,8 @@ class ProgressBar(ProgressDisplay):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start the clock of the run."""
         self._began = time.monotonic()
-        self._start = trainer.current_epoch, trainer.global_step, trainer.state.samples_seen
+        ended = trainer.state.epoch_rounds >= trainer.num_training_batches  # saved by its validation: no step is left
+        self._start = trainer.current_epoch + ended, trainer.global_step, trainer.state.samples_seen
         self._pace = deque([(self._began, trainer.state.samples_seen)])
         saved, monitor = trainer.checkpoint_callback, self._monitor
         score = getattr(saved, "best_model_score", None) if monitor is not None else None

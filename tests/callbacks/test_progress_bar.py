@@ -13,7 +13,7 @@ import pytest
 from forked import Forked, run_source
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import Tiny, make_loader
+from tiny import Tiny, Validated, make_loader
 from torch.utils.data import default_collate
 
 import legato as lg
@@ -308,6 +308,15 @@ def test_a_resumed_run_tells_what_it_has_trained_itself(trainer, capsys):
     told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line or "left to train" in line]
     assert [line.partition(" in ")[0] for line in told[:2]] == ["1 epoch, 7 steps", "3 epochs, 13 steps"]
     assert told[2].startswith("Nothing was left to train: the run had reached its end at step 20 (max_epochs")
+
+
+def test_an_epoch_that_was_saved_after_its_last_step_is_not_counted_again(trainer, capsys):
+    for epochs in (2, 3):
+        keep = lg.callbacks.Checkpoint(monitor="val_loss")  # it saves in the validation at the end of an epoch
+        made = trainer(max_epochs=epochs, enable_progress_bar=True, enable_checkpointing=True, callbacks=[keep])
+        made.fit(Validated(), make_loader(20), make_loader(20), resume="auto")
+    told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line]
+    assert [line.partition(" in ")[0] for line in told] == ["2 epochs, 10 steps", "1 epoch, 5 steps"]
 
 
 def test_the_newest_value_goes_to_the_loggers(play):
