@@ -342,7 +342,7 @@ def test_a_backward(way):
         assert torch.equal(weight.grad, torch.full((2,), 3.0))
     Watched.seen.clear()
     strategy.backward((weight * 3).sum().as_subclass(Watched))
-    assert torch.autograd.backward in Watched.seen
+    assert torch.Tensor.backward in Watched.seen
     assert torch.equal(weight.grad, torch.full((2,), 6.0))
 
 

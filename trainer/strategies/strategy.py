@@ -227,8 +227,9 @@ class Strategy:
         if self.plain_backward and inputs is None and not retain_graph:
             engine, compiled = self.engine, self.device.type != "cpu" and "torch._dynamo" in sys.modules
             if engine is None or compiled or torch.overrides.has_torch_function_unary(loss):
-                # with no gradient for the loss: given one, torch imports sympy to compare its shape, for 0.4 s
-                torch.autograd.backward((loss,))
+                # with no gradient for the loss: given one, torch imports sympy to compare its shape, for 0.4 s; and not
+                # by torch.autograd.backward, which in torch 2.10 passes by what a subclass of Tensor overrides
+                loss.backward()
                 return
             one = self.one  # which torch would allocate in each step, for 4 us
             if one is None or one.dtype is not loss.dtype or one.shape != loss.shape or one.device != loss.device:
