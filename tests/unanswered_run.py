@@ -154,7 +154,6 @@ def run(folder: Path, how: str, who: int = 0, grace: float = 1.0, **options: Any
 
 
 def run_with(folder: Path, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Run; with `nohup` as that starts a program."""
-    if options.pop("nohup", False):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    """Run; with `nohup` as that starts a program, else as a terminal does, however the tests were started."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if options.pop("nohup", False) else signal.SIG_DFL)
     run(folder, *arguments, **options)
