@@ -15,7 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints.run_lock import belongs_to_training, is_held
-from .checkpoints.run_names import CHECKPOINTS, CONFIG, EVALUATIONS, EVENT_FILES, IDENTITY, OLD_EVENTS, REPLAY, VERSION
+from .checkpoints.run_names import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATIONS,
+    EVENT_FILES,
+    IDENTITY,
+    MANIFEST,
+    OLD_EVENTS,
+    REPLAY,
+    VERSION,
+)
 from .checkpoints.run_record import read_starts
 from .errors import ConfigError, did_you_mean
 from .run_status import FAILED, RUNNING, STATUS, read_status
@@ -276,7 +286,7 @@ def _checkpoint(path: Path) -> CheckpointEntry:
         path,
         number,
         sum(entry.stat().st_size for entry in files),
-        any(entry.name == "manifest.json" for entry in files),
+        any(entry.name == MANIFEST for entry in files),
     )
 
 

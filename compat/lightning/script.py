@@ -9,6 +9,7 @@ from types import TracebackType
 
 from ...trainer.errors import ConfigError
 from ...trainer.messages import STDERR
+from .file_functions import give_back_files, way_out
 from .stand_in import install
 from .tree import resolved
 
@@ -50,7 +51,11 @@ def run_lightning(arguments: Sequence[str]) -> None:
         # a script's user expects Python's own report, from the first line of the script on
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        if told := way_out(error):
+            print(told, file=STDERR, flush=True)
         raise SystemExit(1) from None
+    finally:
+        give_back_files()
     print(summary(), file=STDERR, flush=True)
 
 

@@ -13,8 +13,8 @@ import torch
 from ... import __version__
 from ..errors import CheckpointError
 from .format import FileSum, unique_keys
+from .run_names import MANIFEST as MANIFEST
 
-MANIFEST = "manifest.json"
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 FORMAT = 2
 """1 lacked the run that wrote the checkpoint; it is still read."""

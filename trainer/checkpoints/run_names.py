@@ -10,6 +10,8 @@ VERSION = re.compile(r"version_(\d+)")
 CHECKPOINTS = "checkpoints"
 CONFIG = "config.yaml"
 """File name of the run's config in its directory."""
+MANIFEST = "manifest.json"
+"""File name of a checkpoint's manifest in its directory."""
 IDENTITY = ".run"
 """File name of the run's identity in its directory; see `saver.new_identity`."""
 EVALUATIONS = "evaluations"
@@ -65,4 +67,4 @@ def is_run_directory(folder: Path, name: str) -> bool:
     """
     parts = Path(name).parts
     named = bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
-    return named or any((folder / CHECKPOINTS).glob("*/manifest.json"))
+    return named or any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))

@@ -15,6 +15,7 @@ from types import ModuleType
 
 from ....trainer.errors import ConfigError
 from ....trainer.processes.environment import lead_python_path
+from ..file_functions import take_files
 
 FOLDER = str(Path(__file__).parent)
 ROOT = __name__.rpartition(".")[0]
@@ -75,6 +76,8 @@ def _find_demo(fullname: str, below: str) -> ModuleSpec | None:
 def install() -> None:
     """Let `lightning`, `pytorch_lightning` and `lightning_fabric` mean this package, also in processes started later.
 
+    Functions for files take checkpoints as files from now on; see file_functions.py.
+
     Raises ConfigError if the real Lightning has been imported already.
     """
     for top, real in STANDS_FOR.items():
@@ -89,6 +92,7 @@ def install() -> None:
     if FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
     lead_python_path(FOLDER)
+    take_files()
     _share_rank()
 
 
@@ -99,3 +103,7 @@ def _share_rank() -> None:
     except ImportError:
         return
     rank_zero.rank_zero_only = import_module(f"{ROOT}.rank_zero").rank_zero_only
+
+
+if FOLDER in sys.path:  # in a process that the program has started, which may never import Lightning by name
+    take_files()

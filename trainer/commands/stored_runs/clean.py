@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...checkpoints.run_lock import RunLock, is_held
-from ...checkpoints.run_names import CHECKPOINTS, IDENTITY
+from ...checkpoints.run_names import CHECKPOINTS, IDENTITY, MANIFEST
 from ...errors import ConfigError
 from ...quantities import format_bytes
 from ...run_directory import CheckpointEntry, RunDirectory, find_runs
@@ -127,6 +127,6 @@ def is_own(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     if path.parent.name == CHECKPOINTS:
-        return (path / "manifest.json").is_file()
+        return (path / MANIFEST).is_file()
     names = {one.name for one in path.iterdir()}
     return bool(names & {STATUS, IDENTITY}) or names <= {".lock", ".lock-ranks"}
