@@ -298,6 +298,11 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             self._columns = []
             rank_zero_warn(f"{path.parent} has the metrics of another run, which are kept as {kept.name}.")
 
+    def follow(self, run_dir: Path) -> None:
+        """Learn where rank 0 writes: in the process that started it, a later run goes on in that file."""
+        super().follow(run_dir)
+        self._has_written = True
+
     @property
     def experiment(self) -> Any:
         """The writer, opened when it is first asked for on rank 0."""

@@ -115,6 +115,23 @@ def test_a_csv_file_of_another_run_is_kept(tmp_path):
         assert [row.split(",")[-1] for row in rows[1:]] == [str(step)] * 3
 
 
+class Validated(Model):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch[0]).square().mean())
+
+
+@pytest.mark.slow
+def test_a_csv_file_of_workers_is_gone_on_with(tmp_path):
+    loader, task, logger = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2), Validated(), CSVLogger(tmp_path)
+    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 1, "log_every_n_steps": 1}
+    trainer = Trainer(logger=logger, **options, **QUIET)
+    trainer.fit(task, loader)
+    trainer.validate(task, loader, verbose=False)
+    folder = tmp_path / "lightning_logs" / "version_0"
+    assert [path.name for path in folder.glob("*.csv")] == ["metrics.csv"]
+    assert {"loss", "val_loss"} <= set((folder / "metrics.csv").read_text().splitlines()[0].split(","))
+
+
 @pytest.mark.parametrize("name", ["", None, "mine"])
 def test_a_csv_logger_makes_its_folder_when_it_saves(tmp_path, name):
     logger = CSVLogger(tmp_path, name)

@@ -62,6 +62,17 @@ def test_other_ranks_know_the_folder_of_rank_0(tmp_path):
         assert other.version == 0
 
 
+@pytest.mark.slow
+def test_the_process_that_started_workers_knows_the_folder_too(tmp_path):
+    logger = CSVLogger(tmp_path / "logs", "mine")
+    trainer, task = make_trainer(tmp_path, logger=logger, strategy="ddp", devices=2), Validated()
+    trainer.fit(task, make_loader())
+    assert logger.log_dir == str(tmp_path / "logs" / "mine" / "version_0")
+    trainer.validate(task, make_loader(), verbose=False)
+    assert [path.name for path in (tmp_path / "logs" / "mine").iterdir()] == ["version_0"]
+    assert "val_loss" in read_rows(tmp_path / "logs" / "mine" / "version_0" / "metrics.csv")[-1]
+
+
 def test_a_prefix(tmp_path):
     logger = CSVLogger(prefix="run1")
     logger.open(tmp_path, None)

@@ -1,6 +1,7 @@
 """Loggers of tracking services, by their own packages: MLflow on a local store, W&B offline."""
 
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -28,10 +29,11 @@ def store(tmp_path, monkeypatch):
     """A local MLflow store, which MLflow 3 wants to be asked for; the process forgets it afterwards."""
     mlflow = imported("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)  # which MLflow sets too
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     before = mlflow.get_tracking_uri()
     yield str(tmp_path / "mlruns")
     mlflow.set_tracking_uri(before)
+    os.environ.pop("MLFLOW_TRACKING_URI", None)  # which MLflow has set
 
 
 class Kept(Validated):
@@ -77,6 +79,18 @@ def test_mlflow_has_each_point_once_after_a_resume(tmp_path, store):
     assert logger.save_dir == store
     twin = cloudpickle.loads(cloudpickle.dumps(logger))
     assert twin.run_id == logger.run_id
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_goes_on_in_the_run_that_workers_have_begun(tmp_path, store):
+    logger = MLFlowLogger("tiny", save_dir=store)
+    trainer, task = make_trainer(tmp_path, logger=logger, strategy="ddp", devices=2, log_every_n_steps=1), Kept()
+    trainer.fit(task, make_loader(16))
+    trainer.validate(task, make_loader(), verbose=False)
+    (run,) = logger.experiment.search_runs([logger.experiment_id])
+    assert run.info.run_id == logger.run_id
+    assert [step for step, _ in history(logger, "train/loss")] == [1, 2]
+    assert len(history(logger, "val_loss")) == 1
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,7 +51,7 @@ class LogFolder:
 
     def follow(self, directory: Path) -> None:
         """Take the version of a folder that another process has chosen, if it is one of this logger's."""
-        if self._version is None and directory.parent == Path(self._start, self.root_dir):
+        if self._version is None and directory.parent == self._root:
             number = directory.name.removeprefix("version_")
             self._version = int(number) if number.isdigit() and number != directory.name else directory.name
 
@@ -59,9 +59,12 @@ class LogFolder:
         """Return the version after the newest one that there is."""
         return max(self._versions(), default=-1) + 1
 
+    @property
+    def _root(self) -> Path:
+        return Path(self._start, os.path.expanduser(os.path.expandvars(self.root_dir)))
+
     def _versions(self) -> list[int]:
-        folder = Path(self._start, os.path.expanduser(os.path.expandvars(self.root_dir)))
-        return [int(path.name[8:]) for path in folder.glob("version_*") if path.name[8:].isdigit()]
+        return [int(path.name[8:]) for path in self._root.glob("version_*") if path.name[8:].isdigit()]
 
 
 def write_hyperparameters(folder: Path, params: Mapping[str, Any]) -> None:

@@ -54,7 +54,10 @@ class Logger:
         self._directory = Path(run_dir)
 
     def follow(self, run_dir: Path) -> None:
-        """Learn on a rank other than 0, which opens nothing, where rank 0 writes."""
+        """Learn where rank 0 writes, in a process that opens nothing: another rank, or the one that started workers.
+
+        run_dir: the run directory, or the logger's own folder.
+        """
         if self.folder is not None:
             self.folder.follow(Path(run_dir))
 

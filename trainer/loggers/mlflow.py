@@ -10,7 +10,7 @@ from typing import Any, Literal
 from .folder import flat_params, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
-from .remote import CheckpointUploads, kept_id
+from .remote import CheckpointUploads, kept_id, read_id
 
 FILE_PREFIX = "file:"
 
@@ -127,12 +127,16 @@ class MLFlowLogger(Logger):
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Begin the run, or go on in that of the run directory."""
         super().open(run_dir, resume_step)
-        file, self._resume_step = kept_id(Path(run_dir), "mlflow"), resume_step
-        if self._run_id is None and resume_step is not None and file.exists():
-            self._run_id = file.read_text().strip()
-        file.write_text(f"{self.run_id}\n")
+        self._resume_step = resume_step
+        if resume_step is not None:
+            self.follow(run_dir)
+        kept_id(Path(run_dir), "mlflow").write_text(f"{self.run_id}\n")
         self._written = {}
         self.experiment.update_run(self._run_id, "RUNNING")
+
+    def follow(self, run_dir: Path) -> None:
+        """Take the id of the run that another process has begun, or one before a resume."""
+        self._run_id = self._run_id or read_id(Path(run_dir), "mlflow")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the metrics of a step, unless the run has them from before a resume."""

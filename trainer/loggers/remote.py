@@ -10,6 +10,12 @@ def kept_id(run_dir: Path, service: str) -> Path:
     return run_dir / f"{service}-id.txt"
 
 
+def read_id(run_dir: Path, service: str) -> str | None:
+    """Return the id in that file; None where there is none."""
+    file = kept_id(run_dir, service)
+    return file.read_text().strip() if file.exists() else None
+
+
 class CheckpointUploads:
     """Sends checkpoints, each once: all ("all"), the best and the last at the end (True), or none (False)."""
 

@@ -10,7 +10,7 @@ from ..errors import ConfigError
 from .folder import plain, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
-from .remote import CheckpointUploads, kept_id
+from .remote import CheckpointUploads, kept_id, read_id
 
 STEP = "trainer/global_step"
 """The metric that is the x-axis of all others."""
@@ -105,16 +105,19 @@ class WandbLogger(Logger):
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Begin the run, or go on in that of the run directory."""
         super().open(run_dir, resume_step)
-        file = kept_id(Path(run_dir), "wandb")
         if self._run is None:
             self._init["dir"] = self._init["dir"] or str(run_dir)
-            if self._init["id"] is None and resume_step is not None and file.exists():
-                self._init["id"] = file.read_text().strip()
+        if resume_step is not None:
+            self.follow(run_dir)
         run = self.experiment
-        file.write_text(f"{run.id}\n")
+        kept_id(Path(run_dir), "wandb").write_text(f"{run.id}\n")
         self._written = -1
         if resume_step is not None:
             self._written = int(run.summary.get(STEP, -1))
+
+    def follow(self, run_dir: Path) -> None:
+        """Take the id of the run that another process has begun, or one before a resume."""
+        self._init["id"] = self._init["id"] or read_id(Path(run_dir), "wandb")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the metrics of a step, unless W&B has them from before a resume."""

@@ -45,6 +45,8 @@ class RunResult:
     """Lengths of the loaders."""
     callbacks: list[tuple[str, dict[str, Any]]]
     """Key and state of each callback."""
+    logger_folders: list[Path | None]
+    """Folder of its own that each logger has chosen; None: it writes to the run directory."""
 
 
 def needs_workers(trainer: "Trainer", request: Request) -> bool:
@@ -119,6 +121,9 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.callback_metrics = outcome.callback_metrics
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics = outcome.logged_metrics
+    for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=True):
+        if outcome.run_dir is not None:
+            logger.follow(folder or outcome.run_dir)
     trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         callback.find_folder(trainer)
@@ -171,4 +176,5 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         trainer.logged_metrics,
         trainer.lengths,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
+        [None if logger.folder is None else logger.folder.path for logger in trainer.loggers],
     )
