@@ -197,6 +197,17 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         self.__dict__["_logged_metrics"] = value
 
     @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """The newest value of each name that progress bars show, up to the newest batch."""
+        self._read_newest()
+        found: dict[str, float] = self.__dict__["_progress_bar_metrics"]
+        return found
+
+    @progress_bar_metrics.setter
+    def progress_bar_metrics(self, value: dict[str, float]) -> None:
+        self.__dict__["_progress_bar_metrics"] = value
+
+    @property
     def agreed_metrics(self) -> "dict[str, Tensor]":
         """The values of `callback_metrics` that every rank has, for decisions that all ranks take."""
         found: dict[str, Tensor] = dict(self.callback_metrics)
@@ -233,7 +244,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
             self.take_own(reduced.all)
             if metrics.processes == 1:
                 metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
-            self.progress_bar_metrics.update(reduced.progress_bar)
+            self.__dict__["_progress_bar_metrics"].update(reduced.progress_bar)
             self.take_logged(reduced)
 
     # --- data -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from torch import Tensor
+
 from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...trainer.loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
@@ -49,6 +52,11 @@ class FabricLogger(logger.Logger, ABC):
     def save_dir(self) -> str | None:
         """The folder of all experiments; None if nothing is saved here."""
         return None
+
+    def folder_below(self, root: str | Path) -> str:
+        """Return the folder for checkpoints of the run, of save_dir (or `root`), name and version."""
+        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
+        return str(Path(self.save_dir or root, str(self.name), version))
 
     @property
     def group_separator(self) -> str:
@@ -503,6 +511,14 @@ def sanitize_callables(params: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: getattr(value, "__name__", str(value)) if callable(value) else value for name, value in params.items()
     }
+
+
+def sanitize_params(params: dict[str, Any]) -> dict[str, Any]:
+    """Make texts of the hyperparameters that are no numbers, texts or tensors, in the dict that is given; return it."""
+    for name, value in params.items():
+        value = value.item() if isinstance(value, np.generic) else value
+        params[name] = value if type(value) in (bool, int, float, str, Tensor) else str(value)
+    return params
 
 
 def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: str = "") -> dict[str, Any]:

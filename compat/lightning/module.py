@@ -4,7 +4,7 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
-from ...tasks.hyperparameters import AttributeDict
 from ...tasks.task import Task
 from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
@@ -61,10 +61,33 @@ def hyperparameters_of(kind: type, values: dict[str, Any]) -> Iterator[None]:
         _given.reset(token)
 
 
+class AttributeDict(hyperparameters.AttributeDict):
+    """A dict whose keys are attributes too, with one line for each where it is printed."""
+
+    def __getattr__(self, key: str) -> Any:
+        try:
+            return self[key]
+        except KeyError as error:
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{key}'") from error
+
+    def __delattr__(self, item: str) -> None:
+        del self[item]
+
+    def __repr__(self) -> str:
+        width = max((len(key) for key in self), default=0) + 3
+        return "\n".join(f"{quoted:{width}s} {self[key]}" for key in sorted(self) for quoted in [f'"{key}":'])
+
+
 class InitialHyperparameters:
     """Hyperparameters as they were saved first."""
 
     _log_hyperparams = False
+
+    @property
+    def hparams(self) -> AttributeDict:
+        """The saved hyperparameters; empty if none were saved."""
+        kept: AttributeDict = self.__dict__.setdefault("_hparams", AttributeDict())
+        return kept
 
     def _set_hparams(self, hp: Any) -> None:  # private in Lightning, and called by many programs
         own: Any = self
@@ -355,6 +378,12 @@ class LightningDataModule(InitialHyperparameters, DataModule):
                 setattr(module, f"{stage}_dataloader", _Loaders(data, stage == "train", wanted))
         return module
 
+    def __str__(self) -> str:
+        return "\n".join(
+            f"{{{stage} dataloader: {_sizes(getattr(self, f'{method}_dataloader', None))}}}"
+            for stage, method in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict"))
+        )
+
     @_OfClass
     def load_from_checkpoint(
         cls: type[DataSelf],
@@ -367,6 +396,21 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         """Build the data module from the hyperparameters in a checkpoint; `kwargs` override them."""
         found: DataSelf = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, **kwargs)
         return found
+
+
+def _sizes(make_loaders: Any) -> str:
+    """Return the sizes of the data behind a method that makes loaders; "None" where there is none yet."""
+
+    def size(loader: Any) -> str:
+        return f"size={len(loader.dataset) if isinstance(loader.dataset, Sized) else 'NA'}"
+
+    try:
+        found = make_loaders()
+        if isinstance(found, DataLoader):
+            return size(found)
+        return " ; ".join(f"{number}. {size(loader)}" for number, loader in enumerate(found, start=1))
+    except Exception:  # whatever the method lacks before `setup`
+        return "None"
 
 
 class _Loaders:

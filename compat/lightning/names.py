@@ -120,7 +120,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "sized_len": Entry("same", ".utilities"),
         "has_len": Entry("same", ".utilities"),
         "suggested_max_num_workers": Entry("same", ".utilities"),
-        "AttributeDict": Entry("same", ".utilities"),
+        "AttributeDict": Entry("same", ".module"),
     },
     "fabric.utilities.distributed": {
         "group": Entry("same", ".utilities"),
@@ -307,11 +307,7 @@ NAMES: dict[str, dict[str, Entry]] = {
             "",
             "Bars of RichProgressBar end by themselves; override configure_columns to show them otherwise.",
         ),
-        "CustomProgress": Entry(
-            "placeholder",
-            "",
-            "Bars of RichProgressBar end by themselves; override configure_columns to show them otherwise.",
-        ),
+        "CustomProgress": Entry("same", ".callbacks.rich_progress", ""),
         "CustomTimeColumn": Entry("same", ".callbacks.rich_progress", ""),
         "BatchesProcessedColumn": Entry("same", ".callbacks.rich_progress", ""),
         "ProcessingSpeedColumn": Entry("same", ".callbacks.rich_progress", ""),
@@ -930,7 +926,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "get_init_args": Entry("same", ".utilities"),
         "collect_init_args": Entry("same", ".utilities"),
         "save_hyperparameters": Entry("same", ".utilities"),
-        "AttributeDict": Entry("same", ".utilities"),
+        "AttributeDict": Entry("same", ".module"),
         "lightning_hasattr": Entry("same", ".utilities"),
         "lightning_getattr": Entry("same", ".utilities"),
         "lightning_setattr": Entry("same", ".utilities"),
@@ -988,6 +984,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "_convert_params": Entry("same", ".loggers:as_dict"),
         "_flatten_dict": Entry("same", ".loggers:flatten_dict"),
         "_sanitize_callable_params": Entry("same", ".loggers:sanitize_callables"),
+        "_sanitize_params": Entry("same", ".loggers:sanitize_params"),
     },
     "fabric.loggers.logger": {
         "Logger": Entry("same", ".loggers:FabricLogger"),
@@ -1103,3 +1100,43 @@ INTERNAL = """
     pytorch.utilities.migration.migration pytorch.utilities.testing pytorch.utilities.testing._runif
 """
 """Modules of Lightning's inner workings: they can be imported, and each name in them is a placeholder."""
+
+IMPORTED = {
+    "": "argparse ast contextlib copy csv functools gc glob importlib inspect io itertools json logging math operator "
+    "os pickle platform re shutil statistics subprocess sys tempfile threading time torch types warnings weakref yaml",
+    "abc": "ABC abstractmethod",
+    "argparse": "ArgumentParser Namespace",
+    "collections": "ChainMap Counter OrderedDict defaultdict",
+    "collections.abc": "Generator Iterable Iterator Mapping MutableMapping Sequence Sized",
+    "contextlib": "AbstractContextManager contextmanager nullcontext suppress",
+    "copy": "deepcopy",
+    "dataclasses": "dataclass field fields is_dataclass",
+    "datetime": "datetime timedelta timezone",
+    "enum": "Enum",
+    "functools": "lru_cache partial update_wrapper",
+    "io": "BytesIO",
+    "pathlib": "Path",
+    "rich": "get_console reconfigure",
+    "rich.console": "Console",
+    "rich.progress": "BarColumn Progress ProgressColumn Task TaskID TextColumn",
+    "rich.style": "Style",
+    "rich.text": "Text",
+    "torch": "ScriptModule Tensor nn optim",
+    "torch.nn": "Module ModuleDict Parameter",
+    "torch.optim": "LBFGS Optimizer",
+    "torch.optim.lr_scheduler": "LRScheduler",
+    "torch.optim.swa_utils": "SWALR AveragedModel",
+    "torch.utils.data": "BatchSampler DataLoader Dataset DistributedSampler IterableDataset RandomSampler Sampler "
+    "SequentialSampler",
+    "torchmetrics": "Metric MetricCollection",
+    "tqdm": "tqdm",
+    "typing": "Any Callable Generic IO Literal Optional Protocol TextIO TypeVar Union cast get_args overload",
+    "typing_extensions": "NotRequired Required Self TypedDict override",
+    "weakref": "proxy",
+}
+"""Names that modules of Lightning's have since they import them, by the module that defines them; "": modules.
+
+Programs take them from there: `from lightning.pytorch.callbacks.callback import Tensor`.
+"""
+IMPORTED_BY = {"pytorch.cli": {"jsonargparse": "ActionConfigFile ArgumentParser Namespace class_from_function"}}
+"""Names that one module of Lightning's has from elsewhere than the others."""

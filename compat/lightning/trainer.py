@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ...callbacks.callback import Callback
+from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
 from ...trainer.checkpoints.left_out import plain_containers
 from ...trainer.checkpoints.saver import Saver
@@ -37,7 +39,7 @@ from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
-from .loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from .loggers import CSVLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
 from .plugins import ClusterEnvironment, LayerSync, Precision
@@ -204,6 +206,7 @@ class Trainer(TrainerAttributes):
         set_benchmark(benchmark, deterministic)
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
+        self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
@@ -226,6 +229,14 @@ class Trainer(TrainerAttributes):
             read_only = isinstance(own, property) and own.fset is None
             if read_only and own is not inherited and getattr(inherited, "fset", True) is not None:
                 setattr(cls, name, assignable(own, name, inherited))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Trainer":
+        """Return a copy that has counts and metrics, and none of the parts that a run has opened."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(
+            {name: deepcopy(None if name == "run" else value, memo) for name, value in vars(self).items()}
+        )
+        return copied
 
     @property
     def enable_autolog_hparams(self) -> bool:
@@ -272,7 +283,10 @@ class Trainer(TrainerAttributes):
         """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers."""
         if self.fast_dev_run or not self.loggers:
             return None
-        own = getattr(self.loggers[0], "log_dir", None) if self.loggers else None
+        first = self.loggers[0]
+        own = getattr(first, "log_dir", None)
+        if own is None and isinstance(first, FabricLogger):  # where ModelCheckpoint writes then
+            own = first.folder_below(self.default_root_dir)
         if own is None:
             return super().new_run_dir()
         Path(own).mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from logging import getLogger
 from types import ModuleType
 from typing import Any
 
-from .names import EXPORTS, INTERNAL, NAMES, VERSION, Entry
+from .names import EXPORTS, IMPORTED, IMPORTED_BY, INTERNAL, NAMES, VERSION, Entry
 from .placeholders import make_placeholder
 
 ROOT = __package__ or ""
@@ -53,7 +53,8 @@ def resolve(path: str, name: str) -> Any:
             return import_module(f"{ROOT}.{inner}")
         found = _passed_on(path, name)
         if found is None:
-            return _internal(path, name)
+            module = _imported_from(path, name)
+            return _internal(path, name) if module is None else _import(module, name)
     home, entry = found
     resolved[f"{home}.{name}"] = entry
     if not entry.home:
@@ -73,10 +74,24 @@ def _passed_on(path: str, name: str) -> tuple[str, Entry] | None:
     return (homes[0], NAMES[homes[0]][name]) if homes else None
 
 
+def _imported_from(path: str, name: str) -> str | None:
+    """Return the module that defines a name which Lightning's module imports; "" for a module, None for other names."""
+    if path in ABOVE:
+        return None
+    tables = IMPORTED_BY.get(path, {}), IMPORTED
+    return next((module for table in tables for module, names in table.items() if name in names.split()), None)
+
+
+def _import(module: str, name: str) -> Any:
+    return getattr(import_module(module), name) if module else import_module(name)
+
+
 def _internal(path: str, name: str) -> Any:
     """Return the object of a private name, or of any name of an internal module. Raises AttributeError for others."""
     if name in CONSTANTS:
         return CONSTANTS[name]
+    if name == "pl":
+        return import_module(f"{ROOT}.pytorch")
     if name == "log":
         return getLogger(f"lightning.{path}")
     if name.endswith("_AVAILABLE"):

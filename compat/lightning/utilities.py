@@ -516,26 +516,6 @@ class GradClipAlgorithmType(LightningEnum):
         return [member.value for member in GradClipAlgorithmType]
 
 
-class AttributeDict(dict[str, Any]):
-    """A dict whose keys are attributes too."""
-
-    def __getattr__(self, key: str) -> Any:
-        try:
-            return self[key]
-        except KeyError as error:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{key}'") from error
-
-    def __setattr__(self, key: str, val: Any) -> None:
-        self[key] = val
-
-    def __delattr__(self, item: str) -> None:
-        del self[item]
-
-    def __repr__(self) -> str:
-        width = max((len(key) for key in self), default=0) + 3
-        return "\n".join(f"{quoted:{width}s} {self[key]}" for key in sorted(self) for quoted in [f'"{key}":'])
-
-
 def is_picklable(obj: object) -> bool:
     """Return whether an object can be pickled."""
     try:

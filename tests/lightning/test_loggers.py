@@ -336,3 +336,32 @@ def test_a_csv_logger_may_have_a_writer_that_saves_in_another_format(tmp_path):
     assert len(found.read_text().splitlines()) == 3
     assert not (found.parent / "metrics.csv").exists()
     assert TensorBoardLogger(tmp_path)._fs.isfile(str(found))
+
+
+def test_a_run_without_a_folder_of_its_logger_lies_where_checkpoints_do(tmp_path):
+    class Silent(Logger):
+        name, version, save_dir = "own", None, str(tmp_path / "saved")
+
+        def log_metrics(self, metrics, step=None):
+            pass
+
+        def log_hyperparams(self, params):
+            pass
+
+    written = CSVLogger(tmp_path)
+    quiet = {**QUIET, "enable_checkpointing": True}
+    trainer = Trainer(accelerator="cpu", max_steps=1, logger=[Silent(), written], default_root_dir=tmp_path, **quiet)
+    trainer.fit(Model(), DataLoader(TensorDataset(torch.ones(2, 2))))
+    folder = tmp_path / "saved" / "own" / "version_None"
+    assert Path(trainer.checkpoint_callback.best_model_path).parent == folder / "checkpoints"
+    assert Path(written.log_dir) == tmp_path / "lightning_logs" / "version_0"
+
+
+def test_texts_for_hyperparameters_of_other_kinds():
+    import numpy as np
+
+    from legato.compat.lightning.fabric.utilities.logger import _sanitize_params
+
+    given = {"rate": np.float32(0.5), "layer": nn.Linear, "list": [1], "none": None, "flag": True}
+    expected = {"rate": 0.5, "layer": str(nn.Linear), "list": "[1]", "none": "None", "flag": True}
+    assert _sanitize_params(given) is given == expected

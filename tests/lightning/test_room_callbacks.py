@@ -188,3 +188,112 @@ def test_on_two_processes_the_caller_sees_what_they_did(tmp_path):
     assert weights_of(again) != weights_of(module)
     assert trainer.validate(module, loader(2), ckpt_path="best", verbose=False)[0]["val_loss"] == 0.5
     assert weights_of(module) == weights_of(again)
+
+
+class StepNet(L.LightningModule):
+    """A model with a rate that falls after each epoch, and a loss beside the bar."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def quiet_fit(folder, callbacks, **options):
+    wanted = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False, **options}
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, callbacks=callbacks, default_root_dir=folder, **wanted)
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 1)), batch_size=1)
+    trainer.fit(StepNet(), batches)
+    return trainer
+
+
+def test_a_bar_of_ones_own_reads_the_newest_values_and_when_to_draw(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
+
+    seen, due = [], []
+
+    class Bar(ProgressBar):
+        def disable(self):
+            pass
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append((self.get_metrics(trainer, pl_module)["loss"], outputs["loss"].item()))
+
+    class Drawn(TQDMProgressBar):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            due.append(self._should_update(batch_idx + 1, self.train_progress_bar.total))
+
+    quiet_fit(tmp_path, Bar())
+    assert len(seen) == 8
+    assert all(shown == pytest.approx(loss) for shown, loss in seen)
+    quiet_fit(tmp_path, Drawn(refresh_rate=3))
+    assert due == [False, False, True, True] * 2
+
+
+def test_parts_of_a_learning_rate_monitor_may_be_overridden(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import LearningRateMonitor
+
+    class Monitor(LearningRateMonitor):
+        def __init__(self):
+            super().__init__("epoch", log_momentum=True)
+            self.seen = []
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            self.seen.append(self._extract_stats(trainer, "any"))
+
+        def _get_optimizer_stats(self, optimizer, names):
+            return {f"own/{name}": value for name, value in super()._get_optimizer_stats(optimizer, names).items()}
+
+    monitor = Monitor()
+    trainer = quiet_fit(tmp_path, monitor, logger=True)
+    assert [list(one) for one in monitor.seen] == [["own/lr-SGD", "own/lr-SGD-momentum"]] * 2
+    assert [one["own/lr-SGD"] for one in monitor.seen] == pytest.approx([0.01, 0.001])
+    assert trainer.callback_metrics["own/lr-SGD-momentum"] == 0.5
+    assert monitor.lrs["lr-SGD"] == pytest.approx([0.1, 0.01, 0.01, 0.001])
+    assert monitor.last_momentum_values == {"lr-SGD-momentum": 0.5}
+
+
+def test_checkpoint_callbacks_come_last_in_the_list():
+    from legato.compat.lightning.pytorch.callbacks import EarlyStopping, LearningRateFinder, ModelCheckpoint
+
+    given = [ModelCheckpoint(), EarlyStopping("loss"), LearningRateFinder()]
+    trainer = L.Trainer(accelerator="cpu", callbacks=given, enable_progress_bar=False, enable_model_summary=False)
+    assert trainer.callbacks == [given[2], given[1], given[0]]
+
+
+def test_bars_by_rich_may_be_started_and_named_by_a_subclass(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import RichProgressBar
+    from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import Console, CustomProgress
+
+    written = io.StringIO()
+
+    class Bar(RichProgressBar):
+        started = 0
+
+        def _init_progress(self, trainer):
+            if self.is_enabled and (self.progress is None or self._progress_stopped):
+                self._reset_progress_bar_ids()
+                console = Console(**self._console_kwargs)
+                self.progress = CustomProgress(*self.configure_columns(trainer), console=console)
+                self.progress.start()
+                self._progress_stopped = False
+                self.started += 1
+
+        def _get_train_description(self, current_epoch):
+            return f"Round {current_epoch + 1}"
+
+    bar = Bar(leave=True, console_kwargs={"file": written, "force_terminal": True, "width": 80})
+    quiet_fit(tmp_path, bar)
+    assert bar.started == 1
+    assert "Round 2" in written.getvalue()
+    quiet_fit(tmp_path, bar)
+    assert bar.started == 2

@@ -1,5 +1,6 @@
 """Trainer with Lightning's arguments, defaults, attributes and exceptions."""
 
+import copy
 import inspect
 import json
 import os
@@ -535,3 +536,36 @@ def test_a_module_saved_before_a_run_is_where_each_fit_begins(tmp_path):
         found.append([trainer.global_step, trainer.current_epoch, *model.layer.weight.flatten().tolist()])
     assert found[0] == found[1]
     assert found[0][:2] == [4, 2]
+
+
+def test_a_trainer_is_copied_after_a_run_without_what_the_run_has_opened():
+    trainer = pl.Trainer(**SILENT, max_steps=1, num_sanity_val_steps=0)
+    trainer.fit(Small(), DataLoader(torch.randn(4, 2)))
+    copied = copy.deepcopy(trainer)
+    assert (copied.global_step, copied.model) == (1, None)
+    assert copied.callback_metrics.keys() == trainer.callback_metrics.keys()
+    copied.fit_loop.epoch_loop.max_steps = 2
+    copied.fit(Small(), DataLoader(torch.randn(4, 2)))
+    assert (copied.global_step, trainer.global_step, trainer.max_steps) == (2, 1, 1)
+
+
+def test_what_is_printed_of_hyperparameters_and_of_a_data_module():
+    class Data(pl.LightningDataModule):
+        def __init__(self, rate=0.5, b=1):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            return DataLoader(torch.zeros(3, 1))
+
+        def val_dataloader(self):
+            return [DataLoader(torch.zeros(2, 1)), DataLoader(torch.zeros(4, 1))]
+
+    data = Data()
+    assert str(data.hparams) == '"b":    1\n"rate": 0.5'
+    assert str(data).splitlines() == [
+        "{Train dataloader: size=3}",
+        "{Validation dataloader: 1. size=2 ; 2. size=4}",
+        "{Test dataloader: None}",
+        "{Predict dataloader: None}",
+    ]

@@ -102,6 +102,25 @@ def test_names_that_are_passed_on_are_the_same_objects():
             assert resolve(module, name) is resolve(home, name) or find_entry(module, name)[1].kind == "placeholder"
 
 
+def test_modules_have_the_names_that_they_import_elsewhere():
+    from argparse import Namespace
+    from importlib import import_module as find
+
+    from jsonargparse import Namespace as NamespaceOfParser
+
+    from legato.compat.lightning import pytorch
+    from legato.compat.lightning.pytorch.callbacks.progress import rich_progress
+
+    assert resolve("pytorch.cli", "Namespace") is NamespaceOfParser
+    assert resolve("pytorch.loggers.csv_logs", "Namespace") is Namespace
+    assert resolve("pytorch.callbacks.callback", "Tensor") is find("torch").Tensor
+    assert resolve("pytorch.trainer.trainer", "os") is find("os")
+    assert resolve("pytorch.callbacks.model_checkpoint", "pl") is pytorch
+    assert rich_progress.Console is find("rich.console").Console
+    with pytest.raises(AttributeError, match="no public name 'os'"):
+        resolve("pytorch.callbacks", "os")
+
+
 def test_a_placeholder_can_be_named_subclassed_and_not_used():
     placeholders = [(module, name) for module in NAMES for name, entry in NAMES[module].items() if not entry.home]
     assert placeholders

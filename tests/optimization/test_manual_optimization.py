@@ -109,6 +109,32 @@ def test_manual_backward_fires_the_hooks_and_uses_an_own_backward(trainer):
     assert_same_bits(task, train_by_hand(Tiny(), make_loader(8)))
 
 
+def test_a_scheduler_is_made_of_the_optimizer_that_a_step_is_given(trainer):
+    class Warm(Stepping):
+        def on_train_start(self):
+            given = self.optimizers()
+            assert isinstance(given, SGD)
+            self.scheduler = StepLR(given, 1, gamma=0.5)
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+            self.scheduler.step()
+
+    task, by_hand, rates = Warm(), Tiny(), []
+    made = trainer()
+    made.fit(task, make_loader(8))
+    optimizer = by_hand.configure_optimizers()
+    scheduler = StepLR(optimizer, 1, gamma=0.5)
+    for batch in make_loader(8):
+        optimizer.zero_grad()
+        by_hand.loss(batch).backward()
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert made.optimizers[0].param_groups[0]["lr"] == rates[-1]
+    assert_same_bits(task, by_hand)
+
+
 def test_manual_optimization_under_float16_scales_and_unscales(trainer):
     class Manual(Tiny):
         automatic_optimization = False

@@ -131,8 +131,12 @@ def _describe(value: Any) -> str:
 class ManualOptimizer:
     """Optimizer as returned by `Task.optimizers()`; `step` goes through the strategy to reduce and unscale gradients.
 
-    All other attributes are the optimizer's own.
+    All other attributes are the optimizer's own, its class too: schedulers ask for an instance of `Optimizer`.
     """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.optimizer)
 
     def __init__(self, optimizer: Optimizer, optimization: "Optimization") -> None:
         self.optimizer = optimizer

@@ -50,24 +50,51 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
         """Return the rates to log in an interval, by name, on every rank."""
-        values: dict[str, float] = {}
         if self.logging_interval not in (None, interval):
-            return values
+            return {}
+        return self._extract_stats(trainer, "any" if self.logging_interval else interval)
+
+    # --- private in Lightning, and called and overridden by programs ------------------------------------------------
+    def _extract_stats(self, trainer: "Trainer", interval: str) -> dict[str, float]:
+        """Return the values of the optimizers that are logged in an interval; "any": of all."""
+        values: dict[str, float] = {}
         for key, optimizer, own_interval in self._optimizers(trainer):
             # an optimizer without a scheduler is logged in either interval
-            if self.logging_interval is None and own_interval not in (interval, "any"):
-                continue
-            for name, group in zip(self._group_names(key, optimizer), optimizer.param_groups, strict=True):
-                values[name] = float(group["lr"])
-                self.lrs.setdefault(name, []).append(values[name])
-                if self.log_momentum:
-                    momentum = group["betas"][0] if "betas" in group else group.get("momentum", 0)
-                    values[f"{name}-momentum"] = self.last_momentum_values[f"{name}-momentum"] = momentum
-                if self.log_weight_decay:
-                    decay = group.get("weight_decay", 0.0)
-                    values[f"{name}-weight_decay"] = self.last_weight_decay_values[f"{name}-weight_decay"] = decay
+            if interval == "any" or own_interval in (interval, "any"):
+                values |= self._get_optimizer_stats(optimizer, self._group_names(key, optimizer))
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         return values
+
+    def _get_optimizer_stats(self, optimizer: "Optimizer", names: list[str]) -> dict[str, float]:
+        """Return the values of an optimizer, whose parameter groups have these names."""
+        values: dict[str, float] = {}
+        for name, group in zip(names, optimizer.param_groups, strict=True):
+            values |= self._extract_lr(group, name)
+            values |= self._extract_momentum(group, f"{name}-momentum", "betas" in optimizer.defaults)
+            values |= self._extract_weight_decay(group, f"{name}-weight_decay")
+        return values
+
+    def _extract_lr(self, param_group: dict[str, Any], name: str) -> dict[str, float]:
+        """Return and keep the rate of a parameter group."""
+        lr = float(param_group["lr"])
+        self.lrs.setdefault(name, []).append(lr)
+        return {name: lr}
+
+    def _extract_momentum(self, param_group: dict[str, Any], name: str, use_betas: bool) -> dict[str, float]:
+        """Return and keep the momentum of a parameter group, with `log_momentum`."""
+        if not self.log_momentum:
+            return {}
+        momentum = param_group["betas"][0] if use_betas else param_group.get("momentum", 0)
+        self.last_momentum_values[name] = momentum
+        return {name: momentum}
+
+    def _extract_weight_decay(self, param_group: dict[str, Any], name: str) -> dict[str, float]:
+        """Return and keep the weight decay of a parameter group, with `log_weight_decay`."""
+        if not self.log_weight_decay:
+            return {}
+        decay = param_group.get("weight_decay", 0.0)
+        self.last_weight_decay_values[name] = decay
+        return {name: decay}
 
     def _optimizers(self, trainer: "Trainer") -> Any:
         """Yield (name, optimizer, interval): those of schedulers first, then the others, with interval "any"."""

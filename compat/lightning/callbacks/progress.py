@@ -307,7 +307,7 @@ class TQDMProgressBar(DrawnProgressBar):
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Draw if it is time."""
         bar = self._train_progress_bar
-        if bar is not None and self._should_update(batch_idx + 1, bar.total):
+        if bar is not None and self._is_due(batch_idx + 1, bar.total):
             self._draw(bar, batch_idx + 1, self.get_metrics(trainer, task))
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
@@ -409,12 +409,16 @@ class TQDMProgressBar(DrawnProgressBar):
         bar.set_description(description)
 
     def _show(self, bar: Any, batch_idx: int) -> None:
-        if bar is not None and self._should_update(batch_idx + 1, bar.total):
+        if bar is not None and self._is_due(batch_idx + 1, bar.total):
             self._draw(bar, batch_idx + 1)
 
     def _should_update(self, current: int, total: Number | None) -> bool:
-        """Return whether to draw after `current` batches."""
-        if not self.is_enabled or (current % self.refresh_rate and current != total):
+        """Return whether to draw after `current` batches, by `refresh_rate`."""
+        return self.is_enabled and (current % self.refresh_rate == 0 or current == total)
+
+    def _is_due(self, current: int, total: Number | None) -> bool:
+        """Return whether to draw after `current` batches, by `refresh_rate` and by the clock."""
+        if not self._should_update(current, total):
             return False
         rest = SECONDS_BETWEEN_DRAWINGS if sys.stdout.isatty() else SECONDS_WITHOUT_TERMINAL
         return current == total or time.monotonic() - self._drawn_at >= rest

@@ -112,6 +112,10 @@ class MetricsTextColumn(ProgressColumn):
                 yield f"{name}: {value}"
 
 
+class CustomProgress(Progress):
+    """The bars that are shown together."""
+
+
 class RichProgressBar(DrawnProgressBar):
     """Shows bars by rich; needs it installed.
 
@@ -139,11 +143,18 @@ class RichProgressBar(DrawnProgressBar):
         self.progress: Any = None
         self._bars: dict[str, Any] = {}
         self._metric_component: MetricsTextColumn | None = None
+        self._progress_stopped = True
         self._updated_at = -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is shown."""
-        return {**super().__getstate__(), "progress": None, "_bars": {}, "_metric_component": None}
+        return {
+            **super().__getstate__(),
+            "progress": None,
+            "_bars": {},
+            "_metric_component": None,
+            "_progress_stopped": True,
+        }
 
     @property
     def train_progress_bar_id(self) -> Any:
@@ -177,8 +188,12 @@ class RichProgressBar(DrawnProgressBar):
         self._metric_component = MetricsTextColumn(trainer, *options)
         columns = [*self.configure_columns(trainer), self._metric_component]
         rate, console = min(self.refresh_rate, DRAWINGS_A_SECOND), Console(**self._console_kwargs)
-        self.progress = Progress(*columns, console=console, refresh_per_second=rate)
+        self.progress = CustomProgress(*columns, console=console, refresh_per_second=rate)
         self.progress.start()
+        self._progress_stopped = False
+
+    def _reset_progress_bar_ids(self) -> None:  # private in Lightning, and called by programs that start their own bars
+        self._bars = {}
 
     def _open(self, name: str, total: float, description: str, **fields: Any) -> None:
         if self.progress is not None:
@@ -200,9 +215,9 @@ class RichProgressBar(DrawnProgressBar):
     def _stop_progress(self) -> None:
         if self.progress is not None:
             self.progress.stop()
-        self.progress, self._bars = None, {}
+        self.progress, self._bars, self._progress_stopped = None, {}, True
 
-    def refresh(self) -> None:
+    def refresh(self, hard: bool = False) -> None:
         """Draw now."""
         if self.progress is not None:
             self.progress.refresh()
@@ -220,7 +235,8 @@ class RichProgressBar(DrawnProgressBar):
         """Begin the epoch's bar."""
         if self._leave:
             self._bars.pop("train", None)
-        self._open("train", self.total_train_batches, self._get_train_description(trainer), shows_metrics=True)
+        words = self._get_train_description(trainer.current_epoch)
+        self._open("train", self.total_train_batches, words, shows_metrics=True)
 
     @property
     def train_progress_bar(self) -> Any:
@@ -244,9 +260,10 @@ class RichProgressBar(DrawnProgressBar):
             raise TypeError(f"The bar {name!r} of {type(self).__name__} has not been made yet.")
         return self.progress.tasks[self.progress.task_ids.index(self._bars[name])]
 
-    def _get_train_description(self, trainer: "Trainer") -> str:
-        last = "" if trainer.max_epochs in (None, -1) else f"/{int(trainer.max_epochs or 0) - 1}"
-        return f"Epoch {trainer.current_epoch}{last}"
+    def _get_train_description(self, current_epoch: int) -> str:
+        epochs = self.trainer.max_epochs
+        last = "" if epochs in (None, -1) else f"/{int(epochs or 0) - 1}"
+        return f"Epoch {current_epoch}{last}"
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
