@@ -1,11 +1,15 @@
 """Accelerators: kinds of devices, as classes that Lightning's programs name or ask."""
 
+from functools import partial
+from inspect import getmembers, isclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
 from ...trainer.errors import ConfigError
 from ...trainer.processes.devices import find_devices
+from .placeholders import UnsupportedError
 
 
 class Accelerator(str):
@@ -118,6 +122,15 @@ class Accelerators(dict[str, Any]):
         """Return an object of the class behind a word. Raises KeyError for an unknown one."""
         return self[name]() if name in self or default is None else default
 
+    def register(
+        self, name: str, accelerator: Any = None, description: str = "", override: bool = False, **init_params: Any
+    ) -> Any:
+        """Remember a class under a word, also as a decorator; Trainer takes the kinds of this module alone."""
+        if accelerator is None:
+            return partial(self.register, name, description=description, override=override, **init_params)
+        self[name] = partial(accelerator, **init_params) if init_params else accelerator
+        return accelerator
+
     def available_accelerators(self) -> set[str]:
         """Return the words."""
         return set(self)
@@ -160,6 +173,19 @@ class AcceleratorConnector:
         self._devices_flag: Any = len(self._parallel_devices) if of_cpu or isinstance(devices, int) else devices
         if self._devices_flag == "auto":
             self._devices_flag = [device.index or 0 for device in self._parallel_devices]
+
+    def _choose_strategy(self) -> Any:  # private in Lightning; packages put their own in its place, for their devices
+        raise UnsupportedError("Trainer chooses its strategy itself: give it one, Trainer(strategy='ddp').")
+
+    def _check_and_init_precision(self) -> Any:  # the same
+        raise UnsupportedError("Trainer makes its precision itself: give it a word, Trainer(precision='bf16-mixed').")
+
+
+def register_classes(registry: Any, method: str, module: ModuleType, parent: type) -> None:
+    """Let each subclass in a module that overrides this method of `parent` register itself by it."""
+    for _, found in getmembers(module, isclass):
+        if issubclass(found, parent) and getattr(found, method, None) is not getattr(parent, method, None):
+            getattr(found, method)(registry)
 
 
 def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:

@@ -13,7 +13,7 @@ from ...trainer.arguments import LIMITS
 from ...trainer.errors import ConfigError
 from ...trainer.loggers.logger import Logger
 from ...trainer.processes.devices import find_devices
-from .accelerators import AcceleratorRegistry, read_devices
+from .accelerators import KINDS, read_devices
 from .placeholders import UnsupportedError
 from .plugins import Precision, read_plugins
 from .rank_zero import rank_zero_info, rank_zero_warn
@@ -66,9 +66,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger
     accelerator = _accelerator(found["accelerator"])
-    wanted, own = callbacks_of_packages(), given["callbacks"] or []
-    if wanted:
-        found["callbacks"] = [*([own] if isinstance(own, Callback) else own), *wanted]
+    own = [given["callbacks"]] if isinstance(given["callbacks"], Callback) else given["callbacks"] or []
+    found["callbacks"] = [*own, *callbacks_of_packages()] if isinstance(own, Iterable) else own
     return found | {
         "accelerator": accelerator,
         "devices": read_devices(found["devices"]),
@@ -136,8 +135,8 @@ def _accelerator(wanted: Any) -> Any:
     word = wanted.lower() if isinstance(wanted, str) else wanted
     if word in ("tpu", "xla", "hpu", "ipu"):
         raise UnsupportedError(f"Trainer(accelerator={wanted!r}): {XLA}")
-    if word not in ("auto", *AcceleratorRegistry):
-        raise ConfigError(f"Trainer(accelerator={wanted!r}): there are auto, {', '.join(AcceleratorRegistry)}. {XLA}")
+    if word not in ("auto", "gpu", *KINDS):
+        raise ConfigError(f"Trainer(accelerator={wanted!r}): there are auto, gpu, {', '.join(KINDS)}. {XLA}")
     return str(word)
 
 

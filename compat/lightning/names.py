@@ -126,6 +126,10 @@ NAMES: dict[str, dict[str, Entry]] = {
         "group": Entry("same", ".utilities"),
         "is_shared_filesystem": Entry("same", ".utilities"),
         "DistributedSamplerWrapper": Entry("same", ".utilities"),
+        "_distributed_is_initialized": Entry("same", ".utilities:distributed_is_initialized"),
+    },
+    "fabric.utilities.registry": {
+        "_register_classes": Entry("same", ".accelerators:register_classes"),
     },
     "fabric.utilities.exceptions": {
         "MisconfigurationException": Entry(
@@ -761,7 +765,11 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.trainer.connectors.accelerator_connector": {
-        "_AcceleratorConnector": Entry("adapter", ".accelerators:AcceleratorConnector", "It knows devices alone."),
+        "_AcceleratorConnector": Entry(
+            "adapter",
+            ".accelerators:AcceleratorConnector",
+            "It knows devices alone; methods that a package puts in its place are not called.",
+        ),
         "_LITERAL_WARN": Entry("same", ".types:LITERAL_WARN"),
         "_PRECISION_INPUT": Entry("same", ".types:PRECISION_INPUT"),
     },

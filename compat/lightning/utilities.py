@@ -714,6 +714,11 @@ def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout:
     return seen
 
 
+def distributed_is_initialized() -> bool:
+    """Return whether there is a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def num_cuda_devices() -> int:
     """Return how many CUDA devices there are."""
     return torch.cuda.device_count()

@@ -283,3 +283,36 @@ def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_pa
     told = [message for message in caplog.messages if "with other settings" in message]
     assert len(told) == (said is not None)
     assert said is None or f"As saved, and not as set now: {said}" in told[0]
+
+
+class Counts(torch.nn.Linear):
+    """A layer with a state that is no tensor: how often it was called."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+class Counted(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.model = Counts(3, 1)
+
+
+def test_a_state_of_a_layer_that_is_no_tensor_goes_on(tmp_path):
+    options = {"default_root_dir": tmp_path, "logger": None, "enable_progress_bar": False, "accelerator": "cpu"}
+    lg.Trainer(max_steps=2, **options).fit(Counted(), make_loader())
+    task = Counted()
+    trainer = lg.Trainer(max_steps=5, **options)
+    trainer.fit(task, make_loader(), resume="auto")
+    assert (trainer.global_step, task.model.calls) == (5, 5)
+    saved = store.newest_complete(trainer.run_dir / "checkpoints")
+    assert Counted.load_from_checkpoint(saved).model.calls == 5

@@ -1,16 +1,19 @@
 """Private names of Lightning's that public packages use."""
 
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import legato.compat.lightning as L
 from legato.compat.lightning.checkpoint_files import load_file, open_directories
+from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.pytorch.core.saving import _load_from_checkpoint, get_filesystem
 from legato.compat.lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from legato.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from legato.trainer.errors import ConfigError
 
 
 class Linear(L.LightningModule):
@@ -35,6 +38,44 @@ def test_the_connector_knows_the_devices():
     assert trainer._accelerator_connector._parallel_devices == [torch.device("cpu")]
     assert not trainer._accelerator_connector.is_distributed
     assert found.is_distributed
+
+
+def test_a_package_registers_an_accelerator_of_its_own():
+    """Packages do so for devices that are not there; a run on one of them is refused with a sentence."""
+    from legato.compat.lightning.fabric.utilities.distributed import _distributed_is_initialized
+    from legato.compat.lightning.fabric.utilities.registry import _register_classes
+    from legato.compat.lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
+
+    class Own(Accelerator):
+        kind = "own"
+
+        @classmethod
+        def register_accelerators(cls, registry):
+            registry.register(cls.name(), cls, description="devices of one's own")
+
+    module = ModuleType("of_a_package")
+    module.Own, module.Accelerator, module.other = Own, Accelerator, 3
+    try:
+        _register_classes(AcceleratorRegistry, "register_accelerators", module, Accelerator)
+        assert "own" in AcceleratorRegistry.available_accelerators()
+        assert isinstance(AcceleratorRegistry.get("own"), Own)
+        with pytest.raises(ConfigError, match="there are auto, gpu, cpu"):
+            L.Trainer(accelerator="own")
+    finally:
+        AcceleratorRegistry.remove("own")
+    replaced = _AcceleratorConnector._choose_strategy, _AcceleratorConnector._check_and_init_precision
+    for method in replaced:
+        with pytest.raises(UnsupportedError, match="Trainer"):
+            method(None)
+    assert not _distributed_is_initialized()
+
+
+def test_callbacks_come_in_any_collection(tmp_path):
+    own = [L.Callback(), L.Callback()]
+    for given in (own, tuple(own), dict.fromkeys(own).keys()):
+        trainer = L.Trainer(accelerator="cpu", logger=False, callbacks=given, default_root_dir=tmp_path)
+        assert [one for one in trainer.callbacks if one in own] == own
+    assert own[0] in L.Trainer(accelerator="cpu", logger=False, callbacks=own[0]).callbacks
 
 
 def test_names_of_types_and_of_prefixes():

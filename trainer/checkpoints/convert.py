@@ -151,7 +151,8 @@ def _average_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the average of Lightning's weight averaging as the state of an ExponentialMovingAverage."""
     if TRAINED not in saved:
         return None
-    averages = {name: value for name, value in saved["state_dict"].items() if value.is_floating_point()}
+    weights = saved["state_dict"].items()
+    averages = {name: value for name, value in weights if isinstance(value, torch.Tensor) and value.is_floating_point()}
     return {"updates": int(saved.get(AVERAGING, {}).get("n_averaged", 0)), "averages": averages}
 
 

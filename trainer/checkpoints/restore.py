@@ -206,7 +206,8 @@ def load_task_weights(
     shapes = [
         f"{name}: {tuple(weights[name].shape)} in the checkpoint, {tuple(own[name].shape)} in the task"
         for name in own.keys() & weights.keys()
-        if weights[name].shape != own[name].shape
+        # what get_extra_state of a module returns need not be a tensor
+        if hasattr(weights[name], "shape") and hasattr(own[name], "shape") and weights[name].shape != own[name].shape
     ]
     if shapes or (strict and (missing or unexpected)):
         parts = [_few("it lacks", missing)] if missing else []
