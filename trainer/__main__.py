@@ -291,10 +291,9 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 for a failed run, 2 for a wrong config, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    # A console script starts with its own folder on the path; users' modules are in the current one, as for python -m.
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
+    _open_standard_files()
     try:
+        _find_modules_here()
         code = _dispatch(words)
         # here, where a closed pipe is handled: at its exit Python would tell of an ignored exception, and return 120
         sys.stdout.flush()
@@ -312,6 +311,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         _tell_other_ranks(error, EXIT_FAILED)
         raise
+
+
+def _open_standard_files() -> None:
+    """Open the standard files that the program was started without.
+
+    Their numbers would else be those of the next files to be opened, and what a library prints would get into them.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+
+
+def _find_modules_here() -> None:
+    """Put the current folder on the path of modules, as `python -m` does; a console script starts with its own."""
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError as error:
+        raise ConfigError("The current folder is not there any more. Change to one that is.") from error
+    if "" not in sys.path and here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -369,10 +369,10 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) ->
     None where that run is not below `default_root_dir`, where its directory is not writable, and where nothing is to be
     written.
     """
-    root = Path(trainer.default_root_dir).resolve()
     writes = bool(trainer.loggers) or trainer.checkpoint_callback is not None
     if stage == "fit" or source is None or not trainer.records_starts or not writes:
         return None
+    root = Path(trainer.default_root_dir).resolve()
     above = (one for one in source.resolve().parents if root in one.parents and is_run(one))
     elsewhere = (one for one in reversed(store.versions(root, trainer.run_name)) if is_same_run(one, source))
     run = next(above, None) or next(elsewhere, None)

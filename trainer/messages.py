@@ -1,6 +1,7 @@
 """Legato's own messages, shown on stderr unless the program has set up logging."""
 
 import errno
+import io
 import logging
 import os
 import sys
@@ -17,12 +18,22 @@ ERASE = "\x1b[1G\x1b[J"
 Without "\\r", at which stdout is flushed: a line must come in one piece."""
 
 
+class Nowhere(io.TextIOBase):
+    """Stream that drops what is written: for a program that was started without stdout or stderr (`>&-`, pythonw)."""
+
+    def write(self, text: str) -> int:
+        """Drop the text."""
+        return len(text)
+
+
 class Output:
-    """Current stdout or stderr; writes are dropped once nothing reads the stream.
+    """Current stdout or stderr; writes are dropped where there is none, and once nothing reads the stream.
 
     `legato fit ... 2>&1 | head -1` closes both after a line, and a terminal may close. The stream is then redirected to
     /dev/null for the whole program: else the next writer, or the interpreter at exit, would fail.
     """
+
+    nowhere: TextIO = Nowhere()  # type: ignore[assignment]
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +58,7 @@ class Output:
         found: Any = getattr(sys, self.name)
         while isinstance(found, AboveLines):
             found = found.stream
-        return found  # type: ignore[no-any-return]
+        return self.nowhere if found is None else found
 
     def _fall_silent(self, error: Exception) -> None:
         if isinstance(error, ValueError) and not self._stream.closed:

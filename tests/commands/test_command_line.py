@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -183,6 +184,40 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     command = f"{sys.executable} -m legato.trainer fit --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["trainer.devices=2", "trainer.strategy=ddp"]], ids=["alone", "two"])
+def test_a_run_that_is_started_without_standard_files(options: list[str], folder: Path) -> None:
+    """None of the run's own files takes their numbers, under which libraries print."""
+    (folder / "line.py").write_text(TASK + PRINTS)
+    fit = [sys.executable, "-m", "legato.trainer", "fit", "line.yaml", "task._target_=line.Prints", *options]
+    run = subprocess.run(["bash", "-c", f"{shlex.join(fit)} <&- >&- 2>&-"], timeout=100, check=False)
+    assert run.returncode == 0
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert len(files) > 5
+    assert not [path for path in files if b"printed by a library" in path.read_bytes()]
+
+
+PRINTS = """
+
+class Prints(Line):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        import os
+
+        os.write(1, b"printed by a library")
+        os.write(2, b"printed by a library")
+"""
+
+
+def test_a_folder_that_has_been_deleted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["runs"]) == 2
+    assert "The current folder is not there any more" in capsys.readouterr().err
 
 
 # --- config ---------------------------------------------------------------------------------------------------------

@@ -65,9 +65,16 @@ def test_a_folder_with_something_in_it_is_left_alone(
     assert main(["new"]) == 2
 
 
-def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
+def test_an_empty_folder_is_filled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rings").mkdir()
     assert Path("rings/task.py") in write_project(tmp_path / "rings")
+    (tmp_path / "my-rings").mkdir()
+    monkeypatch.chdir(tmp_path / "my-rings")
+    assert main(["new", "."]) == 0
+    assert Path("my_rings/task.py").is_file()
+    assert "Train it:  legato fit" in capsys.readouterr().out
 
 
 @pytest.mark.slow

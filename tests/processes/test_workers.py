@@ -1,6 +1,7 @@
 """Legato's own workers: how they start, answer, fail, stop and are cleaned up after."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -189,6 +190,32 @@ def test_a_module_that_workers_do_not_find_is_named(tmp_path: Path, monkeypatch:
 
 
 # --- failures -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """A disk that is full, as far as files are concerned that are larger than `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_task_for_which_there_is_no_room_is_refused() -> None:
+    large = bytes(100_000)
+    with largest_file(50_000), pytest.raises(ConfigError, match=r"cannot be written to .*Set TMPDIR"):
+        run_workers(lambda: large, 1)
+
+
+def test_an_answer_for_which_there_is_no_room_is_said_to_be_missing() -> None:
+    def answer() -> bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+        return bytes(100_000)
+
+    with pytest.raises(WorkerError, match=r"its result of 100,.* bytes cannot be written .*Set TMPDIR"):
+        run_workers(answer, 1)
 
 
 @pytest.mark.slow

@@ -254,3 +254,28 @@ def test_reading_a_run_does_not_load_torch(tmp_path):
         "legato.read_metrics(sys.argv[1]); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="its file system has no such names")
+def test_a_folder_whose_name_is_no_text(tmp_path, monkeypatch):
+    """Refused for runs, since TensorBoard cannot write there; a working directory is written down as it is."""
+    odd = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    odd.mkdir()
+    monkeypatch.chdir(odd)
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        lg.Trainer(default_root_dir="runs", max_steps=1).fit(Validated(), make_loader())
+    assert list(odd.iterdir()) == []
+    trainer = lg.Trainer(default_root_dir=tmp_path / "runs", max_steps=1)
+    trainer.fit(Validated(), make_loader())
+    (start,) = json.loads((Path(trainer.run_dir) / "environment.json").read_text())["starts"]
+    assert start["working_directory"] == str(odd)
+
+
+def test_a_program_without_stdout_and_stderr(tmp_path, monkeypatch):
+    """As pythonw and daemons are."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    trainer = lg.Trainer(default_root_dir=tmp_path, max_steps=1)
+    trainer.fit(Validated(), make_loader())
+    trainer.print("said to nobody")
+    assert trainer.global_step == 1

@@ -94,7 +94,9 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
 
 def _write(directory: Path, starts: list[dict[str, Any]]) -> None:
     partial = directory / f"{RECORD}.partial"
-    partial.write_text(json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n"
+    # a byte of a path that is no character is a lone surrogate in Python, which this makes an escape of JSON
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
     os.replace(partial, directory / RECORD)  # a kill leaves either the old or the new one
 
 

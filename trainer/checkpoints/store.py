@@ -254,6 +254,7 @@ def create(root: Path, name: str) -> Path:
     fault = name_problem(name)
     if fault is not None:
         raise ConfigError(f"run.name {fault}")
+    _require_text(root)
     number = 1 + max((int(path.name.removeprefix("version_")) for path in versions(root, name)), default=-1)
     while True:
         path = root / name / f"version_{number}"
@@ -275,13 +276,24 @@ def create(root: Path, name: str) -> Path:
         return path
 
 
+def _require_text(root: Path) -> None:
+    """Raise ConfigError for a folder whose name is no text in this locale: TensorBoard and JSON could not name it."""
+    try:
+        str(root.absolute()).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"The folder of runs {str(root.absolute())!a} has a name that is not UTF-8, or not in this locale. Set "
+            f"PYTHONUTF8=1 or a locale of UTF-8, or run.root to another folder."
+        ) from None
+
+
 def write_config(directory: Path, text: str, weights: Path | None) -> None:
     """Store the config of a run; that of an evaluation includes the weights, so that it can be repeated."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
         # a function, since a backslash in a text would be an escape; a string of JSON is one of YAML
         text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
-    (directory / CONFIG).write_text(text, encoding="utf-8")
+    (directory / CONFIG).write_text(text, encoding="utf-8", errors="backslashreplace")  # see `run_record`
 
 
 def write_identity(directory: Path, identity: str) -> None:

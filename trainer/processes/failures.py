@@ -32,7 +32,11 @@ def alive_file(report: Path) -> Path:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write `content` so that the file is complete or does not exist."""
     partial = path.with_suffix(".part")
-    partial.write_bytes(content)
+    try:
+        partial.write_bytes(content)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk a smaller file may have room, such as a failure report
+        raise
     partial.replace(path)
 
 

@@ -122,6 +122,11 @@ def _write_payload(path: Path, function: Callable[[], Any], method: str) -> None
                 "locks, connections and generators inside the workers, in setup() or when first used, instead of "
                 "keeping them on the task, the data or a callback; or start the script with torchrun."
             ) from error
+        except OSError as error:
+            raise ConfigError(
+                f"The task and its data cannot be written to {path.parent}, from where worker processes read them: "
+                f"{error.strerror or error}. Set TMPDIR to a folder that has room."
+            ) from error
 
 
 class SignalRelay:
@@ -409,8 +414,9 @@ def _serve(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Cal
         for child in multiprocessing.active_children():
             child.kill()
         with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
+            for stream in (sys.stdout, sys.stderr):
+                if stream is not None:
+                    stream.flush()
         os._exit(RESUME_ME if end == RESUME_ME else 1)
 
 
@@ -420,7 +426,8 @@ def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Call
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         streams.adopt()
-        faulthandler.enable()
+        if sys.stderr is not None:
+            faulthandler.enable()
         if DUMP:
             faulthandler.register(DUMP, file=2, all_threads=True)
         enter()
@@ -429,12 +436,24 @@ def _work(rank: int, answers: bool, folder: Path, streams: _Streams, enter: Call
         for number in END_SIGNALS:
             signal.signal(number, signal.SIG_IGN)  # the work is done; only the report is missing
         if answers:
-            write_atomically(folder / f"value-{rank}", pack(value, named))
+            _answer(folder / f"value-{rank}", pack(value, named), rank)
         return 0
     except SystemExit as error:
         return RESUME_ME if error.code == RESUME_ME else Failure.of_exception(error, named)
     except BaseException as error:
         return failure_of(error, named)
+
+
+def _answer(path: Path, content: bytes, rank: int) -> None:
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise WorkerError(
+            f"The work is done, but its result of {len(content):,} bytes cannot be written to {path.parent}, from "
+            f"where the caller reads it: {error.strerror or error}. What the run saved is complete. Set TMPDIR to a "
+            f"folder that has room.",
+            rank,
+        ) from error
 
 
 def _read_payload(path: Path) -> tuple[frozenset[str], Callable[[], Any]]:

@@ -2,6 +2,7 @@
 
 import keyword
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,8 @@ def run_new(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0])
     written = write_project(folder)
     print("\n".join(f"  {folder / path}" for path in written))
-    print(f"\nTrain it:  cd {folder} && legato fit {CONFIG_OF_PROJECT}")
+    enter = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    print(f"\nTrain it:  {enter}legato fit {CONFIG_OF_PROJECT}")
     print("Test it:   python -m pytest")
 
 
@@ -33,10 +35,11 @@ def write_project(folder: Path) -> list[Path]:
 
     Raises ConfigError where the name cannot be a package's, or `folder` is there and not empty.
     """
-    name = folder.name.replace("-", "_")
+    called = folder.absolute().name  # that of `.` too
+    name = called.replace("-", "_")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII) or keyword.iskeyword(name) or name.lower() in TAKEN:
         raise ConfigError(
-            f"{folder.name!r} cannot be the name of a project: its package needs a name of letters, digits and "
+            f"{called!r} cannot be the name of a project: its package needs a name of letters, digits and "
             f"underscores that begins with a letter and is none of {', '.join(sorted(TAKEN))}."
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

@@ -23,7 +23,7 @@ def write_json(path: Path, content: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file as a whole."""
     beside = path.with_name(f"{path.name}.tmp")
-    beside.write_text(text, encoding="utf-8")
+    beside.write_text(text, encoding="utf-8", errors="backslashreplace")  # see `run_record`
     beside.replace(path)
 
 
