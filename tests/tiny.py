@@ -61,7 +61,7 @@ class Watched(Validated):
 
 
 class Two(Tiny):
-    """Two models in a row; each has a loss and an optimizer, and the second loss hangs on both models."""
+    """Two models in a row; each has a loss and an optimizer, and the second loss depends on both models."""
 
     def __init__(self, as_dict=False):
         super().__init__()

@@ -116,7 +116,7 @@ def run(folder: Path, point: str, fails: bool, ranks: tuple[int, ...] = (0, 1), 
 
 
 def state_of_process() -> dict[str, Any]:
-    """Everything of this process that a run may change, and that others may hang on."""
+    """Everything of this process that a run may change, and that others may depend on."""
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
     return {

@@ -6,10 +6,10 @@ side, as the one file that the program means, and do with everything else what t
 """
 
 import errno
-import fcntl
 import inspect
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
@@ -18,6 +18,9 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from ...trainer.checkpoints.run_names import MANIFEST
+
+if sys.platform != "win32":
+    import fcntl
 
 T = TypeVar("T")
 PASSED_ON = frozenset({__name__.partition(".")[0], "shutil", "pathlib"})
@@ -50,6 +53,9 @@ def is_programs_call() -> bool:
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
     """Let no other process put checkpoints there in the context: each rank of a run may copy one to the same name."""
+    if sys.platform == "win32":
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with suppress(OSError):  # of a file system without locks
@@ -192,7 +198,7 @@ def give_back_files() -> None:
 
 
 def way_out(error: BaseException | None) -> str:
-    """Return what to do instead where an error comes of a checkpoint that was opened as a file; "" for others."""
+    """Return what to do instead where an error comes from a checkpoint that was opened as a file; "" for others."""
     while error is not None:
         path = getattr(error, "filename", None)
         if isinstance(error, IsADirectoryError) and is_complete(path):

@@ -192,7 +192,7 @@ def test_library_reads_every_tensor_and_aligned(tmp_path: Path) -> None:
     assert library["empty"].shape == (0, 2)
     assert library["one"].item() == 2
     mapped = read_tensors(tmp_path / "file.safetensors")
-    (tmp_path / "file.safetensors").write_bytes(b"")  # what was read does not hang on the file
+    (tmp_path / "file.safetensors").write_bytes(b"")  # what was read does not depend on the file
     assert same({name: mapped[name] for name in made}, {name: value.contiguous() for name, value in made.items()})
     assert all(tensor.data_ptr() % 16 == 0 for tensor in mapped.values())
 

@@ -23,7 +23,7 @@ DIFFERENT = {
     ): "A run that goes on was checked by a few validation batches when it began, and is not again.",
 }
 """By kind and field, why it differs on one process."""
-BY_RANK = "Lightning's limit of evaluation batches counts on each rank; Legato's does not hang on how many there are."
+BY_RANK = "Lightning's limit of evaluation batches counts on each rank; Legato's does not depend on how many there are."
 DRIFT = "Lightning leaves parameters that were frozen at the start out of DDP; they drift apart once they train."
 DIFFERENT_ON_TWO = {
     **{("limits", field): BY_RANK for field in ("hooks", "points", "metrics")},

@@ -173,7 +173,7 @@ def _log_takeover(trainer: "Trainer", saved: Mapping[str, Any], found: Mapping[s
     if state.epoch_steps:
         lines.append("Not in the file: the values logged in this epoch so far, so that its means are of the rest.")
     lines.append(
-        f"A loader that shuffles follows Legato's order from here on, which hangs on seed={state.seed} and the epoch."
+        f"A loader that shuffles follows Legato's order from here on, which depends on seed={state.seed} and the epoch."
     )
     log.info("%s", "\n".join(lines))
 
