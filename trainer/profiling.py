@@ -49,7 +49,7 @@ class Profiler:
     stage: str | None = None
     """The profiled stage: "fit", "validate", "test" or "predict"."""
     rank: int | None = None
-    """The local rank of this process."""
+    """The local rank of this process; None where it is the only one."""
 
     def start(self, action_name: str) -> None:
         """Begin to record an action."""
@@ -390,7 +390,8 @@ class Profiling(Callback):
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Tell the profiler what begins."""
-        self.profiler.setup(stage, trainer.local_rank, trainer.log_dir)
+        rank = trainer.local_rank if trainer.world_size > 1 else None
+        self.profiler.setup(stage, rank, trainer.log_dir)
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Begin to measure."""

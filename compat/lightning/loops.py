@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partialmethod
 from typing import Any
 
 from torch import Tensor, tensor
@@ -31,6 +32,15 @@ class Progress:
     current: Tracker = field(default_factory=Tracker)
     is_last_batch: bool = False
 
+    def _increment(self, name: str) -> None:
+        for tracker in {id(one): one for one in (self.total, self.current)}.values():
+            setattr(tracker, name, getattr(tracker, name) + 1)
+
+    increment_ready = partialmethod(_increment, "ready")
+    increment_started = partialmethod(_increment, "started")
+    increment_processed = partialmethod(_increment, "processed")
+    increment_completed = partialmethod(_increment, "completed")
+
 
 @dataclass
 class EpochTracker(Tracker):
@@ -42,6 +52,18 @@ class EpochTracker(Tracker):
         super().__setattr__(name, value)
         if name == "completed" and "trainer" in vars(self) and self.trainer is not None:
             self.trainer.state.epoch, self.trainer.epoch_is_cut = value, False
+
+
+@dataclass
+class StepTracker(Tracker):
+    """Counts of steps in manual optimization; a program that sets those completed sets the trainer's count of them."""
+
+    trainer: TrainerAttributes | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "completed" and "trainer" in vars(self) and self.trainer is not None:
+            self.trainer.state.optimizer_steps = value
 
 
 def _tracker(done: int, begun: bool) -> Tracker:
@@ -246,7 +268,8 @@ class Optimizing(Loop):
     @property
     def optim_step_progress(self) -> Progress:
         """Steps done in manual optimization."""
-        steps = _tracker(self.trainer.global_step, begun=False)
+        done = self.trainer.global_step
+        steps = StepTracker(done, done, done, done, self.trainer)
         return Progress(steps, steps)
 
 

@@ -180,6 +180,16 @@ class LightningModule(InitialHyperparameters, Task):
         return self.device.type == "cuda"
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the first floating point parameter, or the one that was set."""
+        found: torch.dtype = self.__dict__.get("_dtype") or super().dtype
+        return found
+
+    @dtype.setter
+    def dtype(self, new_dtype: torch.dtype) -> None:
+        self.__dict__["_dtype"] = new_dtype
+
+    @property
     def device_mesh(self) -> Any:
         """The mesh of devices; None where the strategy has none."""
         trainer = self.__dict__.get("_trainer")

@@ -285,7 +285,7 @@ class Trainer(TrainerAttributes):
             return None
         first = self.loggers[0]
         own = getattr(first, "log_dir", None)
-        if own is None and isinstance(first, FabricLogger):  # where ModelCheckpoint writes then
+        if own is None and FabricLogger in type(first).__mro__:  # a program's own: where ModelCheckpoint writes then
             own = first.folder_below(self.default_root_dir)
         if own is None:
             return super().new_run_dir()

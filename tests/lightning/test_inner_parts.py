@@ -238,3 +238,76 @@ def test_whether_a_fit_validates_is_known_when_it_is_set_up(tmp_path):
     trainer.fit(Asks(), loader(), loader())
     trainer.fit(Asks(), loader())
     assert seen == [True, False]
+
+
+def test_counts_of_steps_in_manual_optimization_may_be_advanced(tmp_path):
+    class Own(Linear):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers(use_pl_optimizer=False)
+            optimizer.zero_grad()
+            super().training_step(batch, batch_idx).backward()
+            optimizer.step()
+            progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
+            progress.increment_ready()
+            progress.increment_completed()
+
+    trainer = quiet(tmp_path)
+    trainer.fit(Own(), loader())
+    assert trainer.global_step == 4
+    trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed += 2
+    assert trainer.global_step == 6
+
+
+def test_hooks_of_callbacks_may_be_called_with_the_trainer_alone(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
+
+    class Clock(Timer):
+        def on_train_batch_end(self, trainer, *args, **kwargs):
+            super().on_train_batch_end(trainer)
+
+    class Rates(LearningRateMonitor):
+        def on_train_batch_start(self, trainer, *args):
+            super().on_train_batch_start(trainer)
+
+        def on_train_epoch_start(self, trainer, *args):
+            super().on_train_epoch_start(trainer)
+
+    class Bar(TQDMProgressBar):
+        def on_train_start(self, *args):
+            super().on_train_start()
+
+        def on_train_end(self, *args):
+            super().on_train_end()
+
+    callbacks = [Clock(), Rates(), Bar()]
+    trainer = quiet(tmp_path, callbacks=callbacks, logger=True, enable_progress_bar=True, log_every_n_steps=1)
+    trainer.fit(Linear(), loader())
+    assert callbacks[1].lrs == {"lr-SGD": [0.1] * 5}
+    assert callbacks[0].time_elapsed() > 0
+
+
+def test_a_module_may_set_its_dtype():
+    module = Linear()
+    assert module.dtype == torch.float32
+    module.dtype = torch.float16
+    assert module.dtype == torch.float16
+    assert module.layer.weight.dtype == torch.float32
+
+
+def test_files_of_a_checkpoint_callback_and_the_start_of_averaging(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    begun = []
+
+    class Averages(StochasticWeightAveraging):
+        def on_train_epoch_start(self, trainer, pl_module):
+            begun.append(self._initialized)
+            super().on_train_epoch_start(trainer, pl_module)
+
+    kept = ModelCheckpoint(tmp_path)
+    trainer = quiet(tmp_path, callbacks=[Averages(0.1, 2), kept], enable_checkpointing=True, max_epochs=3)
+    trainer.fit(Linear(), loader())
+    assert begun == [False, False, True]
+    assert kept._fs.exists(kept.best_model_path)

@@ -365,3 +365,15 @@ def test_texts_for_hyperparameters_of_other_kinds():
     given = {"rate": np.float32(0.5), "layer": nn.Linear, "list": [1], "none": None, "flag": True}
     expected = {"rate": 0.5, "layer": str(nn.Linear), "list": "[1]", "none": "None", "flag": True}
     assert _sanitize_params(given) is given == expected
+
+
+def test_a_logger_that_is_one_by_registration_alone_logs_a_run(tmp_path):
+    from legato.trainer.loggers.logger import Logger as CoreLogger
+
+    class Remote(CoreLogger):
+        """As those of services are: registered, and without a folder."""
+
+    Logger.register(Remote)
+    assert isinstance(Remote(), Logger)
+    trainer = fit(tmp_path, Remote())
+    assert trainer.global_step == 4

@@ -91,6 +91,7 @@ LIGHTNINGS = {
     "_fs",
     "_get_next_version",
     "_get_optimizer_stats",
+    "_initialized",
     "_logger_connector",
     "_name",
     "_parallel_devices",

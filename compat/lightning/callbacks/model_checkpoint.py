@@ -17,6 +17,7 @@ from torch import Tensor
 from ....callbacks.checkpoint_callback import CheckpointCallback
 from ....trainer.errors import ConfigError
 from ..placeholders import UnsupportedError
+from ..utilities import get_filesystem
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -128,6 +129,10 @@ class ModelCheckpoint(Checkpoint):
     def every_n_epochs(self) -> int:
         """Save every n epochs; 0: not by epochs."""
         return self._every_n_epochs
+
+    @property
+    def _fs(self) -> Any:  # private in Lightning, and used by subclasses
+        return get_filesystem(self.dirpath or "")
 
     @property
     def is_elsewhere(self) -> bool:

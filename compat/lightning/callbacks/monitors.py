@@ -14,7 +14,7 @@ from ....callbacks import learning_rate_monitor, timer
 from ....trainer.errors import ConfigError
 from ..rank_zero import rank_zero_warn
 from ..utilities import LightningEnum
-from .callback import Callback
+from .callback import Callback, with_optional_arguments
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ....trainer.trainer import Trainer
 
 
+@with_optional_arguments("on_train_start", "on_train_batch_start", "on_train_epoch_start")
 class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
     """Logs learning rates, keeps them in `lrs`, and puts them into `trainer.callback_metrics`."""
 
@@ -141,6 +142,7 @@ class Interval(LightningEnum):
     epoch = "epoch"
 
 
+@with_optional_arguments("on_fit_start", "on_train_batch_end", "on_train_epoch_end")
 class Timer(timer.Timer, Callback):
     """Sets `trainer.should_stop` when training has taken `duration`, and measures the time of stages."""
 

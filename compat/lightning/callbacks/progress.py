@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from ....callbacks.progress_bar import ProgressDisplay
-from .callback import Callback
+from .callback import Callback, with_optional_arguments
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -179,6 +179,9 @@ class DrawnProgressBar(ProgressBar):
         self._enabled = True
 
 
+@with_optional_arguments(
+    "on_sanity_check_start", "on_sanity_check_end", "on_train_start", "on_train_epoch_start", "on_train_end"
+)
 class TQDMProgressBar(DrawnProgressBar):
     """Shows a bar for the epoch and one for each evaluation, by tqdm on standard output.
 

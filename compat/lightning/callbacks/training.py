@@ -23,7 +23,7 @@ from ....trainer.errors import ConfigError
 from ....trainer.torch_private import batch_norms
 from ..placeholders import UnsupportedError
 from ..utilities import LightningEnum
-from .callback import Callback
+from .callback import Callback, with_optional_arguments
 from .model_checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class DeviceStatsMonitor(device_stats_monitor.DeviceStatsMonitor, Callback):
     """Logs what a device's memory and the processor do."""
 
 
+@with_optional_arguments("on_train_epoch_start")
 class GradientAccumulationScheduler(gradient_accumulation_scheduler.GradientAccumulationScheduler, Callback):
     """Accumulates as many batches for a step as `scheduling` says for the epoch."""
 
@@ -95,6 +96,7 @@ class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
         self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
 
 
+@with_optional_arguments("on_train_epoch_end")
 class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
     """Averages the weights at the beginning of the last epochs."""
 
@@ -128,6 +130,10 @@ class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
         return math.inf if self._max_epochs in (None, -1) else self._max_epochs - 1
 
     _max_epochs: int | None = None
+
+    @property
+    def _initialized(self) -> bool:  # private in Lightning, and asked by programs whether averaging has begun
+        return self._last_epoch >= 0
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Find the first and the last epoch."""
