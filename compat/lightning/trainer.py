@@ -285,8 +285,9 @@ class Trainer(TrainerAttributes):
             return None
         first = self.loggers[0]
         own = getattr(first, "log_dir", None)
-        if own is None and FabricLogger in type(first).__mro__:  # a program's own: where ModelCheckpoint writes then
-            own = first.folder_below(self.default_root_dir)
+        derives = FabricLogger in type(first).__mro__  # those of services are registered alone
+        if isinstance(first, FabricLogger) and derives and own is None:
+            own = first.folder_below(self.default_root_dir)  # where ModelCheckpoint writes then
         if own is None:
             return super().new_run_dir()
         Path(own).mkdir(parents=True, exist_ok=True)
