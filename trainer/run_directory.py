@@ -28,9 +28,9 @@ from .checkpoints.run_names import (
 )
 from .checkpoints.run_record import read_starts
 from .errors import ConfigError, did_you_mean
+from .loggers.json_lines import POINTS_FILE, parse_point
 from .run_status import FAILED, RUNNING, STATUS, read_status
 
-POINTS_FILE = "metrics.jsonl"
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
@@ -183,7 +183,7 @@ class RunDirectory:
                 lines = file.read().splitlines()
         except OSError:
             return {}
-        return next((point for line in reversed(lines) if (point := _point(line)) is not None), {})
+        return next((point for line in reversed(lines) if (point := parse_point(line)) is not None), {})
 
     @cached_property
     def metrics(self) -> "dict[str, Any]":
@@ -336,7 +336,7 @@ def read_points(path: Path) -> dict[str, Any]:
     import numpy
 
     try:
-        points = [point for line in path.read_bytes().splitlines() if (point := _point(line)) is not None]
+        points = [point for line in path.read_bytes().splitlines() if (point := parse_point(line)) is not None]
     except OSError:
         return {}
     if not points:
@@ -378,14 +378,6 @@ def loss_among(metrics: Sequence[str] | Mapping[str, Any]) -> str:
     """Return the name of a loss, of validation rather than training; "" if no name is like one."""
     losses = [name for name in metrics if "loss" in name.lower()]
     return next((name for name in losses if "val" in name.lower()), next(iter(losses), ""))
-
-
-def _point(line: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
 
 
 def _as_float(value: Any) -> float:

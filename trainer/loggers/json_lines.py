@@ -15,7 +15,7 @@ from .logger import Logger
 
 log = logging.getLogger("legato")
 
-FILE_NAME = "metrics.jsonl"
+POINTS_FILE = "metrics.jsonl"
 
 
 class JSONLinesLogger(Logger):
@@ -45,7 +45,7 @@ class JSONLinesLogger(Logger):
         """Open the file, without lines that a resume voids."""
         super().open(run_dir, resume_step)
         if not self._own_path:
-            self.path = Path(run_dir) / FILE_NAME
+            self.path = Path(run_dir) / POINTS_FILE
         assert self.path is not None
         self._close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
     with path.open("rb") as old, partial.open("wb") as new:
         for raw in old:
             content = raw.rstrip(b"\n")
-            record = _parse_record(content)
+            record = parse_point(content)
             if record is None:
                 dropped += 1
             elif resume_step is None or record["step"] <= resume_step:
@@ -144,12 +144,13 @@ def keep_lines(path: Path, resume_step: int | None) -> tuple[dict[str, Any], int
     return last, start, size
 
 
-def _parse_record(content: bytes) -> dict[str, Any] | None:
+def parse_point(line: bytes) -> dict[str, Any] | None:
+    """Return the point that a line of the file is; None for one that was torn."""
     try:
-        record = json.loads(content)
+        point = json.loads(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    return point if isinstance(point, dict) and isinstance(point.get("step"), int) else None
 
 
 def _json_value(value: Any) -> Any:

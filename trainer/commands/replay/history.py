@@ -14,7 +14,7 @@ from ...checkpoints.manifest import STATE_FILE, load_manifest, parse_json
 from ...checkpoints.run_names import CHECKPOINTS, CONFIG
 from ...config.check import Config, load_config
 from ...errors import CheckpointError, ConfigError
-from ...loggers.json_lines import FILE_NAME
+from ...loggers.json_lines import POINTS_FILE
 from ...run_directory import find_run
 from ...state import State
 
@@ -114,7 +114,7 @@ class RunHistory:
     @cached_property
     def points(self) -> dict[int, dict[str, Any]]:
         """The points of metrics.jsonl, by step."""
-        path = self.directory / FILE_NAME
+        path = self.directory / POINTS_FILE
         if not path.exists():
             return {}
         found = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...checkpoints.run_names import EVENT_FILES
 from ...errors import LegatoError
-from ...loggers.json_lines import FILE_NAME
+from ...loggers.json_lines import POINTS_FILE
 from ...messages import STDOUT
 from .history import RunHistory
 from .replay import Replayed, conclude, differs_after, new_directory, replay_config, replay_steps, sameness
@@ -123,7 +123,7 @@ def require_done(process: "subprocess.Popen[str]", part: Path) -> None:
 
 def join_parts(directory: Path, parts: Sequence[Path]) -> None:
     """Put the points of all pieces, in their order, into the directory of the replay; of a step those of one piece."""
-    for name in (FILE_NAME, STEPS_FILE):
+    for name in (POINTS_FILE, STEPS_FILE):
         lines = dict(line for part in parts for line in numbered(part / name))
         (directory / name).write_text("".join(f"{json.dumps(lines[step])}\n" for step in sorted(lines)))
     for number, part in enumerate(parts):

@@ -20,7 +20,7 @@ from ....callbacks.timer import Timer
 from ...checkpoints.run_names import REPLAY
 from ...config.build import build_config
 from ...errors import ConfigError, DataError, LegatoError
-from ...loggers.json_lines import FILE_NAME, JSONLinesLogger
+from ...loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ...loggers.tensorboard import TensorBoardLogger
 from ...messages import STDOUT
 from ..plan.plan import shown_count
@@ -83,7 +83,7 @@ class Replayed:
 
     def comparison(self) -> "Comparison":
         """Compare the points of the replay with those of the run."""
-        path = self.directory / FILE_NAME
+        path = self.directory / POINTS_FILE
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return compare_points(self, {record["step"]: record for record in found})
 
