@@ -3,6 +3,7 @@
 import os
 import signal
 from collections import namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -305,6 +306,77 @@ def test_an_evaluation_takes_each_combined_batch_once(trainer, mode, batches, lo
     task = Pairs()
     trainer(num_sanity_val_steps=0).validate(task, loader)
     assert (len(task.forms), len({index for _, index in task.forms})) == (batches, loaders)
+
+
+class Graphs:
+    """Batch of a class of its own, which can be iterated as a loader can."""
+
+    def __init__(self, points):
+        self.points = points
+
+    def __iter__(self):
+        return iter([("points", self.points)])
+
+    def to(self, device):
+        return Graphs(self.points.to(device))
+
+
+@dataclass
+class Named:
+    points: torch.Tensor
+
+
+POINTS = torch.ones(4, 2)
+BATCH_LISTS = {
+    "tensors": [POINTS, POINTS],
+    "tuples": [(POINTS, POINTS), (POINTS, POINTS)],
+    "lists, as a DataLoader makes them": [[POINTS, POINTS], [POINTS, POINTS]],
+    "dicts": [{"points": POINTS}, {"points": POINTS}],
+    "a class": [Graphs(POINTS), Graphs(POINTS)],
+    "a dataclass": [Named(POINTS), Named(POINTS)],
+    "a tuple of them": ((POINTS, POINTS), (POINTS, POINTS)),
+}
+
+
+class Kinds(Tiny):
+    """Remembers which batches of which loader its steps were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.given = []
+
+    def training_step(self, batch, batch_idx):
+        self.given.append((type(batch), 0))
+        return self(torch.zeros(1, 3)).sum()
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        self.given.append((type(batch), dataloader_idx))
+
+    test_step = predict_step = validation_step
+
+
+@pytest.mark.parametrize("batches", BATCH_LISTS.values(), ids=BATCH_LISTS)
+def test_a_list_of_batches_is_one_loader_in_training_and_evaluation(trainer, batches):
+    for stage in ("fit", "validate", "test", "predict"):
+        task = Kinds()
+        getattr(trainer(max_epochs=1), stage)(task, batches)
+        assert task.given == [(type(batches[0]), 0)] * 2, stage
+
+
+def test_lists_of_loaders_stay_several(trainer):
+    for loaders in ([[(POINTS, POINTS)], [(POINTS, POINTS)]], [Twice(), Twice()], [range(1), range(1)]):
+        task = Kinds()
+        trainer().validate(task, loaders)
+        assert [loader for _, loader in task.given] == [0, 1]
+    with pytest.raises(DataError, match="must be a DataLoader or another iterable of batches, got TensorDataset"):
+        trainer().validate(Kinds(), [make_data(4), make_data(4)])
+
+
+class Twice:
+    """Loader that is no DataLoader."""
+
+    def __iter__(self):
+        return iter([POINTS])
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------

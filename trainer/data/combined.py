@@ -2,9 +2,11 @@
 loader."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, get_args
 
+import numpy as np
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, DataError, did_you_mean
@@ -133,13 +135,17 @@ def combined(loaders: Any) -> Any:
 
 
 def one_after_another(loaders: Any) -> list[Any]:
-    """Return the list of loaders that an evaluation runs over, given one loader, a list, a dict or None."""
+    """Return the list of loaders that an evaluation runs over, given one loader, a list, a dict or None.
+
+    A list of batches is one loader, as in training.
+    """
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
         return loaders.flattened
     if isinstance(loaders, Mapping):
         return list(loaders.values())
     if isinstance(loaders, (list, tuple)):
-        return list(loaders)
+        batches = loaders and not _has_loader(loaders) and all(map(_is_batch, loaders))
+        return [loaders] if batches else list(loaders)
     return [] if loaders is None else [loaders]
 
 
@@ -161,6 +167,15 @@ def _has_loader(loaders: Any) -> bool:
         else isinstance(part, (DataLoader, CombinedLoader))
         for part in parts
     )
+
+
+def _is_batch(part: Any) -> bool:
+    """Return whether a part of a list without DataLoader is a batch rather than an iterable of batches."""
+    if isinstance(part, list):
+        return any(isinstance(one, (Tensor, np.ndarray)) for one in part)
+    # `to` moves a batch to a device: one of a class of its own too, such as graphs, which can be iterated
+    kind = type(part)
+    return isinstance(part, (Tensor, np.ndarray, tuple, Mapping)) or hasattr(kind, "to") or is_dataclass(kind)
 
 
 def _opened(loader: Any) -> Iterator[Any]:
