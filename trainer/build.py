@@ -644,7 +644,7 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         call.data.evaluations[word] = EvaluationData(
             loaders, dealing(call), limit, brings_own_shares(call), in_order=overfit
         )
-        call.trainer.lengths[word] = call.data.evaluations[word].counts()
+        call.trainer.lengths[word] = call.trainer.counted(call.data.evaluations[word])
 
 
 def find_loader(call: Call, word: str) -> Any:

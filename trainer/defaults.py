@@ -13,6 +13,7 @@ from ..tasks.task import Task
 from . import strategies
 from .checkpoints import store
 from .checkpoints.left_out import logged_hyperparameters
+from .data.dealing import EvaluationData
 from .metrics.reduce import Reduced
 from .state import State
 from .view import TrainerView
@@ -149,6 +150,10 @@ class TrainerDefaults(TrainerView):
         """Return the class behind the name of a strategy."""
         found: type[Any] = getattr(strategies, strategies.STRATEGIES[name].split(":")[1])
         return found
+
+    def counted(self, data: EvaluationData) -> list[int | float]:
+        """Return what `num_val_batches` and its like say of evaluation data."""
+        return data.counts()
 
     def configured(self, task: Task) -> Any:
         """Return what the task's configure_optimizers returns."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from . import build
 from .errors import TaskError
-from .run import Call, Request, RewindRequested, Run
+from .run import DOING_OF_STAGE, Call, Request, RewindRequested, Run
 from .undo import Errors
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     build.check_task(request.task, request, trainer.refuses_near_names)
     call = trainer.run = Call.of(trainer, request)
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
-    trainer.lengths = {}
+    own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
+    trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}
     errors, request.pending = Errors(), False
     try:
         yield build.set_up(call, request)

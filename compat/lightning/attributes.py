@@ -8,6 +8,7 @@ import torch
 from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
 from ...trainer import build, trainer
+from ...trainer.data.dealing import EvaluationData
 from ...trainer.hooks import overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
@@ -34,12 +35,18 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     """Steps by which loggers' x-axis is ahead of the steps done."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
     """Values of callback_metrics that only this process has, each with the agreed one, by name."""
+    fitted: "tuple[list[Optimizer], list[Any]]" = ([], [])
+    """Optimizers and schedulers of the newest fit."""
     predictions: list[Any]
     """Result of the newest predict."""
     __hash__ = object.__hash__
 
     def __eq__(self, other: object) -> bool:
         return self is other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the optimizers of the newest fit, which other processes do not need."""
+        return {name: value for name, value in vars(self).items() if name != "fitted"}
 
     # --- state ------------------------------------------------------------------------------------------------------
     @property
@@ -118,8 +125,9 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     @property
     def optimizers(self) -> "list[Optimizer]":
-        """The optimizers of the run; may be set within one."""
-        return [] if self.run is None else super().optimizers
+        """The optimizers of the run, which may be set within one, or of the newest fit."""
+        own = [] if self.run is None else super().optimizers
+        return own or self.fitted[0]
 
     @optimizers.setter
     def optimizers(self, value: "list[Optimizer]") -> None:
@@ -127,8 +135,9 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """The schedulers of the run."""
-        return [] if self.run is None else list(super().lr_scheduler_configs)
+        """The schedulers of the run, or of the newest fit."""
+        own = [] if self.run is None else super().lr_scheduler_configs
+        return list(own or self.fitted[1])
 
     @property
     def loggers(self) -> list[Logger]:
@@ -276,11 +285,16 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def _counts(self, word: str) -> list[int | float]:
         return [] if self.run is None else super()._counts(word)
 
+    def counted(self, data: EvaluationData) -> list[int | float]:
+        """Return the batches of each loader that a process goes through; Legato's own trainer counts all processes'."""
+        return data.rounds()
+
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
-        most = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
-        return [min(most, count) for count in self.num_val_batches]
+        most = self.num_sanity_val_steps
+        rounds = float("inf") if most == -1 else -(-most // self.state.replicas)
+        return [min(rounds, count) for count in self.num_val_batches]
 
     @property
     def val_check_batch(self) -> int | float | None:
@@ -298,7 +312,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         run, task = self.run, self.lightning_module
         if run is None or not self.limit_val_batches:
             return False
-        if self.num_val_batches:
+        if "validation" in run.data.evaluations:
             return True
         source = self.datamodule or task
         given = run.given.get("validation") is not None or overrides(source, DataHooks, "val_dataloader")

@@ -1,7 +1,9 @@
 """Plugins: precisions, environments of processes, and batch norm over processes, as objects that a Trainer is given."""
 
 import socket
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from enum import Enum
 from typing import Any
 
 from torch import nn
@@ -52,6 +54,28 @@ class Precision:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of gradient scaling."""
         return {}
+
+    @staticmethod
+    def main_params(optimizer: Any) -> Iterator[nn.Parameter]:
+        """Yield an optimizer's parameters."""
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+    def clip_gradients(
+        self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"
+    ) -> None:
+        """Clip the gradients of an optimizer's parameters; 0: not."""
+        clip = {"norm": self.clip_grad_by_norm, "value": self.clip_grad_by_value}
+        if clip_val > 0:
+            clip[str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))](optimizer, clip_val)
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Scale gradients down to a norm of `clip_val` at most."""
+        nn.utils.clip_grad_norm_(list(self.main_params(optimizer)), clip_val)
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        """Cut gradients off at `clip_val`."""
+        nn.utils.clip_grad_value_(list(self.main_params(optimizer)), clip_val)
 
 
 class MixedPrecision(Precision):

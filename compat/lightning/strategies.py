@@ -1,6 +1,6 @@
 """Strategies with Lightning's arguments and attributes, on Legato's."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -201,6 +201,57 @@ class Strategy(strategy.Strategy):
         """Return whether all ranks, or any rank, say yes."""
         return bool(self.reduce(torch.tensor(int(decision), device=self.device), reduce_op="min" if all else "max"))
 
+    # --- what programs call within a run ----------------------------------------------------------------------------
+    handles_gradient_accumulation = False
+    """Whether it accumulates gradients instead of the loop."""
+    lightning_restore_optimizer = True
+    """Whether optimizers go on from a checkpoint."""
+    restore_checkpoint_after_setup = False
+    """Whether a checkpoint is read after `setup` only."""
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state."""
+        found: dict[str, Any] = getattr(optimizer, "optimizer", optimizer).state_dict()
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the module's weights from a checkpoint's contents."""
+        if self.lightning_module is not None:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states from a checkpoint's contents."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Raise UnsupportedError: a run keeps its optimizers."""
+        raise UnsupportedError(
+            "strategy.setup_optimizers: assign trainer.optimizers = [...] for other ones with the same parameters, or "
+            "optimizer.add_param_group for parameters that are unfrozen, as BackboneFinetuning does."
+        )
+
+    def setup_environment(self) -> None:
+        """Do nothing on one process. Raises UnsupportedError for several, which a run starts."""
+        if self.place.world_size > 1:
+            raise UnsupportedError(
+                "strategy.setup_environment: processes meet when a run begins. To have a group before, call "
+                "torch.distributed.init_process_group, which the run joins."
+            )
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return a loader as it is."""
+        return dataloader
+
+    def model_to_device(self) -> None:
+        """Move the module to the device of this process."""
+        if self.lightning_module is not None:
+            self.lightning_module.to(self.root_device)
+
+    def model_sharded_context(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: modules are sharded once they are built."""
+        return nullcontext()
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Return a batch on the device of this process."""
         from ...trainer.data.transfer import to_device
@@ -239,6 +290,36 @@ class Launcher:
     """Whether it works in a notebook."""
 
 
+class OwnBackward(strategy.Strategy):
+    """Takes a backward of a program's own, beside those of the run; the first base of the strategies."""
+
+    def backward(
+        self,
+        loss: Tensor,
+        last: Any = True,
+        inputs: Any = None,
+        retain_graph: bool = False,
+        optimizer: Any = None,
+        **options: Any,
+    ) -> None:
+        """Compute gradients; a program gives an optimizer or None in the place of `last`, which is True or False.
+
+        Raises UnsupportedError for a backward of its own where the run counts those of a step on several processes.
+        """
+        if isinstance(last, bool) and optimizer is None:
+            super().backward(loss, last, inputs, retain_graph)
+        elif self.place.world_size == 1:
+            scaled = loss if self.precision.scaler is None else self.precision.scale(loss)
+            scaled.backward(inputs=inputs, retain_graph=retain_graph, **options)
+        elif self.task is not None and not self.task.automatic_optimization:
+            self.task.manual_backward(loss, inputs=inputs, retain_graph=retain_graph, **options)
+        else:
+            raise UnsupportedError(
+                "strategy.backward of one's own, on several processes: set automatic_optimization = False, and call "
+                "self.manual_backward(loss)."
+            )
+
+
 class ParallelStrategy(Strategy):
     """Base of the strategies with several processes."""
 
@@ -254,6 +335,19 @@ class ParallelStrategy(Strategy):
             raise UnsupportedError(f"{type(self).__name__}: {OWN_STRATEGY}")
         super().__init__()
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether it is for several processes."""
+        return True
+
+    def block_backward_sync(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: gradients that meet in each backward have the same mean."""
+        return nullcontext()
+
+    def determine_ddp_device_ids(self) -> list[int] | None:
+        """Return the index of this process's device; None on the CPU."""
+        return None if self.device.type == "cpu" else [self.device.index or 0]
+
 
 OWN_STRATEGY = (
     "a strategy of one's own implements legato.trainer.strategies.Strategy; else give Trainer SingleDeviceStrategy, "
@@ -261,7 +355,7 @@ OWN_STRATEGY = (
 )
 
 
-class SingleDeviceStrategy(Strategy, SingleStrategy):
+class SingleDeviceStrategy(OwnBackward, Strategy, SingleStrategy):
     """One process, one device."""
 
     strategy_name = "single_device"
@@ -281,7 +375,7 @@ class SingleDeviceStrategy(Strategy, SingleStrategy):
             self.given["devices"] = [self.device.index or 0]
 
 
-class DDPStrategy(DistributedDataParallel, ParallelStrategy):
+class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
     """One process for each device; `kwargs` are those of torch's DistributedDataParallel."""
 
     strategy_name = "ddp"
@@ -327,7 +421,7 @@ class DDPStrategy(DistributedDataParallel, ParallelStrategy):
 FLAGS = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
 
 
-class FSDPStrategy(FullyShard, ParallelStrategy):
+class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
     """Parameters, gradients and optimizer states sharded over all processes."""
 
     strategy_name = "fsdp"
@@ -390,7 +484,7 @@ FSDP_INSTEAD = {
 }
 
 
-class ModelParallelStrategy(PipelineMeshStrategy, ParallelStrategy):
+class ModelParallelStrategy(OwnBackward, PipelineMeshStrategy, ParallelStrategy):
     """Data, sharding and tensor parallelism over one mesh; `configure_model` may apply torch's parallel styles."""
 
     strategy_name = "model_parallel"

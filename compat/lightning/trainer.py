@@ -46,7 +46,7 @@ from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
-from .strategies import CLASSES
+from .strategies import CLASSES, Strategy
 
 log = logging.getLogger("legato")
 
@@ -391,8 +391,9 @@ class Trainer(TrainerAttributes):
                 log.warning("fit was given val_dataloaders, but %s has no validation_step.", type(model).__name__)
                 val_dataloaders = None
             data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
-            self._search("fit", model, **data, datamodule=datamodule)
+            self._prepare("fit", model, **data, datamodule=datamodule)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
+            self.fitted = list(self.optimizers), self.lr_scheduler_configs
 
     def validate(
         self,
@@ -405,7 +406,7 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the validation data; return the metrics of each loader."""
         with self._status(TrainerFn.VALIDATING):
-            self._search("validate", model, dataloaders=dataloaders, datamodule=datamodule)
+            self._prepare("validate", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
             return self.validate_loop.show_results_of(lambda prints: of_epochs(run(prints, datamodule)), verbose)
 
@@ -420,7 +421,7 @@ class Trainer(TrainerAttributes):
     ) -> list[dict[str, float]]:
         """Evaluate on the test data; return the metrics of each loader."""
         with self._status(TrainerFn.TESTING):
-            self._search("test", model, dataloaders=dataloaders, datamodule=datamodule)
+            self._prepare("test", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
             return self.test_loop.show_results_of(lambda prints: of_epochs(run(prints, datamodule)), verbose)
 
@@ -435,7 +436,7 @@ class Trainer(TrainerAttributes):
     ) -> list[Any] | None:
         """Return the predictions of every rank, in the data's order; None with return_predictions=False."""
         with self._status(TrainerFn.PREDICTING):
-            self._search("predict", model, dataloaders=dataloaders, datamodule=datamodule)
+            self._prepare("predict", model, dataloaders=dataloaders, datamodule=datamodule)
             keep = return_predictions is not False
             found = super().predict(uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path), keep)
             self.predictions = found
@@ -485,11 +486,14 @@ class Trainer(TrainerAttributes):
             raise
         self.state.status = TrainerStatus.FINISHED
 
-    def _search(self, method: str, model: Any, **data: Any) -> None:
-        """Let callbacks search for a setting of the run that is asked for."""
+    def _prepare(self, method: str, model: Any, **data: Any) -> None:
+        """Tell the strategy the module, and let callbacks search for a setting of the run that is asked for."""
+        module = self.lightning_module if model is None else model
+        if isinstance(self.strategy, Strategy):
+            self.strategy.connect(module)
         for callback in [one for one in self.callbacks if isinstance(one, Finder)]:
             if callback.searches_before(method):
-                callback.search(self, self.lightning_module if model is None else model, method, **data)
+                callback.search(self, module, method, **data)
 
     def _checkpoint(self, path: Any) -> Any:
         """Return the checkpoint that a word or path means, or the one that was set. None: none."""

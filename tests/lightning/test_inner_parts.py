@@ -5,6 +5,7 @@ import torch
 
 import legato.compat.lightning as L
 from legato.callbacks.callback import Callback as CoreCallback
+from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from legato.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from legato.trainer.hooks import overrides
@@ -33,7 +34,8 @@ def loader():
 
 def quiet(tmp_path, **options):
     kept = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    return L.Trainer(accelerator="cpu", devices=1, default_root_dir=tmp_path, **{"max_epochs": 1, **kept, **options})
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "default_root_dir": tmp_path}
+    return L.Trainer(**{**defaults, **kept, **options})
 
 
 def test_hooks_take_the_module_by_lightnings_name(tmp_path):
@@ -311,3 +313,112 @@ def test_files_of_a_checkpoint_callback_and_the_start_of_averaging(tmp_path):
     trainer.fit(Linear(), loader())
     assert begun == [False, False, True]
     assert kept._fs.exists(kept.best_model_path)
+
+
+class Evaluated(Linear):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).square().mean())
+
+    test_step = predict_step = validation_step
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def test_counts_and_optimizers_of_a_fit_stay_in_later_calls(tmp_path):
+    named, counts = [], {}
+
+    class Looks(L.Callback):
+        def setup(self, trainer, pl_module, stage):
+            named.append(trainer.strategy.lightning_module is trainer.strategy.model is pl_module)
+
+        def on_test_start(self, trainer, pl_module):
+            counts["test"] = trainer.num_training_batches, trainer.num_val_batches, trainer.num_sanity_val_batches
+            counts["optimizers"] = trainer.optimizers, trainer.strategy.optimizers, len(trainer.lr_scheduler_configs)
+
+    trainer, module = quiet(tmp_path, callbacks=[Looks()]), Evaluated()
+    trainer.fit(module, loader(), torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
+    optimizers = trainer.optimizers
+    trainer.test(module, loader(), verbose=False)
+    assert counts["test"] == (4, [3], [2])
+    assert counts["optimizers"] == (optimizers, optimizers, 1)
+    trainer.predict(module, loader())
+    assert (trainer.num_val_batches, trainer.num_test_batches, trainer.num_predict_batches) == ([3], [4], [4])
+    assert not trainer.enable_validation
+    assert named == [True] * 3
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())  # without validation, which the counts of the first fit do not hide
+    assert trainer.num_val_batches == []
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_counts_its_own_batches_of_an_evaluation(tmp_path, capfd):
+    written = tmp_path / "seen"
+
+    class Looks(L.Callback):
+        def on_validation_batch_end(self, trainer, pl_module, outputs, batch, batch_idx, dataloader_idx=0):
+            if batch_idx == trainer.num_val_batches[dataloader_idx] - 1:
+                with written.open("a") as file:
+                    file.write(f"{trainer.global_rank} {trainer.num_sanity_val_batches} {trainer.sanity_checking}\n")
+
+    options = {"devices": 2, "strategy": "ddp_spawn", "enable_progress_bar": True, "callbacks": [Looks()]}
+    trainer = quiet(tmp_path, **options)
+    evaluated = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=2)
+    trainer.fit(Evaluated(), loader(), evaluated)
+    assert trainer.num_val_batches == [4]
+    assert sorted(written.read_text().splitlines()) == ["0 [1] False", "1 [1] False"]
+    bars = capfd.readouterr().out
+    assert "Sanity Checking DataLoader 0: 100%" in bars
+    assert "Validation DataLoader 0: 100%" in bars
+    assert "4/4" in bars[bars.index("Validation DataLoader 0: 100%") :]
+
+
+def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
+    found = {}
+
+    class Steps(Linear):
+        """Four ways to the same gradient."""
+
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            strategy, optimizer = self.trainer.strategy, self.optimizers()
+            for name, backward in {
+                "manual": self.manual_backward,
+                "none": lambda loss: strategy.backward(loss, None),
+                "optimizer": lambda loss: strategy.backward(loss, optimizer=optimizer),
+                "graph": lambda loss: strategy.backward(loss, None, retain_graph=True),
+            }.items():
+                optimizer.zero_grad()
+                backward(self.layer(batch).square().mean())
+                found[name] = self.layer.weight.grad.clone()
+            precision = self.trainer.precision_plugin
+            precision.clip_gradients(optimizer, 1e-3)
+            found["norm"] = torch.nn.utils.get_total_norm([one.grad for one in precision.main_params(optimizer)])
+            precision.clip_gradients(optimizer, 1e-6, "value")
+            found["value"] = self.layer.weight.grad.abs().max()
+            optimizer.step()
+            found["state"] = strategy.optimizer_state(optimizer)
+            assert strategy.process_dataloader(3) == 3
+            strategy.setup_environment()
+            with pytest.raises(UnsupportedError, match=r"assign trainer.optimizers"):
+                strategy.setup_optimizers(self.trainer)
+
+    module, trainer = Steps(), quiet(tmp_path, max_steps=1)
+    trainer.fit(module, loader())
+    assert all(torch.equal(found[name], found["manual"]) for name in ("none", "optimizer", "graph"))
+    assert found["norm"] <= 1.001e-3
+    assert found["value"] <= 1.001e-6
+    assert found["state"]["param_groups"][0]["lr"] == 0.1
+    strategy, weights = trainer.strategy, {name: one.clone() for name, one in module.state_dict().items()}
+    torch.nn.init.zeros_(module.layer.weight)
+    strategy.load_model_state_dict({"state_dict": weights})
+    assert torch.equal(module.layer.weight, weights["layer.weight"])
+    assert not strategy.handles_gradient_accumulation
+    strategy.model_to_device()
+    ddp = L.pytorch.strategies.DDPStrategy()
+    assert ddp.is_distributed
+    assert ddp.determine_ddp_device_ids() is None
+    with ddp.block_backward_sync(), ddp.model_sharded_context():
+        pass

@@ -196,6 +196,10 @@ class EvaluationData:
         found = [self.count(index) for index in range(len(self.loaders))]
         return [float("inf") if count is None else count for count in found]
 
+    def rounds(self) -> list[int | float]:
+        """Return the most batches of every loader that one replica has; infinity if unknown."""
+        return [count if count == float("inf") else -(-int(count) // self.replicas) for count in self.counts()]
+
 
 def training_data(
     loader: Any,

@@ -55,10 +55,8 @@ class ProgressBar(ProgressDisplay, Callback):
     @property
     def total_val_batches_current_dataloader(self) -> Number:
         """Batches of the validation loader that is read."""
-        trainer, count = self.trainer, self._current(self.trainer.num_val_batches)
-        if trainer.sanity_checking and trainer.num_sanity_val_steps != -1:
-            return min(count, trainer.num_sanity_val_steps)
-        return count
+        trainer: Any = self.trainer
+        return self._current(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
 
     @property
     def total_test_batches_current_dataloader(self) -> Number:
