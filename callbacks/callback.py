@@ -5,7 +5,7 @@ before the task, except those that judge metrics (EarlyStopping) and save (Check
 checks this drawing against the code.
 
     prepare_data                                   T   one process of each machine; the data module's first
-    setup                                        C T   (stage); the data module's between the two
+    setup                                        C T   (stage); the data module's comes first
     configure_model                                T
     on_load_checkpoint                           C T   when resuming from a checkpoint
     train_dataloader                               T   or the data module's, if `fit` was given none; fit only

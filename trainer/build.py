@@ -440,10 +440,10 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     """
     trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
     prepare_data(call)
+    if call.datamodule is not None:
+        call.datamodule.setup(stage)  # first, so that callbacks and the task may look at its data
     for hook in call.hooks.of_callbacks["setup"]:
         hook(stage)
-    if call.datamodule is not None:
-        call.datamodule.setup(stage)
     for hook in call.hooks.of_task["setup"]:
         hook(stage)
     # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)

@@ -140,11 +140,17 @@ def check_names(
             log.warning(told)
 
 
+def signature_of(method: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a method; of one that wraps another bound method that one's, which `inspect` shortens."""
+    inner = inspect.unwrap(method)
+    return signature(inner if inspect.ismethod(inner) else method)
+
+
 def _check_arguments(instance: object, base: type, name: str) -> None:
     given = [one for one in signature(getattr(base, name)).parameters.values() if one.name != "self"]
     needed = [one for one in given if one.default is one.empty]
     try:
-        own = signature(getattr(instance, name))
+        own = signature_of(getattr(instance, name))
     except (TypeError, ValueError):
         return  # a builtin without signature
     # a hook may do without the arguments that have defaults
@@ -193,7 +199,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     Raises TaskError if it takes no batch, or requires other arguments.
     """
     try:
-        parameters = list(inspect.signature(getattr(task, step)).parameters.values())
+        parameters = list(signature_of(getattr(task, step)).parameters.values())
     except ValueError:  # a method without self
         parameters = []
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -220,7 +226,7 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
 def fitted(hook: Callable[..., Any], given: int) -> Callable[..., Any]:
     """Return `hook` as a function of `given` arguments, dropping the last one if it takes one less."""
     try:
-        inspect.signature(hook).bind(*range(given))
+        signature_of(hook).bind(*range(given))
     except TypeError:
         return lambda *arguments: hook(*arguments[: given - 1])
     return hook

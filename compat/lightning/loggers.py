@@ -491,6 +491,19 @@ for kind in (TensorBoardLogger, CSVLogger, MLFlowLogger, WandbLogger):
     Logger.register(kind)
 
 
+def scan_checkpoints(
+    checkpoint_callback: Any, logged_model_time: Mapping[str, float]
+) -> list[tuple[float, str, Any, str]]:
+    """Return time, path, score and kind of a callback's checkpoints that were written after those times."""
+    found = {
+        checkpoint_callback.last_model_path: (checkpoint_callback.current_score, "latest"),
+        checkpoint_callback.best_model_path: (checkpoint_callback.best_model_score, "best"),
+        **{path: (score, "best_k") for path, score in checkpoint_callback.best_k_models.items()},
+    }
+    saved = ((Path(path).stat().st_mtime, path, *told) for path, told in found.items() if path and Path(path).exists())
+    return sorted(one for one in saved if logged_model_time.get(one[1], 0.0) < one[0])
+
+
 # --- hyperparameters ------------------------------------------------------------------------------------------------
 
 

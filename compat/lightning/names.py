@@ -987,6 +987,7 @@ NAMES: dict[str, dict[str, Entry]] = {
     "pytorch.plugins": {
         "_PLUGIN_INPUT": Entry("same", ".types:PLUGIN_INPUT"),
     },
+    "pytorch.loggers.utilities": {"_scan_checkpoints": Entry("same", ".loggers:scan_checkpoints")},
     "fabric.utilities.logger": {
         "_add_prefix": Entry("same", ".loggers:add_prefix"),
         "_convert_params": Entry("same", ".loggers:as_dict"),

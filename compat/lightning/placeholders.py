@@ -9,6 +9,10 @@ class UnsupportedError(LegatoError, NotImplementedError):
     """A part of Lightning that Legato does without; the message says what to do instead."""
 
 
+class UnsupportedAttributeError(UnsupportedError, AttributeError):
+    """An attribute of a part of Lightning that Legato does without; `hasattr` answers False."""
+
+
 class Placeholder(type):
     """The class of placeholders: calling one, or reading an attribute of it, raises UnsupportedError."""
 
@@ -21,7 +25,7 @@ class Placeholder(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
-        raise UnsupportedError(f"{cls.__name__}.{name}: {cls.way_out}")
+        raise UnsupportedAttributeError(f"{cls.__name__}.{name}: {cls.way_out}")
 
 
 def make_placeholder(module: str, name: str, way_out: str) -> Placeholder:

@@ -82,6 +82,40 @@ def test_a_list_of_batches_is_dealt_out_to_replicas(trainer):
     assert_close(task, train_by_hand(Tiny(), batches, accumulate=2))
 
 
+class Endless:
+    """A loader of one's own without an end, that says how many batches an epoch has."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        while True:
+            yield from self.batches
+
+
+def test_an_endless_loader_ends_at_its_length(trainer):
+    task, batches = Validated(), list(make_loader(18))
+    made = trainer(max_epochs=2, num_sanity_val_steps=0)
+    made.fit(task, Endless(batches), Endless(batches[:2]))
+    assert (made.global_step, made.num_val_batches) == (10, [2])
+    assert_same_bits(task, train_by_hand(Validated(), batches, epochs=2))
+
+
+def test_a_list_of_loaders_of_ones_own_is_combined(trainer):
+    class Pairs(Tiny):
+        def training_step(self, batch, batch_idx):
+            assert type(batch) is list
+            return sum(self.loss(piece) for piece in batch)
+
+    batches = list(make_loader(18))
+    made = trainer(max_epochs=2)
+    made.fit(Pairs(), [Endless(batches), Endless(batches[:2])])
+    assert made.global_step == 10
+
+
 class Stream(IterableDataset):
     """Yields the samples of `make_data` one by one, and does not say how many there are."""
 

@@ -176,3 +176,38 @@ def test_an_unknown_private_name_is_answered_by_a_sentence():
         assert not hasattr(owner, "_callback_connector")
     with pytest.raises(AttributeError, match=r"no attribute 'max_epoch'$"):
         trainer.max_epoch  # noqa: B018
+
+
+def test_a_logger_of_ones_own_finds_what_was_saved_since(tmp_path):
+    from legato.compat.lightning.pytorch.loggers.utilities import _scan_checkpoints
+
+    class Sends(L.pytorch.loggers.CSVLogger):
+        def __init__(self):
+            super().__init__(tmp_path)
+            self.times, self.sent = {}, []
+
+        def after_save_checkpoint(self, checkpoint_callback):
+            for time, path, score, kind in _scan_checkpoints(checkpoint_callback, self.times):
+                self.times[path] = time
+                self.sent.append((Path(path).name, None if score is None else float(score), kind))
+
+    class Falls(Linear):
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0 / (1 + self.current_epoch))
+
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    logger = Sends()
+    saves = L.pytorch.callbacks.ModelCheckpoint(monitor="val_loss", filename="{epoch}", save_top_k=2)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=2, logger=logger, callbacks=[saves], **options)
+    loader = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+    trainer.fit(Falls(torch.nn.Tanh()), loader, loader)
+    assert logger.sent == [("epoch=0.ckpt", 1.0, "best_k"), ("epoch=1.ckpt", 0.5, "best_k")]
+
+
+def test_programs_that_look_for_an_inner_part_are_answered():
+    from legato.compat.lightning.pytorch.trainer.connectors import checkpoint_connector
+
+    connector = checkpoint_connector._CheckpointConnector
+    assert not hasattr(connector, "restore")
+    with pytest.raises(AttributeError, match="inner workings"):
+        connector.restore  # noqa: B018

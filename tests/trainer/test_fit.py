@@ -4,6 +4,8 @@ import copy
 import os
 import pickle
 from datetime import timedelta
+from functools import wraps
+from types import MethodType
 
 import pytest
 import torch
@@ -34,6 +36,26 @@ def test_the_shuffled_order_is_the_keyed_permutation(trainer):
         order = permutation(torch.arange(18).numpy(), 18, epoch_key(5, epoch))
         train_by_hand(by_hand, DataLoader(data, 4, sampler=order.tolist()))
     assert_same_bits(task, by_hand)
+
+
+def test_a_step_that_wraps_the_bound_one_is_given_as_much(trainer):
+    class Counts(Tiny):
+        indices = ()
+
+        def training_step(self, batch, batch_idx):
+            self.indices += (batch_idx,)
+            return super().training_step(batch, batch_idx)
+
+    task = Counts()
+    inner = task.training_step
+
+    @wraps(inner)
+    def guarded(self, *arguments):
+        return inner(*arguments)
+
+    task.training_step = MethodType(guarded, task)  # as callbacks put guards around it in setup
+    trainer().fit(task, make_loader(18))
+    assert task.indices == (0, 1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("accumulate", [2, 3, 5, 7])

@@ -184,7 +184,7 @@ def test_the_data_module_comes_before_the_task(trainer):
 
     task = Own(record)
     trainer(callbacks=make_recorder(Recorder, record)).fit(task, datamodule=Part())
-    for name, who in (("prepare_data", "DT"), ("setup", "CDT")):
+    for name, who in (("prepare_data", "DT"), ("setup", "DCT")):
         assert [by for what, by in record if what == name] == list(who)
     assert ("val_dataloader", "T") in record  # which the data module does not have
 

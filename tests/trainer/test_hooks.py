@@ -183,7 +183,7 @@ def test_callbacks_that_come_last_see_what_the_others_did(trainer):
     task = RecordingTask(type("Log", (list,), {"append": lambda self, call: record.append((call[0], "task"))})())
     trainer(callbacks=[late, early]).fit(task, make_loader(8), make_loader(8))
     shared = set(CALLBACK_HOOKS) & set(TASK_HOOKS) & {name for name, _ in record}
-    for name in shared - {"setup", "teardown"}:  # there the data module stands between callbacks and task
+    for name in shared - {"setup", "teardown"}:  # there the data module has its place
         assert [who for what, who in record if what == name][:3] == ["early", "task", "late"], name
     names = [call for call in record if call[0] in ("on_train_epoch_end", "lr_scheduler_step")]
     assert names[-4:] == [

@@ -15,9 +15,9 @@ from .loaders import (
     MapLoader,
     copy_loader,
     is_dealable,
-    iterate_loader,
     length_of,
     open_loader,
+    read_loader,
     require_iterable,
 )
 from .randomness import KeyedDataset
@@ -127,7 +127,8 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 def combined(loaders: Any) -> Any:
     """Wrap a dict, list or tuple of loaders in a CombinedLoader, as `fit` does; return anything else unchanged.
 
-    A list without a DataLoader in it is taken as a list of batches.
+    A list without a loader in it is taken as a list of batches. A loader of one's own is known by being iterable, where
+    a batch can be indexed or moved besides.
     """
     if isinstance(loaders, Mapping) or (isinstance(loaders, (list, tuple)) and _has_loader(loaders)):
         return CombinedLoader(loaders, "max_size_cycle")
@@ -165,6 +166,7 @@ def _has_loader(loaders: Any) -> bool:
         _has_loader(part)
         if isinstance(part, (Mapping, list, tuple))
         else isinstance(part, (DataLoader, CombinedLoader))
+        or (hasattr(part, "__iter__") and not hasattr(part, "__getitem__") and not hasattr(part, "to"))
         for part in parts
     )
 
@@ -180,7 +182,7 @@ def _is_batch(part: Any) -> bool:
 
 def _opened(loader: Any) -> Iterator[Any]:
     with prepared_workers(loader):
-        return iterate_loader(open_loader(loader))
+        return read_loader(loader)
 
 
 def _leaves(loaders: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,16 @@ def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
     iterator, which a worker's error keeps in a cycle.
     """
     return batches_of(batches, _refuse_early, _fail)
+
+
+def read_loader(loader: Any) -> Iterator[Any]:
+    """Return an iterator over the batches of a loader.
+
+    A loader of the user's own ends at its length, since it may be endless; torch's warns of a length that is too small.
+    """
+    batches = iterate_loader(open_loader(loader))
+    length = None if isinstance(loader, DataLoader) else length_of(loader)
+    return batches if length is None else islice(batches, length)
 
 
 def _fail(batches: Iterator[Any], error: Exception) -> None:

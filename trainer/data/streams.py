@@ -11,7 +11,7 @@ import torch
 from ..errors import ConfigError, DataError
 from ..processes.collectives import Collectives
 from .combined import CombinedLoader, loaders_in, sample_counter
-from .loaders import iterate_loader, length_of, open_loader, seed_samplers, set_epoch
+from .loaders import length_of, read_loader, seed_samplers, set_epoch
 from .randomness import seed_generators
 from .sampling import Layout, mix
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
@@ -125,7 +125,7 @@ class StreamData:
             skipped = 0
         with prepared_workers(self.loader):
             combined = isinstance(self.loader, CombinedLoader)
-            batches = self.loader.batches() if combined else iterate_loader(open_loader(self.loader))
+            batches = self.loader.batches() if combined else read_loader(self.loader)
         if skipped:
             log.warning(
                 "%s has no state_dict: reading %d batches again to get back to step %d of epoch %d.",
