@@ -127,7 +127,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def optimizers(self) -> "list[Optimizer]":
         """The optimizers of the run, which may be set within one, or of the newest fit."""
         own = [] if self.run is None else super().optimizers
-        return own or self.fitted[0]
+        return own or list(self.fitted[0])
 
     @optimizers.setter
     def optimizers(self, value: "list[Optimizer]") -> None:

@@ -338,6 +338,8 @@ def test_counts_and_optimizers_of_a_fit_stay_in_later_calls(tmp_path):
             counts["optimizers"] = trainer.optimizers, trainer.strategy.optimizers, len(trainer.lr_scheduler_configs)
 
     trainer, module = quiet(tmp_path, callbacks=[Looks()]), Evaluated()
+    trainer.optimizers.append(None)  # of a list that is nobody's
+    assert trainer.optimizers == []
     trainer.fit(module, loader(), torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
     optimizers = trainer.optimizers
     trainer.test(module, loader(), verbose=False)
