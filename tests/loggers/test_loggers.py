@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import Tiny, make_loader, make_trainer
 
 from legato.trainer.loggers import CSVLogger, JSONLinesLogger, Logger, NoExperiment, TensorBoardLogger
 
@@ -71,6 +72,27 @@ def test_no_experiment_takes_every_call():
     with NoExperiment() as experiment:
         assert experiment.add_figure("tag", 1, step=2) is experiment
     assert cloudpickle.loads(cloudpickle.dumps(experiment)).add_text("tag", "text") is not None
+
+
+class Asks(Tiny):
+    def on_train_start(self):
+        known = self.trainer.strategy.collectives.gather_objects([logger.log_dir for logger in self.loggers])
+        assert known == [[str(self.trainer.run_dir)] * 3] * 2
+
+    def training_step(self, batch, batch_idx):
+        self.log("asked", 1.0, prog_bar=True)
+        self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+def test_every_process_knows_where_a_run_is_logged_and_how_it_ended(tmp_path):
+    loggers = [TensorBoardLogger(), JSONLinesLogger(), CSVLogger()]
+    trainer = make_trainer(tmp_path, logger=loggers, strategy="ddp", devices=2, max_epochs=5)
+    trainer.fit(Asks(), make_loader())
+    assert [logger.log_dir for logger in loggers] == [str(trainer.run_dir)] * 3
+    assert {(logger.name, logger.version) for logger in loggers} == {(trainer.run_dir.parent.name, 0)}
+    assert (trainer.progress_bar_metrics["asked"], trainer.should_stop, trainer.current_epoch) == (1.0, True, 0)
 
 
 @pytest.mark.parametrize("kind", [TensorBoardLogger, JSONLinesLogger, CSVLogger])

@@ -42,6 +42,7 @@ class Logger:
     folder: "LogFolder | None" = None
     """The logger's own folder; None: the run directory."""
     _directory: Path | None = None
+    _is_open = False
     _said: tuple[str, ...] = ()
     """Methods of which it was said that this logger has none."""
 
@@ -51,7 +52,7 @@ class Logger:
         resume_step: the run resumes after this step: values logged for later steps are void, values of this and earlier
         steps are kept and must not be written again.
         """
-        self._directory = Path(run_dir)
+        self._directory, self._is_open = Path(run_dir), True
 
     def follow(self, run_dir: Path) -> None:
         """Learn where rank 0 writes, in a process that opens nothing: another rank, or the one that started workers.
@@ -60,24 +61,26 @@ class Logger:
         """
         if self.folder is not None:
             self.folder.follow(Path(run_dir))
+        else:
+            self._directory = Path(run_dir)
 
     @property
     def save_dir(self) -> str | None:
-        """The parent folder of the runs; None before the logger is opened, unless it has its own."""
+        """The parent folder of the runs; None before a run, unless it has its own."""
         if self.folder is not None:
             return self.folder.save_dir
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
     def name(self) -> str | None:
-        """The run's name; None before the logger is opened, unless it has its own."""
+        """The run's name; None before a run, unless it has its own."""
         if self.folder is not None:
             return self.folder.name or ""
         return None if self._directory is None else self._directory.parent.name
 
     @property
     def version(self) -> int | str | None:
-        """N of `version_N`, or the folder's name; None before the logger is opened, unless it has its own."""
+        """N of `version_N`, or the folder's name; None before a run, unless it has its own."""
         if self.folder is not None:
             return self.folder.version
         if self._directory is None:
@@ -87,14 +90,14 @@ class Logger:
 
     @property
     def log_dir(self) -> str | None:
-        """The run directory; None before the logger is opened, unless it has its own."""
+        """The run directory; None before a run, unless it has its own."""
         if self.folder is not None:
             return self.folder.log_dir
         return None if self._directory is None else str(self._directory)
 
     @property
     def root_dir(self) -> str | None:
-        """The folder of all versions of the run; None before the logger is opened, unless it has its own."""
+        """The folder of all versions of the run; None before a run, unless it has its own."""
         if self.folder is not None:
             return self.folder.root_dir
         return None if self._directory is None else str(self._directory.parent)
@@ -131,7 +134,7 @@ class Logger:
 
     def _say_unable(self, method: str) -> None:
         """Say, once, that this logger writes nothing of the kind; not on ranks on which it is not open."""
-        if self._directory is not None and method not in self._said:
+        if self._is_open and method not in self._said:
             self._said = (*self._said, method)
             log.info("%s has no %s: nothing is written. TensorBoardLogger has it.", type(self).__name__, method)
 

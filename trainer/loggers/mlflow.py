@@ -136,6 +136,7 @@ class MLFlowLogger(Logger):
 
     def follow(self, run_dir: Path) -> None:
         """Take the id of the run that another process has begun, or one before a resume."""
+        super().follow(run_dir)
         self._run_id = self._run_id or read_id(Path(run_dir), "mlflow")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

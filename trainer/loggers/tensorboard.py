@@ -84,10 +84,11 @@ class TensorBoardLogger(Logger):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder with the event files, for `tensorboard --logdir`; None before the logger is opened, unless own."""
+        """The folder with the event files, for `tensorboard --logdir`; None before a run, unless own."""
         if self.folder is not None:
             return os.path.join(self.folder.log_dir, self.sub_dir or "").rstrip("/")
-        return None if self._events is None else str(self._events)
+        found = self._events or self._directory
+        return None if found is None else str(found)
 
     @property
     def experiment(self) -> "SummaryWriter | NoExperiment":

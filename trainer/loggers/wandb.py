@@ -117,6 +117,7 @@ class WandbLogger(Logger):
 
     def follow(self, run_dir: Path) -> None:
         """Take the id of the run that another process has begun, or one before a resume."""
+        super().follow(run_dir)
         self._init["id"] = self._init["id"] or read_id(Path(run_dir), "wandb")
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

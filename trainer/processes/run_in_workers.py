@@ -41,6 +41,8 @@ class RunResult:
     run_id: str
     callback_metrics: dict[str, Tensor]
     logged_metrics: dict[str, float]
+    progress_bar_metrics: dict[str, float]
+    should_stop: bool
     lengths: dict[str, Any]
     """Lengths of the loaders."""
     callbacks: list[tuple[str, dict[str, Any]]]
@@ -120,7 +122,8 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.run.loop.open, trainer.lengths = False, outcome.lengths
     trainer.callback_metrics = outcome.callback_metrics
     trainer.saver.run_id = outcome.run_id
-    trainer.logged_metrics = outcome.logged_metrics
+    trainer.logged_metrics, trainer.progress_bar_metrics = outcome.logged_metrics, outcome.progress_bar_metrics
+    trainer.should_stop = outcome.should_stop
     for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=True):
         if outcome.run_dir is not None:
             logger.follow(folder or outcome.run_dir)
@@ -174,6 +177,8 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         trainer.saver.run_id,
         trainer.callback_metrics,
         trainer.logged_metrics,
+        trainer.progress_bar_metrics,
+        trainer.should_stop,
         trainer.lengths,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
         [None if logger.folder is None else logger.folder.path for logger in trainer.loggers],
