@@ -85,6 +85,11 @@ class Asks(Tiny):
         return super().training_step(batch, batch_idx)
 
 
+class Drops(Tiny):
+    def on_fit_start(self):
+        self.trainer.loggers = []
+
+
 @pytest.mark.slow
 def test_every_process_knows_where_a_run_is_logged_and_how_it_ended(tmp_path):
     loggers = [TensorBoardLogger(), JSONLinesLogger(), CSVLogger()]
@@ -93,6 +98,8 @@ def test_every_process_knows_where_a_run_is_logged_and_how_it_ended(tmp_path):
     assert [logger.log_dir for logger in loggers] == [str(trainer.run_dir)] * 3
     assert {(logger.name, logger.version) for logger in loggers} == {(trainer.run_dir.parent.name, 0)}
     assert (trainer.progress_bar_metrics["asked"], trainer.should_stop, trainer.current_epoch) == (1.0, True, 0)
+    trainer.fit(Drops(), make_loader())
+    assert trainer.loggers == loggers
 
 
 @pytest.mark.parametrize("kind", [TensorBoardLogger, JSONLinesLogger, CSVLogger])

@@ -124,7 +124,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.saver.run_id = outcome.run_id
     trainer.logged_metrics, trainer.progress_bar_metrics = outcome.logged_metrics, outcome.progress_bar_metrics
     trainer.should_stop = outcome.should_stop
-    for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=True):
+    for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
         if outcome.run_dir is not None:
             logger.follow(folder or outcome.run_dir)
     trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
