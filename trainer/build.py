@@ -52,7 +52,7 @@ from .metrics.torchmetrics import MetricStates
 from .optimization import kernels
 from .optimization.nonfinite import make_guard
 from .optimization.optimization import Optimization
-from .optimization.optimizers import read_optimizers
+from .optimization.optimizers import read_optimizers, unknown_parameters
 from .optimization.precision import Precision
 from .processes import garbage
 from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
@@ -700,6 +700,8 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     optimizers, schedulers = read_optimizers(trainer.configured(task), task.automatic_optimization)
     for callback in trainer.callbacks:
         callback.extend_optimizers(task, optimizers)
+    if fault := unknown_parameters(task, optimizers):
+        trainer.answer_unknown_parameters(fault)
     kernels.choose_kernels(optimizers, trainer.optimizer_kernels)
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)

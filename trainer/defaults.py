@@ -14,6 +14,7 @@ from . import strategies
 from .checkpoints import store
 from .checkpoints.left_out import logged_hyperparameters
 from .data.dealing import EvaluationData
+from .errors import TaskError
 from .metrics.reduce import Reduced
 from .state import State
 from .view import TrainerView
@@ -158,6 +159,10 @@ class TrainerDefaults(TrainerView):
     def configured(self, task: Task) -> Any:
         """Return what the task's configure_optimizers returns."""
         return task.configure_optimizers()
+
+    def answer_unknown_parameters(self, fault: str) -> None:
+        """Refuse optimizers of parameters that are not the task's, with which a resumed run would be another one."""
+        raise TaskError(fault)
 
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""

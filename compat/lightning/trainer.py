@@ -266,6 +266,10 @@ class Trainer(TrainerAttributes):
             rank_zero_warn(f"{type(task).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
         return without_unknown(found)
 
+    def answer_unknown_parameters(self, fault: str) -> None:
+        """Warn of optimizers of parameters that are not the module's: Lightning trains them."""
+        rank_zero_warn(fault)
+
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""
         return CLASSES.get(name) or super().strategy_class(name)

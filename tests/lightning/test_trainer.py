@@ -569,3 +569,24 @@ def test_what_is_printed_of_hyperparameters_and_of_a_data_module():
         "{Test dataloader: None}",
         "{Predict dataloader: None}",
     ]
+
+
+class Hidden(Small):
+    """Trains a parameter that is not registered, as Lightning allows."""
+
+    def __init__(self):
+        super().__init__()
+        self.scales = [torch.nn.Parameter(torch.ones(2))]
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch * self.scales[0], batch_idx)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), *self.scales], lr=0.1)
+
+
+def test_an_optimizer_of_parameters_that_are_not_the_modules_is_warned_of():
+    module = Hidden()
+    with pytest.warns(UserWarning, match="1 of shape \\(2,\\): they are neither moved"):
+        pl.Trainer(max_steps=1, **SILENT).fit(module, DataLoader(torch.ones(4, 2)))
+    assert not torch.equal(module.scales[0].detach(), torch.ones(2))

@@ -179,6 +179,36 @@ def test_a_missing_training_step_names_the_one_that_is_nearly_it(refused):
 
 
 # --- hyperparameters ------------------------------------------------------------------------------------------------
+class Hidden(Tiny):
+    """Trains a module that is not registered: in a plain list."""
+
+    def __init__(self):
+        super().__init__()
+        self.heads = [torch.nn.Linear(3, 1)]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([*self.parameters(), *self.heads[0].parameters()], lr=0.1)
+
+
+def test_parameters_that_are_not_the_tasks_are_refused(refused):
+    """A resumed run would begin them again, and each process would train its own."""
+    message = refused(TaskError, Hidden())
+    assert "2 of shape (1, 3), (1,): they are neither moved to the device, nor averaged" in message
+    assert "nn.ModuleList" in message
+
+
+class Empty(Tiny):
+    def __init__(self):
+        super().__init__()
+        with torch.device("meta"):
+            self.head = torch.nn.Linear(1, 1)
+
+
+def test_a_parameter_without_values_is_named(trainer):
+    with pytest.raises(TaskError, match=r"Empty has no values in head\.weight: it is on the device meta"):
+        trainer().fit(Empty(), make_loader())
+
+
 class Base(Tiny):
     def __init__(self, width=3, net=None, lr=0.1):
         super().__init__(lr)

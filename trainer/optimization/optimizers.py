@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..errors import TaskError, did_you_mean
+from ..errors import TaskError, did_you_mean, first_names
 
 if TYPE_CHECKING:
     from .optimization import Optimization
@@ -57,6 +58,26 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
                 f"return, so it would have no effect; return that optimizer too."
             )
     return optimizers, schedulers
+
+
+def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    """Return what is wrong with parameters that optimizers train and that are not the task's; "" if there are none."""
+    known = set(map(id, task.parameters()))
+    found = [
+        tuple(parameter.shape)
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if id(parameter) not in known
+    ]
+    if not found:
+        return ""
+    return (
+        f"configure_optimizers gave an optimizer parameters that are not among the task's, {len(found)} of shape "
+        f"{first_names([str(shape) for shape in found])}: they are neither moved to the device, nor averaged over "
+        f"processes, nor saved in checkpoints. Assign them to the task as nn.Parameter, and modules in a list or dict "
+        f"as nn.ModuleList or nn.ModuleDict."
+    )
 
 
 def _read_returned(returned: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:

@@ -135,8 +135,17 @@ class Strategy:
         raise ConfigError(f"sync_batchnorm=true works under strategy ddp, not under {self.name!r}. Leave it out.")
 
     def place_task(self, task: "Task") -> None:
-        """Move the task to its device and precision, before its optimizers are made."""
+        """Move the task to its device and precision, before its optimizers are made.
+
+        Raises TaskError where it has parameters without values.
+        """
         self.task = task
+        empty = next((name for name, parameter in task.named_parameters() if parameter.is_meta), None)
+        if empty is not None:
+            raise TaskError(
+                f"{type(task).__name__} has no values in {empty}: it is on the device meta. Make its module outside of "
+                f"torch.device('meta'), or in configure_model and with strategy fsdp and its meta_init=true."
+            )
         self.precision.place(task)
         task.to(self.device)
 
