@@ -572,7 +572,7 @@ class Run(JoinedCall):
 
     def refuse_empty_epoch(self) -> None:
         """Raise DataError where the training loader had nothing for a whole epoch."""
-        if not self.state.epoch_steps and not self.loop.epoch_skipped:
+        if not self.state.epoch_steps and not self.loop.epoch_skipped and not self.trainer.stops_here():
             raise DataError(
                 f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
                 f"epoch: give a DataLoader, a list or another object that starts again with each iter()."
@@ -616,8 +616,8 @@ class Run(JoinedCall):
         self.loop.epoch_skipped, self.loop.samples_of_epoch = True, samples
 
     def steps_left(self) -> Iterator[StepInput]:
-        """Return the remaining steps of the epoch."""
-        if self.loop.epoch_skipped:
+        """Return the remaining steps of the epoch: none where a hook that began it has skipped it or ended the run."""
+        if self.loop.epoch_skipped or self.trainer.stops_here():
             return iter(())
         steps = self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
         return self._with_steps_left_out(steps) if self.state.left_out else steps

@@ -260,7 +260,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         if not write:
             return
         self.logged_metrics.update(reduced.loggers)
-        if reduced.loggers and self.running:
+        if reduced.loggers and self.running and not self.sanity_checking:
             self.current_run.write_point(reduced.loggers)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
@@ -273,7 +273,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         run.hooks.call("on_sanity_check_start")
         self.evaluate("validation", None if batches == -1 else batches)
         run.hooks.call("on_sanity_check_end")
-        self.callback_metrics, self.progress_bar_metrics = {}, {}
+        self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
 
     def validate_now(self) -> None:
         """Validate in the middle of training."""
@@ -325,9 +325,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
                     outputs.append((item.dataloader_idx, item.batch_idx, item.replica, run.kept(output)))
             run.call_epoch_end(word)
         reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
-        if run.loop.doing == "sanity_check":
-            reduced.loggers = {}
-        elif word == "validation":
+        if run.loop.doing == "validation":
             run.note_validation()
         self.publish(reduced)
         hooks.call(f"on_{word}_end")

@@ -151,6 +151,8 @@ class Trainer(TrainerAttributes):
     overfits_validation = False
     marks_output = False
     records_starts = False  # a folder holds what Lightning writes, and nothing else
+    has_data = True
+    """Whether a train_dataloader that is called again has gone on giving loaders."""
     untrained: set[str]
     """Files of modules that were saved before any run: a fit begins with their weights, at step 0."""
 
@@ -256,7 +258,7 @@ class Trainer(TrainerAttributes):
         kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
         state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
-        self.epoch_is_cut = False
+        self.epoch_is_cut, self.has_data = False, True
         return state
 
     def configured(self, task: Task) -> Any:
@@ -333,14 +335,23 @@ class Trainer(TrainerAttributes):
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
-        """Begin an epoch, or go on in the middle of one."""
+        """Begin an epoch, or go on in the middle of one; where a reloaded train_dataloader has no more, end the run."""
         self.epoch_is_cut = False
-        super().begin_epoch()
+        try:
+            super().begin_epoch()
+        except StopIteration:
+            self.has_data, self.current_run.loop.epoch_skipped = False, True
 
     def end_epoch(self) -> None:
-        """End an epoch; one that the run ends within counts, too."""
-        super().end_epoch()
-        self.epoch_is_cut = self.state.epoch_steps > 0
+        """End an epoch; one that the run ends within counts, too, also before its first step."""
+        if self.has_data:
+            epoch = self.state.epoch
+            super().end_epoch()
+            self.epoch_is_cut = self.state.epoch == epoch
+
+    def is_done(self) -> bool:
+        """Return whether the run has reached its end, or that of its data."""
+        return not self.has_data or super().is_done()
 
     def stops_here(self) -> bool:
         """Return whether the run stops after this step; `max_steps` counts the steps of optimizers."""

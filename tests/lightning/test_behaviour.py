@@ -419,3 +419,93 @@ def test_a_module_is_traced_before_and_after_a_run(package):
         fitted(package, module, max_epochs=1)
     with pytest.raises(RuntimeError, match="not attached"):
         small(package).trainer  # noqa: B018
+
+
+# --- learning rates, the sanity check, and how a run ends -------------------------------------------------------------
+@pytest.mark.parametrize("interval", ["step", "epoch", None])
+@pytest.mark.parametrize("scheduled", ["step", "epoch", None])
+def test_learning_rates_are_logged_before_the_step_that_they_are_for(interval, scheduled):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if scheduled is None:
+            return optimizer
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": scheduled}}
+
+    seen = []
+    for package in (real, room):
+        rates = package.callbacks.LearningRateMonitor(interval)
+        module = small(package, configure_optimizers=configure_optimizers)
+        _, logger = fitted(package, module, callbacks=[rates], log_every_n_steps=2)
+        points = [(step, values) for step, values in logger.points if "lr-SGD" in values]
+        seen.append((points, rates.lrs))
+    assert seen[0] == seen[1]
+    assert seen[0][0]
+
+
+def test_the_sanity_check_shows_its_values_until_it_ends():
+    def validation_step(self, batch, batch_idx):
+        self.log("val", float(self.trainer.sanity_checking))
+
+    seen = []
+    for package in (real, room):
+        shown = []
+
+        class Watch(package.Callback):
+            def see(self, trainer, module, shown=shown):
+                shown.append((numbers(trainer.logged_metrics), numbers(trainer.callback_metrics)))
+
+            on_validation_end = on_sanity_check_end = on_train_start = see
+
+        _, logger = fitted(package, small(package, validation_step=validation_step), loader(4), callbacks=[Watch()])
+        seen.append((shown, [point for point in logger.points if "val" in point[1]]))
+    assert seen[0] == seen[1]
+    assert seen[0][0][:3] == [({"val": 1.0}, {"val": 1.0})] * 2 + [({}, {})]
+
+
+def test_an_epoch_whose_first_hook_stops_the_run_has_no_step():
+    seen = []
+    for package in (real, room):
+        calls = []
+
+        class Stop(package.Callback):
+            def on_train_epoch_start(self, trainer, module, calls=calls):
+                trainer.should_stop = trainer.current_epoch == 1
+                calls.append("start")
+
+            def on_train_epoch_end(self, trainer, module, calls=calls):
+                calls.append("end")
+
+            def on_validation_end(self, trainer, module, calls=calls):
+                calls.append("validated")
+
+        module = small(package, validation_step=lambda self, batch, batch_idx: None)
+        trainer, _ = fitted(package, module, loader(4), callbacks=[Stop()], max_epochs=5, num_sanity_val_steps=0)
+        seen.append((calls, trainer.global_step, trainer.current_epoch))
+    assert seen[0] == seen[1] == (["start", "validated", "end", "start", "end"], 4, 2)
+
+
+def test_a_reloaded_train_dataloader_that_has_no_more_ends_the_run():
+    seen = []
+    for package in (real, room):
+
+        def setup(self, stage):
+            self.loaders, self.calls = iter([loader(2), loader(4), loader(6)]), []
+
+        def train_dataloader(self):
+            return next(self.loaders)
+
+        def on_train_epoch_end(self):
+            self.calls.append(self.global_step)
+
+        def on_fit_end(self):
+            self.calls.append("ended")
+
+        methods = {key: value for key, value in locals().items() if key != "self" and callable(value)}
+        methods.pop("package", None)
+        module = small(package, **methods)
+        options = {"max_epochs": -1, "reload_dataloaders_every_n_epochs": 1, "logger": False}
+        trainer = package.Trainer(**QUIET, **options, enable_checkpointing=False)
+        trainer.fit(module)
+        seen.append((module.calls, trainer.current_epoch, trainer.global_step))
+    assert seen[0] == seen[1] == ([1, 3, 6, "ended"], 3, 6)

@@ -385,6 +385,17 @@ def test_a_surplus_collective_that_waits(trainer, how, options):
 
 
 @pytest.mark.slow
+def test_a_collective_in_a_step_that_has_no_batch_for_a_rank(trainer):
+    class Gathers(Tiny):
+        def training_step(self, batch, batch_idx):
+            distributed.barrier()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(DisagreementError, match=r"this step has none for rank 1, .*\. What helps: drop_last=True"):
+        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Gathers(), make_loader(10))
+
+
+@pytest.mark.slow
 def test_a_surplus_collective_that_does_not_wait(trainer):
     """Where ranks meet they compare how many there were."""
     with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\. Each rank must"):

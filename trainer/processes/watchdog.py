@@ -59,9 +59,10 @@ class Watched(Protocol):
 
 
 class Doing(Protocol):
-    """Attribute of the loop that a watchdog reads: its stage."""
+    """Attributes of the loop that a watchdog reads: its stage, and the newest step of this process."""
 
     doing: str
+    step: Any
 
 
 class Waiting:
@@ -153,7 +154,9 @@ class Watchdog:
         self.thread.join()
         with suppress(RuntimeError):  # no new connection: rank 0, which has the store, may have ended
             if self.succeeded:
-                self._share_position({"where": "has done its work", "waits": False, "seconds": 0.0, "at": ""}, "done")
+                self._share_position(
+                    {"where": "has done its work", "waits": False, "seconds": 0.0, "at": "", "idle": False}, "done"
+                )
         dump_stacks_to(None)
         self.stacks.close()
 
@@ -331,6 +334,7 @@ class Watchdog:
                 "waits": waits,
                 "seconds": 0.0,
                 "at": self._describe_progress(stack_of_error(error)),
+                "idle": self._lacks_batch(),
             }
             timeouts = self.trainer.strategy.timeouts
             limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
@@ -385,7 +389,12 @@ class Watchdog:
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
                 file.write("".join(f"\n{text}" for text in workers))
-        return {"where": where, "waits": waits, "seconds": stalled, "at": at}
+        return {"where": where, "waits": waits, "seconds": stalled, "at": at, "idle": self._lacks_batch()}
+
+    def _lacks_batch(self) -> bool:
+        """Return whether this process has no batch in the step that it takes part in."""
+        step = self.loop.step if self.loop.doing == "train" else None
+        return step is not None and not step.batches
 
     @property
     def _folder(self) -> Path | None:
@@ -440,7 +449,14 @@ class Watchdog:
             lines.append(f"The others wait for {name_ranks(sorted(to_blame))}.")
         elif not alone and not to_blame:
             lines.append("All wait, for each other: they must call the same collectives in the same order.")
-            if len({position["at"] for position in positions.values()}) > 1:
+            idle = sorted(rank for rank, position in positions.items() if position["idle"])
+            if idle:
+                lines.append(
+                    f"The data do not go evenly into the batches of all ranks: this step has none for "
+                    f"{name_ranks(idle)}, where training_step is not called. What helps: drop_last=True, or gathering "
+                    f"when the epoch ends."
+                )
+            elif len({position["at"] for position in positions.values()}) > 1:
                 lines.append("They are at different steps: their loaders may have different lengths.")
         where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
         lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto continues.")

@@ -49,6 +49,19 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
 
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Log the rates of a logging step before it, at the number of steps done."""
+        step = trainer.state.global_step
+        if (step + 1) % trainer.log_every_n_steps == 0 and step != self._logged_step:
+            self._logged_step = step
+            self._log(trainer, step, self._rates(trainer, "step"))
+
+    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Log the epoch's rates, unless a resume continues within it."""
+        self._logged_step = -1
+        if trainer.state.epoch_steps == 0:
+            self._log(trainer, trainer.state.global_step, self._rates(trainer, "epoch"))
+
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
         """Return the rates to log in an interval, by name, on every rank."""
         if self.logging_interval not in (None, interval):
