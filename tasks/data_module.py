@@ -31,7 +31,7 @@ class DataModule(DataHooks, Hyperparameters):
         hparams_file: str | Path | None = None,
         **kwargs: Any,
     ) -> DataModuleType:
-        """Build the data module from the hyperparameters in a checkpoint; `kwargs` override them.
+        """Build the data module from the hyperparameters in a checkpoint, with its state; `kwargs` override them.
 
         Raises CheckpointError if some are missing.
         """

@@ -8,6 +8,7 @@ import torch
 from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
 from ...trainer import build, trainer
+from ...trainer.data.combined import CombinedLoader
 from ...trainer.data.dealing import EvaluationData
 from ...trainer.hooks import overrides
 from ...trainer.loggers.logger import Logger
@@ -257,25 +258,30 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
             self.take_logged(reduced)
 
     # --- data -------------------------------------------------------------------------------------------------------
+    def _loaders(self, word: str) -> Any:
+        """Return the loaders of one kind as they were given; those in a CombinedLoader without it."""
+        found = None if self.run is None else self.run.data.loaders.get(word)
+        return found.iterables if isinstance(found, CombinedLoader) else found
+
     @property
     def train_dataloader(self) -> Any:
         """The training loader; None before there is one."""
-        return None if self.run is None else self.run.data.loaders.get("train")
+        return self._loaders("train")
 
     @property
     def val_dataloaders(self) -> Any:
         """The validation loaders; None before there are any."""
-        return None if self.run is None else self.run.data.loaders.get("validation")
+        return self._loaders("validation")
 
     @property
     def test_dataloaders(self) -> Any:
         """The test loaders; None before there are any."""
-        return None if self.run is None else self.run.data.loaders.get("test")
+        return self._loaders("test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """The prediction loaders; None before there are any."""
-        return None if self.run is None else self.run.data.loaders.get("predict")
+        return self._loaders("predict")
 
     @property
     def num_training_batches(self) -> int | float:

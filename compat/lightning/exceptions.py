@@ -1,6 +1,9 @@
 """Exceptions that programs written for Lightning raise and catch."""
 
-from ...trainer.errors import LegatoError
+import os
+from typing import Any
+
+from ...trainer.errors import CheckpointError, LegatoError
 
 MisconfigurationException = LegatoError
 """The base of Legato's errors, so that `except MisconfigurationException` catches each of them."""
@@ -12,3 +15,13 @@ class SIGTERMException(SystemExit):
 
 class TunerExitException(Exception):
     """Ends the run of a finder of batch size or learning rate."""
+
+
+class CheckpointMissingError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path of a checkpoint."""
+
+
+def require_checkpoint(path: Any) -> None:
+    """Raise CheckpointMissingError where a path of a checkpoint leads nowhere."""
+    if not os.path.exists(path):
+        raise CheckpointMissingError(f"There is no checkpoint at {str(path)!r}: give the path of one that was saved.")

@@ -155,7 +155,7 @@ class FitLoop(Loop):
 
     @property
     def _combined_loader(self) -> CombinedLoader | None:  # private in Lightning, and asked by programs for its loaders
-        found = self.trainer.train_dataloader
+        found = None if self.trainer.run is None else self.trainer.run.data.loaders.get("train")
         return found if found is None or isinstance(found, CombinedLoader) else CombinedLoader(found, "max_size_cycle")
 
     @property

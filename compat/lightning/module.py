@@ -21,7 +21,7 @@ from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
 from ...trainer.errors import ConfigError
 from .checkpoint_files import load_file
-from .exceptions import MisconfigurationException
+from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .placeholders import UnsupportedError
 
@@ -349,8 +349,15 @@ class LightningModule(InitialHyperparameters, Task):
         if hasattr(checkpoint_path, "read"):
             saved = load_file(checkpoint_path, map_location, weights_only=weights_only is not False)
             return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
+        require_checkpoint(checkpoint_path)
         found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
         return found
+
+
+# torch.jit.script compiles every other property
+LightningModule.__jit_unused_properties__ = [  # type: ignore[attr-defined]
+    name for name, _ in inspect.getmembers(LightningModule, lambda member: isinstance(member, property))
+]
 
 
 class LightningDataModule(InitialHyperparameters, DataModule):
@@ -403,7 +410,8 @@ class LightningDataModule(InitialHyperparameters, DataModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> DataSelf:
-        """Build the data module from the hyperparameters in a checkpoint; `kwargs` override them."""
+        """Build the data module from the hyperparameters in a checkpoint, with its state; `kwargs` override them."""
+        require_checkpoint(checkpoint_path)
         found: DataSelf = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, **kwargs)
         return found
 

@@ -39,6 +39,7 @@ from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
+from .exceptions import require_checkpoint
 from .loggers import CSVLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError
@@ -520,6 +521,8 @@ class Trainer(TrainerAttributes):
                 f"ckpt_path={str(path)!r}: a job that SLURM queues again goes on by itself (SLURMEnvironment"
                 f"(auto_requeue=True)); there is no registry. Give a path, 'last' or 'best'."
             )
+        if path not in (None, "best", "last", "auto"):
+            require_checkpoint(path)
         callback = self.checkpoint_callback
         if path != "last" or callback is None or callback.last_model_path:
             return path

@@ -7,6 +7,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from logging import getLogger
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -139,6 +140,7 @@ class Tree(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Fill a new module."""
         module.__doc__ = f"What `{module.__name__.removeprefix(ROOT.removesuffix('lightning'))}` is on Legato."
+        module.__file__ = str(Path(__file__).with_name("__init__.py"))  # programs ask where the package lies
         fill(module.__name__)
 
 

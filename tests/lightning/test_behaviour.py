@@ -509,3 +509,33 @@ def test_a_reloaded_train_dataloader_that_has_no_more_ends_the_run():
         trainer.fit(module)
         seen.append((module.calls, trainer.current_epoch, trainer.global_step))
     assert seen[0] == seen[1] == ([1, 3, 6, "ended"], 3, 6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("package", [real, room])
+def test_a_module_is_scripted_before_and_after_a_run(package, tmp_path):
+    class Scripted(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(2, 1)
+
+        @property
+        def shift(self) -> int:
+            return 1
+
+        def forward(self, inputs):
+            return self.layer(inputs) + self.shift
+
+        def training_step(self, batch, batch_idx):
+            return self(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Scripted()
+    for _ in range(2):
+        found = module.to_torchscript(tmp_path / "scripted.pt")
+        assert torch.equal(found(torch.ones(3, 2)), module(torch.ones(3, 2)))
+        assert (tmp_path / "scripted.pt").stat().st_size
+        fitted(package, module, max_epochs=1)

@@ -590,3 +590,54 @@ def test_an_optimizer_of_parameters_that_are_not_the_modules_is_warned_of():
     with pytest.warns(UserWarning, match="1 of shape \\(2,\\): they are neither moved"):
         pl.Trainer(max_steps=1, **SILENT).fit(module, DataLoader(torch.ones(4, 2)))
     assert not torch.equal(module.scales[0].detach(), torch.ones(2))
+
+
+def test_loaders_that_were_combined_are_shown_as_they_were_given():
+    from legato.compat.lightning.pytorch.utilities import CombinedLoader
+
+    class Two(Small):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx)
+
+    given = {"a": DataLoader(torch.randn(4, 2)), "b": DataLoader(torch.randn(2, 2))}
+    trainer = pl.Trainer(**SILENT, max_epochs=1, num_sanity_val_steps=0)
+    trainer.fit(Two(), CombinedLoader(given, "min_size"))
+    assert trainer.train_dataloader["b"].dataset is given["b"].dataset
+    assert trainer.fit_loop._combined_loader.mode == "min_size"
+    assert trainer.global_step == 2
+
+
+def test_a_checkpoint_that_is_not_there_is_a_file_not_found(tmp_path):
+    missing = tmp_path / "none.ckpt"
+    for load in (
+        lambda: pl.Trainer(**SILENT).fit(Small(), DataLoader(torch.randn(4, 2)), ckpt_path=missing),
+        lambda: Small.load_from_checkpoint(missing),
+        lambda: pl.LightningDataModule.load_from_checkpoint(missing),
+    ):
+        with pytest.raises(FileNotFoundError, match="There is no checkpoint at"):
+            load()
+
+
+def test_a_data_module_is_loaded_with_its_state(tmp_path):
+    class Counted(pl.LightningDataModule):
+        made = 0
+
+        def __init__(self, size=4):
+            super().__init__()
+            self.save_hyperparameters()
+
+        def train_dataloader(self):
+            self.made += 1
+            return DataLoader(torch.randn(self.hparams.size, 2))
+
+        def state_dict(self):
+            return {"made": self.made}
+
+        def load_state_dict(self, state_dict):
+            self.made = state_dict["made"]
+
+    trainer = pl.Trainer(**SILENT, max_steps=1)
+    trainer.fit(Small(), datamodule=Counted(6))
+    trainer.save_checkpoint(tmp_path / "kept.ckpt")
+    found = Counted.load_from_checkpoint(tmp_path / "kept.ckpt")
+    assert (found.made, found.hparams.size) == (1, 6)

@@ -121,6 +121,11 @@ def test_modules_have_the_names_that_they_import_elsewhere():
         resolve("pytorch.callbacks", "os")
 
 
+def test_modules_say_where_the_package_lies():
+    for name in ("", ".pytorch", ".pytorch.callbacks.timer", ".fabric.utilities.seed"):
+        assert Path(import_module(f"legato.compat.lightning{name}").__file__).is_file(), name
+
+
 def test_a_placeholder_can_be_named_subclassed_and_not_used():
     placeholders = [(module, name) for module in NAMES for name, entry in NAMES[module].items() if not entry.home]
     assert placeholders

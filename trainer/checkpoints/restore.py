@@ -468,7 +468,12 @@ def rebuild_data_module(
     kind: type[DataModuleType], path: Path, hparams_file: str | Path | None, replaced: Mapping[str, Any]
 ) -> DataModuleType:
     """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
-    return _build_from_checkpoint(kind, store.read_any(path), "datamodule_", hparams_file, replaced)
+    saved = store.read_any(path)
+    made = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
+    state = saved.get("datamodule") or saved.get(kind.__qualname__)  # the latter in a file of Lightning's
+    if state:
+        made.load_state_dict(state)
+    return made
 
 
 def _build_from_checkpoint(
