@@ -70,6 +70,7 @@ class Noted(Callback):
 def alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # without one the command line warns that it takes 0
 
 
 QUIET = ["--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false"]
