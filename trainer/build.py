@@ -251,7 +251,7 @@ def lacking(task: Task, name: str) -> str:
 def nearest(task: Task, name: str) -> str:
     """Return the method of the task that may be meant by `name`, as a question."""
     own = {one for kind in type(task).__mro__ if kind not in Task.__mro__ for one in vars(kind)}
-    return did_you_mean(name, (one for one in own if not one.startswith("__")), 0.8)
+    return did_you_mean(name, own - {name}, 0.8)
 
 
 def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dict[str, Any] | None]:

@@ -64,7 +64,7 @@ def test_none_for_what_is_called_is_named(refused, trainer):
     assert "Tiny.configure_model is None, but it is called" in refused(TaskError, task)
     task = Tiny()
     task.configure_optimizers = None
-    assert "Tiny.configure_optimizers is None, which fit needs" in refused(TaskError, task)
+    assert refused(TaskError, task) == "Tiny.configure_optimizers is None, which fit needs: define it."
     task = Tiny()
     task.train_dataloader = task.val_dataloader = None
     trainer().fit(task, make_loader())
