@@ -346,6 +346,8 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
             self.experiment.save()
         else:
             super().save()
+            if self._experiment is not None:
+                self._experiment.metrics = []
 
     def __getstate__(self) -> dict[str, Any]:
         """Do nothing: another process opens the folder itself."""

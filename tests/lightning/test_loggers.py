@@ -99,6 +99,9 @@ def test_the_writer_of_a_csv_logger_shows_the_rows_since_the_last_save(tmp_path)
     assert logger.experiment.metrics == [{"loss": 1.0, "step": 0}]
     logger.log_metrics({"loss": 1.0}, 1)
     assert logger.experiment.metrics == []
+    logger.log_metrics({"loss": 1.0}, 2)
+    logger.finalize("success")
+    assert logger.experiment.metrics == []
 
 
 def test_a_csv_file_of_another_run_is_kept(tmp_path):

@@ -65,6 +65,16 @@ def expected_metrics(task):
     }
 
 
+def test_the_values_of_an_evaluation_are_in_the_order_of_logging(tmp_path):
+    class Mixed(Metered):
+        def validation_step(self, batch, batch_idx):
+            super().validation_step(batch, batch_idx)
+            self.log("val_loss", self.loss(batch))
+
+    (values,) = make_trainer(tmp_path).validate(Mixed(), make_loader())
+    assert list(values) == ["val_auroc", "val_loss"]
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("reproducible", ["order", "bitwise"])
 def test_metric_objects_have_the_value_over_all_samples_of_each_epoch(play, replicas, reproducible):

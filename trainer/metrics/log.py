@@ -462,10 +462,8 @@ class Metrics:
         self.flush()
         assert self.series is not None
         gathered = self._gather_epoch()
-        found = [(series, total(series.kind, sums)) for series, sums in gathered if series.kind != "metric"]
-        others = [series for series, _ in gathered if series.kind == "metric"]
-        self._read_metrics(others, keep)
-        found += [(one, one.value) for one in others]
+        self._read_metrics([one for one, _ in gathered if one.kind == "metric"], keep)
+        found = [(one, one.value if one.kind == "metric" else total(one.kind, sums)) for one, sums in gathered]
         if self.step == EPOCH_END:
             self.step = self.newest
         if keep:
