@@ -163,6 +163,10 @@ class BaseFinetuning(Callback):
         self._newest_epoch = trainer.current_epoch
         for optimizer in trainer.optimizers:
             self.finetune_function(task, trainer.current_epoch, optimizer)
+        self.record_groups(trainer, task)
+
+    def record_groups(self, trainer: "Trainer", task: "Task") -> None:
+        """Record the parameter groups that were added, for a resume; call it after adding some at another time."""
         names = {id(parameter): name for name, parameter in task.named_parameters()}
         self._added = [
             [

@@ -223,8 +223,13 @@ class TrainingEpochLoop(Loop):
         self.trainer.logged_ahead = value - self.trainer.state.global_step
 
     def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
-        every, trainer = self.trainer.accumulate_grad_batches, self.trainer
-        return (self.batch_idx + 1) % every != 0 and not trainer.is_last_batch
+        return not self._accumulated_batches_reached() and not self._num_ready_batches_reached()
+
+    def _accumulated_batches_reached(self) -> bool:
+        return self.batch_progress.current.ready % self.trainer.accumulate_grad_batches == 0
+
+    def _num_ready_batches_reached(self) -> bool:
+        return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
 
     @property
     def batch_progress(self) -> Progress:

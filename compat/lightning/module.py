@@ -78,6 +78,17 @@ class AttributeDict(hyperparameters.AttributeDict):
         return "\n".join(f"{quoted:{width}s} {self[key]}" for key in sorted(self) for quoted in [f'"{key}":'])
 
 
+def copied(value: Any) -> Any:
+    """Return a copy of a container and of those within it; all else, such as modules, is the same object."""
+    if is_omegaconf(value):
+        return copy.deepcopy(value)
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        found.update((key, copied(one)) for key, one in value.items())
+        return found
+    return type(value)(map(copied, value)) if type(value) in (list, tuple, set) else value
+
+
 class InitialHyperparameters:
     """Hyperparameters as they were saved first."""
 
@@ -109,7 +120,7 @@ class InitialHyperparameters:
         if len(args) == 1 and isinstance(args[0], Mapping) and is_omegaconf(args[0]):
             self.__dict__["_hparams"] = args[0]
         this: Any = self
-        self.__dict__["_hparams_initial"] = copy.copy(this.hparams)
+        self.__dict__["_hparams_initial"] = copied(this.hparams)
 
     @classmethod
     def from_hyperparameters(cls, values: Mapping[str, Any]) -> Any:
@@ -137,9 +148,9 @@ class InitialHyperparameters:
 
     @property
     def hparams_initial(self) -> AttributeDict:
-        """The hyperparameters as they were saved; a copy."""
-        found: AttributeDict = self.__dict__.get("_hparams_initial", AttributeDict())
-        return copy.copy(found)
+        """The hyperparameters as they were saved; a copy, but for modules and other objects in them."""
+        found: AttributeDict = copied(self.__dict__.get("_hparams_initial", AttributeDict()))
+        return found
 
 
 class LightningModule(InitialHyperparameters, Task):

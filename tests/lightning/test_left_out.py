@@ -98,6 +98,15 @@ class TakesConfig(Model):
     on_save_checkpoint = on_load_checkpoint = L.LightningModule.on_save_checkpoint
 
 
+def test_the_first_hyperparameters_stay_as_they_were():
+    module = L.LightningModule()
+    module.save_hyperparameters({"sizes": [1, 2], "deep": {"rates": (0.1,)}})
+    module.hparams_initial.copy()["sizes"].reverse()
+    module.hparams["deep"]["rates"] = ()
+    assert module.hparams["sizes"] == [1, 2]
+    assert module.hparams_initial["deep"]["rates"] == (0.1,)
+
+
 def test_a_config_that_is_all_the_hyperparameters_is_them(tmp_path):
     given = OmegaConf.create({"width": 2, "deep": {"rates": [0.1], "width": "${width}"}})
     module = TakesConfig(given)

@@ -42,10 +42,11 @@ def test_bars_and_tables_by_rich(tmp_path, capsys):
     from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
 
     class Bar(RichProgressBar):
-        asked = 0
+        asked, ids = 0, ()
 
         def get_metrics(self, trainer, pl_module):
             self.asked += 1
+            self.ids = self.train_progress_bar_id, self.val_progress_bar_id, self.test_progress_bar_id
             return {"own": 0.5, **super().get_metrics(trainer, pl_module)}
 
     written = io.StringIO()
@@ -55,6 +56,7 @@ def test_bars_and_tables_by_rich(tmp_path, capsys):
         L, tmp_path, [bar, RichModelSummary(max_depth=-1)], make_module(L, (0.5,)), enable_checkpointing=False
     )
     assert trainer.progress_bar_callback is bar
+    assert (bar.ids[0] is None, bar.ids[2]) == (False, None)
     trainer.validate(dataloaders=loader(1), verbose=False)
     text = written.getvalue()
     assert "Epoch 2/2" in text
@@ -297,3 +299,34 @@ def test_bars_by_rich_may_be_started_and_named_by_a_subclass(tmp_path):
     assert "Round 2" in written.getvalue()
     quiet_fit(tmp_path, bar)
     assert bar.started == 2
+
+
+def test_a_finetuning_within_an_epoch(tmp_path):
+    """As a callback does it that calls `_store`, under Lightning too; a resume has its groups."""
+    from legato.compat.lightning.pytorch.callbacks import BaseFinetuning
+
+    class Steps(BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            pass
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            optimizer = trainer.optimizers[0]
+            if trainer.global_step == 2 and len(optimizer.param_groups) == 1:
+                self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, lr=0.05)
+                self._store(pl_module, 0, 1, optimizer.param_groups)
+
+    class Head(type(make_module(L))):
+        def configure_optimizers(self):
+            return torch.optim.SGD([one for one in self.parameters() if one.requires_grad], lr=0.1)
+
+    groups = []
+    for steps, start in ((3, None), (4, tmp_path / "three.ckpt")):
+        trainer = make_trainer(L, tmp_path, [Steps()], max_steps=steps, enable_checkpointing=False)
+        trainer.fit(Head(), loader(), ckpt_path=start)
+        trainer.save_checkpoint(tmp_path / "three.ckpt")
+        groups.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
+    assert groups[0] == groups[1]
+    assert len(groups[0]) == 2

@@ -161,6 +161,23 @@ class RichProgressBar(DrawnProgressBar):
         """The id of the bar of training; None if there is none."""
         return self._bars.get("train")
 
+    @property
+    def val_progress_bar_id(self) -> Any:
+        """The id of the bar of validation; None if there is none."""
+        return self._bars.get("val")
+
+    val_sanity_progress_bar_id = val_progress_bar_id
+
+    @property
+    def test_progress_bar_id(self) -> Any:
+        """The id of the bar of testing; None if there is none."""
+        return self._bars.get("test")
+
+    @property
+    def predict_progress_bar_id(self) -> Any:
+        """The id of the bar of predicting; None if there is none."""
+        return self._bars.get("predict")
+
     def configure_columns(self, trainer: "Trainer") -> list[Any]:
         """Return the columns of the bars."""
         theme = self.theme

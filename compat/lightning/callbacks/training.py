@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 class BaseFinetuning(finetuning.BaseFinetuning, Callback):
     """Freezes parts before training, and unfreezes them at the beginning of epochs."""
 
+    # private in Lightning, and called by programs that unfreeze within an epoch
+    def _store(self, pl_module: Any, opt_idx: int, num_param_groups: int, current_param_groups: list[Any]) -> None:
+        self.record_groups(pl_module.trainer, pl_module)
+
 
 class BackboneFinetuning(finetuning.BackboneFinetuning, BaseFinetuning):
     """Freezes `backbone`, and trains it from an epoch on."""
