@@ -76,6 +76,7 @@ LIGHTNINGS = {
     "_IS_INTERACTIVE",
     "_accelerator_connector",
     "_accelerator_flag",
+    "_accumulated_batches_reached",
     "_apply_batch_transfer_handler",
     "_batches_that_stepped",
     "_check_and_init_precision",
@@ -94,6 +95,7 @@ LIGHTNINGS = {
     "_initialized",
     "_logger_connector",
     "_name",
+    "_num_ready_batches_reached",
     "_parallel_devices",
     "_prefix",
     "_progress_stopped",
@@ -103,6 +105,7 @@ LIGHTNINGS = {
     "_save_dir",
     "_should_accumulate",
     "_should_update",
+    "_store",
     "_verify_is_manual_optimization",
     "_version",
 }
