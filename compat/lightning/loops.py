@@ -43,27 +43,35 @@ class Progress:
 
 
 @dataclass
-class EpochTracker(Tracker):
-    """Counts of epochs; a program that sets those completed sets the trainer's epoch."""
+class TrainerTracker(Tracker):
+    """Counts of what the trainer counts too; a program that sets those completed sets the trainer's count."""
 
     trainer: TrainerAttributes | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "completed" and "trainer" in vars(self) and self.trainer is not None:
-            self.trainer.state.epoch, self.trainer.epoch_is_cut = value, False
+            self.set_count(self.trainer, value)
+
+    def set_count(self, trainer: TrainerAttributes, value: int) -> None:
+        """Set the trainer's count."""
+        raise NotImplementedError
 
 
-@dataclass
-class StepTracker(Tracker):
-    """Counts of steps in manual optimization; a program that sets those completed sets the trainer's count of them."""
+class EpochTracker(TrainerTracker):
+    """Counts of epochs."""
 
-    trainer: TrainerAttributes | None = None
+    def set_count(self, trainer: TrainerAttributes, value: int) -> None:
+        """Set the epoch."""
+        trainer.state.epoch, trainer.epoch_is_cut = value, False
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "completed" and "trainer" in vars(self) and self.trainer is not None:
-            self.trainer.state.optimizer_steps = value
+
+class StepTracker(TrainerTracker):
+    """Counts of steps in manual optimization."""
+
+    def set_count(self, trainer: TrainerAttributes, value: int) -> None:
+        """Set the number of steps of optimizers."""
+        trainer.state.optimizer_steps = value
 
 
 def _tracker(done: int, begun: bool) -> Tracker:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from ...trainer.errors import ConfigError
+from ...trainer.optimization.optimizers import optimizer_parameters
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import Place, find_place
 from .placeholders import UnsupportedError
@@ -58,8 +59,7 @@ class Precision:
     @staticmethod
     def main_params(optimizer: Any) -> Iterator[nn.Parameter]:
         """Yield an optimizer's parameters."""
-        for group in optimizer.param_groups:
-            yield from group["params"]
+        yield from optimizer_parameters(optimizer)
 
     def clip_gradients(
         self, optimizer: Any, clip_val: int | float = 0.0, gradient_clip_algorithm: str | Enum = "norm"

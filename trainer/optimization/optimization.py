@@ -12,7 +12,7 @@ from ..errors import ConfigError, TaskError, did_you_mean
 from ..hooks import Hooks, overrides
 from ..metrics.log import Metrics
 from ..state import State
-from .optimizers import ManualOptimizer, SchedulerConfig
+from .optimizers import ManualOptimizer, SchedulerConfig, optimizer_parameters
 from .outputs import describe_bad_loss
 
 if TYPE_CHECKING:
@@ -276,8 +276,3 @@ class Optimization:
             strategy.reducer.average(optimizer_parameters(optimizer))
             strategy.precision.unscale(optimizer)
         strategy.clip(optimizer, limit, algorithm or self.trainer.gradient_clip_algorithm)
-
-
-def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters that an optimizer updates."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

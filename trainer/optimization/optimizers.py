@@ -60,14 +60,18 @@ def read_optimizers(returned: Any, automatic: bool = True) -> tuple[list[Optimiz
     return optimizers, schedulers
 
 
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     """Return what is wrong with parameters that optimizers train and that are not the task's; "" if there are none."""
     known = set(map(id, task.parameters()))
     found = [
         tuple(parameter.shape)
         for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in optimizer_parameters(optimizer)
         if id(parameter) not in known
     ]
     if not found:

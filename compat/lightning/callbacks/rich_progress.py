@@ -116,6 +116,11 @@ class CustomProgress(Progress):
     """The bars that are shown together."""
 
 
+def bar_id(name: str, words: str) -> property:
+    """Return a property of RichProgressBar: the id of one of its bars."""
+    return property(lambda bars: bars._bars.get(name), doc=f"The id of the bar of {words}; None if there is none.")
+
+
 class RichProgressBar(DrawnProgressBar):
     """Shows bars by rich; needs it installed.
 
@@ -156,27 +161,10 @@ class RichProgressBar(DrawnProgressBar):
             "_progress_stopped": True,
         }
 
-    @property
-    def train_progress_bar_id(self) -> Any:
-        """The id of the bar of training; None if there is none."""
-        return self._bars.get("train")
-
-    @property
-    def val_progress_bar_id(self) -> Any:
-        """The id of the bar of validation; None if there is none."""
-        return self._bars.get("val")
-
-    val_sanity_progress_bar_id = val_progress_bar_id
-
-    @property
-    def test_progress_bar_id(self) -> Any:
-        """The id of the bar of testing; None if there is none."""
-        return self._bars.get("test")
-
-    @property
-    def predict_progress_bar_id(self) -> Any:
-        """The id of the bar of predicting; None if there is none."""
-        return self._bars.get("predict")
+    train_progress_bar_id = bar_id("train", "training")
+    val_progress_bar_id = val_sanity_progress_bar_id = bar_id("val", "validation")
+    test_progress_bar_id = bar_id("test", "testing")
+    predict_progress_bar_id = bar_id("predict", "predicting")
 
     def configure_columns(self, trainer: "Trainer") -> list[Any]:
         """Return the columns of the bars."""

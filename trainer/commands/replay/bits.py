@@ -14,6 +14,7 @@ from ....callbacks.callback import Callback
 from ...checkpoints import store
 from ...checkpoints.manifest import MODEL_FILE, TENSORS_FILE, load_manifest
 from ...errors import ConfigError
+from ...optimization.optimizers import optimizer_parameters
 from ...torch_private import local_part
 from .history import CheckpointRecord, RunHistory
 from .replay import replay_steps
@@ -58,7 +59,7 @@ class TensorDigests(Callback):
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
         """Take the digests of the gradients."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = set(map(id, optimizer_parameters(optimizer)))
         for name, parameter in task.named_parameters():
             if id(parameter) in own and parameter.grad is not None:
                 self._gradients[name] = digest_of(parameter.grad)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ....callbacks.callback import Callback
+from ...optimization.optimizers import optimizer_parameters
 from ...torch_private import local_part
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class StepReport(Callback):
         """Keep the norms of the gradients, and the rates."""
         if not self._is_asked(trainer):
             return
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        own = set(map(id, optimizer_parameters(optimizer)))
         for name, parameter in task.named_parameters():
             if id(parameter) in own and parameter.grad is not None:
                 norm = torch.linalg.vector_norm(local_part(parameter.grad).detach().float())
