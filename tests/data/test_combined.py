@@ -331,6 +331,7 @@ BATCH_LISTS = {
     "tensors": [POINTS, POINTS],
     "tuples": [(POINTS, POINTS), (POINTS, POINTS)],
     "lists, as a DataLoader makes them": [[POINTS, POINTS], [POINTS, POINTS]],
+    "tuples with sets": [(POINTS, {"a", "b"}), (POINTS, {"c"})],
     "dicts": [{"points": POINTS}, {"points": POINTS}],
     "a class": [Graphs(POINTS), Graphs(POINTS)],
     "a dataclass": [Named(POINTS), Named(POINTS)],

@@ -162,19 +162,24 @@ def loaders_in(loader: Any) -> list[Any]:
 
 def _has_loader(loaders: Any) -> bool:
     parts = loaders.values() if isinstance(loaders, Mapping) else loaders
+    alone = not _has_values(parts)  # what can be iterated beside values, such as a set of names, is no loader
     return any(
         _has_loader(part)
         if isinstance(part, (Mapping, list, tuple))
         else isinstance(part, (DataLoader, CombinedLoader))
-        or (hasattr(part, "__iter__") and not hasattr(part, "__getitem__") and not hasattr(part, "to"))
+        or (alone and hasattr(part, "__iter__") and not hasattr(part, "__getitem__") and not hasattr(part, "to"))
         for part in parts
     )
+
+
+def _has_values(parts: Iterable[Any]) -> bool:
+    return any(isinstance(part, (Tensor, np.ndarray)) for part in parts)
 
 
 def _is_batch(part: Any) -> bool:
     """Return whether a part of a list without DataLoader is a batch rather than an iterable of batches."""
     if isinstance(part, list):
-        return any(isinstance(one, (Tensor, np.ndarray)) for one in part)
+        return _has_values(part)
     # `to` moves a batch to a device: one of a class of its own too, such as graphs, which can be iterated
     kind = type(part)
     return isinstance(part, (Tensor, np.ndarray, tuple, Mapping)) or hasattr(kind, "to") or is_dataclass(kind)
