@@ -1,6 +1,7 @@
 """Checkpoints as programs for Lightning read them: `torch.load` of one opens it, though it is a directory."""
 
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from ...trainer.checkpoints.convert import as_lightning
 from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
-from ...trainer.checkpoints.pickled import pickled, write_pickled
+from ...trainer.checkpoints.pickled import File, pickled, write_pickled
 from .names import VERSION
 
 load_file = torch.load
@@ -24,9 +25,9 @@ def is_checkpoint(path: Any) -> bool:
     return isinstance(path, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
 
 
-def as_file(path: str | Path) -> Any:
-    """Return a checkpoint directory as an open file, as `torch.save` writes it."""
-    return pickled(as_lightning(store.read_checkpoint(Path(os.fspath(path)))))
+def as_file(path: str | Path, file: File) -> File:
+    """Write a checkpoint directory to an open file, as `torch.save` writes it; return it, to be read from there."""
+    return pickled(as_lightning(store.read_checkpoint(Path(os.fspath(path)))), file)
 
 
 def load(f: Any, *arguments: Any, **options: Any) -> Any:
@@ -38,7 +39,7 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
         return load_file(f, *arguments, **options)
     saved = store.read_checkpoint(Path(os.fspath(f)))
     left_out = saved.get(LEFT_OUT) or {}
-    found = load_file(pickled(as_lightning(saved)), *arguments, **options)
+    found = load_file(pickled(as_lightning(saved), BytesIO()), *arguments, **options)
     values = found.get("hyper_parameters", {})
     if left_out.get("object") in IN_PROCESS:
         values = {**values, **find_hyperparameters(dict, left_out, {})}

@@ -1,12 +1,14 @@
 """Functions of the standard library that take a checkpoint as a file, for as long as a program for Lightning runs.
 
-A checkpoint is a directory under the name that the program gave it. To copy, rename, remove or look for it as for a
-file fails, or puts it into an older checkpoint of that name. Here these calls treat a complete checkpoint, on either
+A checkpoint is a directory under the name that the program gave it. To open, copy, rename, remove or look for it as for
+a file fails, or puts it into an older checkpoint of that name. Here these calls treat a complete checkpoint, on either
 side, as the one file that the program means, and do with everything else what they always did.
 """
 
+import builtins
 import errno
 import inspect
+import io
 import os
 import shutil
 import sys
@@ -14,7 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial, wraps
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
+from types import FrameType
 from typing import Any, TypeVar
 
 from ...trainer.checkpoints.run_names import MANIFEST
@@ -23,9 +26,14 @@ if sys.platform != "win32":
     import fcntl
 
 T = TypeVar("T")
-PASSED_ON = frozenset({__name__.partition(".")[0], "shutil", "pathlib"})
+OWN = __name__.partition(".")[0]
+PASSED_ON = frozenset({OWN, "shutil", "pathlib"})
 """Packages whose calls are passed on: this one, and those that call these functions for others."""
-is_real_file = os.path.isfile
+SENDERS = frozenset({"wandb"})
+"""Packages that hand a path to a process of another language, which reads their copy: it is a file."""
+OPENER = 5
+"""Place of open's argument `opener` behind the mode."""
+is_real_file, open_real = os.path.isfile, io.open
 taken: dict[tuple[Any, str], Any] = {}
 """The functions that were replaced, by their owner and name."""
 
@@ -47,7 +55,12 @@ def is_programs_call() -> bool:
     """Return whether the program, or a library, has called the function that asks."""
     frame = inspect.currentframe()
     caller = frame and frame.f_back and frame.f_back.f_back
-    return caller is None or str(caller.f_globals.get("__name__")).partition(".")[0] not in PASSED_ON
+    return caller is None or package_of(caller) not in PASSED_ON
+
+
+def package_of(frame: FrameType) -> str:
+    """Return the name of the package that a frame runs code of."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
 
 
 @contextmanager
@@ -105,6 +118,10 @@ def copying(original: Callable[..., Any], into_folders: bool) -> Callable[..., A
     def copy(src: Any, dst: Any, **options: Any) -> Any:
         if not ((is_complete(src) or is_complete(dst)) and is_programs_call()):
             return original(src, dst, **options)
+        if called_by() in SENDERS and is_real_file(dst):
+            with open_real(src, "rb", opener=open_checkpoint) as file, open_real(dst, "wb") as copied:
+                shutil.copyfileobj(file, copied)
+            return dst
         with alone_in(Path(dst).parent):
             place = os.path.join(dst, os.path.basename(src)) if into_folders and is_plain_folder(dst) else dst
             if is_plain_folder(place):
@@ -161,15 +178,48 @@ def finding(original: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def measuring(original: Callable[..., int]) -> Callable[..., int]:
-    """Return os.path.getsize for checkpoints: the bytes of all their files."""
+    """Return os.path.getsize for checkpoints: the length of the file that `open` gives, as an upload needs it."""
 
     @wraps(original)
     def get_size(filename: Any) -> int:
         if not (is_complete(filename) and is_programs_call()):
             return original(filename)
-        return sum(entry.stat().st_size for entry in os.scandir(filename))
+        with open_real(filename, "rb", opener=open_checkpoint) as file:
+            return os.fstat(file.fileno()).st_size
 
     return get_size
+
+
+def open_checkpoint(path: Any, flags: int) -> int:
+    """Return a descriptor of a file without a name that holds what `legato convert` writes of a checkpoint."""
+    from .checkpoint_files import as_file
+
+    with TemporaryFile() as file:
+        return os.dup(as_file(path, file).fileno())
+
+
+def opening(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return open or Path.open for checkpoints, which are read as the file that `legato convert` writes."""
+
+    @wraps(original)
+    def open_file(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        try:
+            return original(file, mode, *arguments, **options)
+        except IsADirectoryError:
+            has_opener = len(arguments) > OPENER or options.get("opener") is not None
+            if has_opener or set("wax+") & set(mode) or not is_complete(file) or called_by() == OWN:
+                raise
+        return open_real(file, mode, *arguments, **{**options, "opener": open_checkpoint})
+
+    return open_file
+
+
+def called_by() -> str:
+    """Return the name of the package that has called a function of this module, by itself or by a method of Path."""
+    frame = inspect.currentframe()
+    while frame is not None and (frame.f_globals.get("__name__") == __name__ or package_of(frame) == "pathlib"):
+        frame = frame.f_back
+    return "" if frame is None else package_of(frame)
 
 
 def take_files() -> None:
@@ -183,6 +233,9 @@ def take_files() -> None:
         (os.path, "isfile", finding(os.path.isfile)),
         (Path, "is_file", finding(Path.is_file)),
         (os.path, "getsize", measuring(os.path.getsize)),
+        (builtins, "open", opens := opening(io.open)),
+        (io, "open", opens),
+        (Path, "open", opening(Path.open)),
     ]
     for owner, name, function in [] if taken else replacements:
         taken[owner, name] = getattr(owner, name)
@@ -203,8 +256,8 @@ def way_out(error: BaseException | None) -> str:
         path = getattr(error, "filename", None)
         if isinstance(error, IsADirectoryError) and is_complete(path):
             return (
-                f"legato: {path} is a checkpoint, and a checkpoint is a directory. torch.load reads it; "
-                f"`legato convert {path} out.ckpt` writes it as a file (docs/from-lightning.md)."
+                f"legato: {path} is a checkpoint, and a checkpoint is a directory. torch.load and open(PATH, 'rb') "
+                f"read it; `legato convert {path} out.ckpt` writes it as a file (docs/from-lightning.md)."
             )
         error = error.__cause__ or error.__context__
     return ""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from enum import Enum
+from io import BytesIO
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -661,7 +662,7 @@ class DirectoriesAsFiles:
     def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
         """Open a file, or for reading a checkpoint directory."""
         if mode == "rb" and is_checkpoint(path):
-            return as_file(path)
+            return as_file(path, BytesIO())
         return self.filesystem.open(path, mode, **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -5,6 +5,7 @@ import glob
 import os
 import pickle
 import shutil
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from forked import completed, run_module
 import legato.compat.lightning as L
 from legato.compat.lightning.file_functions import give_back_files, is_complete, take_files, taken
 from legato.trainer.checkpoints.store import checkpoint_step, verify
+from legato.trainer.commands.convert import convert_checkpoint
 
 COPIES = ("copy", "copy2", "copyfile")
 
@@ -151,8 +153,42 @@ def test_a_checkpoint_is_found_and_measured(folder):
     assert Path("1.ckpt").is_file()
     assert os.path.exists("1.ckpt")
     assert sorted(glob.glob("*.ckpt")) == ["1.ckpt", "2.ckpt"]
-    assert os.path.getsize("1.ckpt") == sum(len(one.read_bytes()) for one in Path("1.ckpt").iterdir())
+    assert os.path.getsize("1.ckpt") == len(Path("1.ckpt").read_bytes())
     assert os.path.isdir("1.ckpt")  # which it is: an upload of folders takes it
+
+
+def test_wandb_is_given_a_file(folder, tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name in ("WANDB_DIR", "WANDB_DATA_DIR", "WANDB_CACHE_DIR", "WANDB_CONFIG_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    entry = wandb.Artifact("model", "model").add_file("1.ckpt")
+    assert Path(entry.local_path).read_bytes() == Path("1.ckpt").read_bytes()
+    assert entry.size == os.path.getsize("1.ckpt")
+    assert load(entry.local_path).shape == (1, 2)
+
+
+def test_a_checkpoint_is_read(folder, tmp_path):
+    """It is read as the file that `legato convert` writes, and nothing is left beside it."""
+    convert_checkpoint(Path("1.ckpt"), tmp_path / "converted.ckpt")
+    with open("1.ckpt", "rb") as file:
+        assert (file.name, file.mode, file.readable(), file.writable()) == ("1.ckpt", "rb", True, False)
+        content, size = file.read(), os.fstat(file.fileno()).st_size
+    assert len(content) == size == os.path.getsize("1.ckpt")
+    assert Path("1.ckpt").read_bytes() == content  # each time the same, so that sums of it can be compared
+    with Path("1.ckpt").open("rb", buffering=0) as file:
+        assert file.read(4) == content[:4]
+    assert Path("1.ckpt").read_text("latin-1")[:2] == "PK"
+    with zipfile.ZipFile("1.ckpt") as archive, zipfile.ZipFile(tmp_path / "converted.ckpt") as converted:
+        assert archive.testzip() is None
+        assert {one.file_size for one in archive.filelist} == {one.file_size for one in converted.filelist}
+    with open("1.ckpt", "rb") as file:
+        saved = torch.load(file, weights_only=True)
+    assert torch.equal(saved["state_dict"]["layer.weight"], load("1.ckpt"))
+    for mode in ("wb", "r+b", "a"):
+        with pytest.raises(IsADirectoryError), open("1.ckpt", mode):
+            pass
+    assert sorted(os.listdir()) == ["1.ckpt", "2.ckpt"]
+    assert holds("1.ckpt", 1)
 
 
 def test_anything_else_is_what_it_was(folder):
@@ -169,6 +205,8 @@ def test_anything_else_is_what_it_was(folder):
         assert raised.value.errno in (errno.EISDIR, errno.EPERM)
         with pytest.raises(IsADirectoryError):
             shutil.copyfile(path, "new")
+        with pytest.raises(IsADirectoryError):
+            Path(path).read_bytes()
     shutil.copy("2.ckpt", "other")
     assert holds("other/2.ckpt", 2)
     shutil.rmtree("2.ckpt")
@@ -235,7 +273,8 @@ if __name__ == "__main__":
     copyfile(best, "best.ckpt")
     os.remove(best)
     print(sorted(name for name in os.listdir() if name.endswith(".ckpt")), torch.load("best.ckpt")["global_step"])
-    open("best.ckpt", "rb")
+    print(open("best.ckpt", "rb").read(2))
+    open("best.ckpt", "ab")
 """
 
 
@@ -243,11 +282,11 @@ if __name__ == "__main__":
 def test_a_program_and_its_workers_copy_checkpoints(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
     done = completed(run_module, "legato.trainer", "lightning", "train.py", cwd=tmp_path)
-    assert done.stdout.splitlines()[-1:] == ["['best.ckpt', 'in_worker.ckpt'] 2"], done.stderr
+    assert done.stdout.splitlines()[-2:] == ["['best.ckpt', 'in_worker.ckpt'] 2", "b'PK'"], done.stderr
     assert done.returncode == 1
     assert "IsADirectoryError" in done.stderr
     assert done.stderr.splitlines()[-1] == (
-        "legato: best.ckpt is a checkpoint, and a checkpoint is a directory. torch.load reads it; "
+        "legato: best.ckpt is a checkpoint, and a checkpoint is a directory. torch.load and open(PATH, 'rb') read it; "
         "`legato convert best.ckpt out.ckpt` writes it as a file (docs/from-lightning.md)."
     )
     assert os.listdir(tmp_path / "checkpoints") == []

@@ -1,21 +1,21 @@
 """Files that `torch.save` writes, for other programs. Legato's own checkpoints hold no pickle."""
 
 from collections.abc import Mapping
-from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import torch
 
 from . import commit
 
+File = TypeVar("File", bound=IO[bytes])
 
-def pickled(contents: Mapping[str, Any]) -> BytesIO:
-    """Return what `write_pickled` writes, to be read from memory."""
-    found = BytesIO()
-    torch.save(dict(contents), found)
-    found.seek(0)
-    return found
+
+def pickled(contents: Mapping[str, Any], file: File) -> File:
+    """Write what `write_pickled` writes to an open file; return it, to be read from its beginning."""
+    torch.save(dict(contents), file)
+    file.seek(0)
+    return file
 
 
 def write_pickled(target: Path, contents: Mapping[str, Any]) -> None:
