@@ -75,5 +75,9 @@ class PredictionWriter(Callback):
         """Write what was kept."""
         if self.interval != "batch":
             single = len(self._predictions) == 1
-            predictions, self._predictions = self._predictions[0] if single else self._predictions, []
+            predictions = self._predictions[0] if single else self._predictions
             self.write_on_epoch_end(trainer, task, predictions, self._indices)
+
+    def on_predict_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Forget what was kept."""
+        self._predictions = []

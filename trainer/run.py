@@ -5,7 +5,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -152,6 +152,8 @@ class LoopState:
     """The newest step of this process."""
     item: ReplicaBatch | None = None
     """The newest batch of an evaluation in this process."""
+    outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
+    """Loader, batch, replica and output of each batch that this process has predicted so far."""
     validated_after: float = 0.0
     """Seconds of the run at the end of the newest validation, or at its start."""
     evaluated: dict[tuple[str, int], int] = field(default_factory=dict)
@@ -694,9 +696,10 @@ class Run(JoinedCall):
         """Return a prediction in host memory, so that those of a whole dataset do not fill the device."""
         return output if self.strategy.device.type == "cpu" else to_host(output)
 
-    def in_order(self, outputs: Iterable[tuple[int, int, int, Any]]) -> list[Any]:
-        """Return every rank's outputs in the order of the data; with several loaders a list for each."""
-        ranks = self.strategy.data_ranks.gather_objects(list(outputs))
+    def predictions(self) -> list[Any]:
+        """Return every rank's predictions in the order of the data; with several loaders a list for each."""
+        own, self.loop.outputs = self.loop.outputs, []  # the run outlives the call, and they may be large
+        ranks = self.strategy.data_ranks.gather_objects(own)
         # by loader, batch and replica: never by the outputs themselves, which need not compare
         every = sorted((item for rank in ranks for item in rank), key=lambda item: item[:3])
         loaders = len(self.data.evaluations["predict"].loaders)

@@ -292,15 +292,15 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             found: list[Any] = run_in_workers.run_in_workers(self, request)
             return found
         with lifecycle.begin(self, request) as run:
-            outputs = self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
+            self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
             if request.stage == "predict":
-                return run.in_order(outputs) if request.keep_outputs else []
+                return run.predictions() if request.keep_outputs else []
             return run.report(request.verbose)
 
-    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> list[tuple[Any, ...]]:
+    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Pass once over the loaders of "validation", "test" or "predict", every sample counted once."""
-        run, state, outputs = self.current_run, self.state, []
-        hooks, metrics, data = run.hooks, run.metrics, run.data.evaluations[word]
+        run, state = self.current_run, self.state
+        hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations[word], run.loop.outputs
         step, arity = f"{word}_step", run.arity_of(f"{word}_step")
         begin, end = run.batch_hooks(word)
         with run.no_gradients():
@@ -330,7 +330,6 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         self.publish(reduced)
         hooks.call(f"on_{word}_end")
         hooks.call(f"on_{word}_model_train")
-        return outputs
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
     def save_checkpoint(self, path: str | Path, weights_only: bool = False, asynchronous: bool = False) -> None:

@@ -1,5 +1,6 @@
 """Connectors: a trainer's loaders, checkpoints and values under private names of Lightning's that programs read."""
 
+from collections.abc import Mapping
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -67,15 +68,34 @@ class LoggerConnector(Connector):
         """The newest value of each name."""
         return self.trainer.callback_metrics
 
+    _callback_metrics = callback_metrics
+
     @property
     def logged_metrics(self) -> Any:
         """The newest value of each name that loggers are given."""
         return self.trainer.logged_metrics
 
+    _logged_metrics = logged_metrics
+
     @property
     def progress_bar_metrics(self) -> Any:
         """The newest value of each name that progress bars show."""
         return self.trainer.progress_bar_metrics
+
+    _progress_bar_metrics = progress_bar_metrics
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The three, by the word for who reads them."""
+        return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to every logger now."""
+        values = {name: float(value) for name, value in metrics.items()}
+        point = self.trainer.state.global_step + self.trainer.logged_ahead if step is None else step
+        for logger in self.trainer.loggers if self.trainer.is_global_zero and values else []:
+            logger.log_metrics(values, point)
+            logger.save()
 
     @property
     def should_update_logs(self) -> bool:

@@ -1,16 +1,18 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
 
 from torch import Tensor, tensor
 
+from ...callbacks.prediction_writer import PredictionWriter
 from ...trainer.data.combined import CombinedLoader
+from ...trainer.run import LoopState
 from .attributes import TrainerAttributes
 from .connectors import DataLoaderSource
-from .placeholders import OwnParts
+from .placeholders import OwnParts, UnsupportedError
 from .states import RunningStage, TrainerFn
 
 
@@ -85,6 +87,9 @@ class Loop(OwnParts):
 
     def __init__(self, trainer: TrainerAttributes) -> None:
         self.trainer = trainer
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do nothing: an evaluation begins with its first batch."""
 
 
 class FitLoop(Loop):
@@ -373,6 +378,49 @@ class PredictionLoop(Loop):
     return_predictions = False
 
     @property
+    def _going(self) -> LoopState | None:
+        """The state of a prediction that is under way."""
+        run = self.trainer.run
+        return run.loop if run is not None and run.loop.open and run.stage == "predict" else None
+
+    @property
+    def _predictions(self) -> list[list[Any]]:  # private in Lightning, and read and emptied by programs
+        kept = [] if self._going is None else self._going.outputs
+        if not kept and self._writer is not None:
+            written: list[list[Any]] = self._writer.kept_for_epoch()[0]
+            return written
+        return [[output for index, *_, output in kept if index == loader] for loader in range(self.num_dataloaders)]
+
+    @_predictions.setter
+    def _predictions(self, value: list[list[Any]]) -> None:
+        if any(value):
+            raise UnsupportedError("trainer.predict_loop._predictions can be emptied; return others in predict_step.")
+        if self._going is not None:
+            self._going.outputs.clear()
+
+    @property
+    def _writer(self) -> Any:
+        found = (one for one in self.trainer.callbacks if isinstance(one, PredictionWriter))
+        return next((one for one in found if hasattr(one, "kept_for_epoch") and one.interval != "batch"), None)
+
+    @property
+    def current_batch_indices(self) -> Sequence[int]:
+        """The dataset indices of the newest batch; none for data without."""
+        item = None if self._going is None else self._going.item
+        return [] if item is None or item.indices is None else item.indices
+
+    @property
+    def epoch_batch_indices(self) -> list[list[Any]]:
+        """The dataset indices of each batch so far, a list for each loader, where a callback writes predictions."""
+        return [[] for _ in range(self.num_dataloaders)] if self._writer is None else self._writer.kept_for_epoch()[1]
+
+    @property
+    def batch_progress(self) -> Progress:
+        """Batches done."""
+        done = self.trainer.evaluation_batches_done("predict")
+        return Progress(_tracker(done, begun=False), _tracker(done, begun=False))
+
+    @property
     def inference_mode(self) -> bool:
         """Whether it runs in inference mode."""
         return self.trainer.inference_mode
@@ -389,8 +437,11 @@ class PredictionLoop(Loop):
 
     @property
     def predictions(self) -> list[Any]:
-        """Result of the newest predict."""
-        return self.trainer.predictions
+        """Predictions of this process so far; after a prediction its result. With several loaders a list each."""
+        if self._going is None:
+            return self.trainer.predictions
+        lists = self._predictions
+        return lists[0] if len(lists) == 1 else lists
 
     @property
     def skip(self) -> bool:

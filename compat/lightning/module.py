@@ -4,8 +4,8 @@ import copy
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
@@ -205,6 +205,27 @@ class LightningModule(InitialHyperparameters, Task):
         """The mesh of devices; None where the strategy has none."""
         trainer = self.__dict__.get("_trainer")
         return None if trainer is None else getattr(trainer.strategy, "mesh", None)
+
+    @property
+    def _automatic_optimization(self) -> bool:  # private in Lightning, and set by programs
+        return self.automatic_optimization
+
+    @_automatic_optimization.setter
+    def _automatic_optimization(self, value: bool) -> None:
+        self.automatic_optimization = value
+
+    @property
+    def no_sync(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Context that does nothing, where DDP has one: gradients that meet in each backward have the same mean.
+
+        Raises AttributeError on one process: under Lightning it is DDP's, which `trainer.model` is on several.
+        """
+        trainer: Any = self.__dict__.get("_trainer")
+        found: Callable[[], AbstractContextManager[Any]]
+        found = getattr(getattr(trainer, "strategy", None), "block_backward_sync", None)  # type: ignore[assignment]
+        if found is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute 'no_sync': it is one process.")
+        return found
 
     _current_fx_name: str | None = None  # private in Lightning, and set by programs that call steps themselves
 

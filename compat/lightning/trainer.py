@@ -374,12 +374,12 @@ class Trainer(TrainerAttributes):
         self.lightning_module.on_validation_model_zero_grad()
         super().validate_now()
 
-    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> list[tuple[Any, ...]]:
+    def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Pass once over the loaders; a fit validates under no_grad, within which a step can turn gradients on."""
         kept = self.inference_mode
         self.inference_mode = kept and self.current_run.stage != "fit"
         try:
-            return super().evaluate(word, limit, keep_outputs)
+            super().evaluate(word, limit, keep_outputs)
         finally:
             self.inference_mode = kept
 

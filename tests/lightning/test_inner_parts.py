@@ -6,7 +6,7 @@ import torch
 import legato.compat.lightning as L
 from legato.callbacks.callback import Callback as CoreCallback
 from legato.compat.lightning.placeholders import UnsupportedError
-from legato.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, Timer
+from legato.compat.lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint, Timer
 from legato.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from legato.trainer.hooks import overrides
 
@@ -427,3 +427,100 @@ def test_methods_of_a_strategy_and_a_precision_that_programs_call(tmp_path):
     assert ddp.determine_ddp_device_ids() is None
     with ddp.block_backward_sync(), ddp.model_sharded_context():
         pass
+
+
+class Predicts(Linear):
+    def predict_step(self, batch, batch_idx, dataloader_idx=0):
+        return float(batch.sum()) + batch_idx
+
+    def on_predict_epoch_end(self):
+        self.seen = self.trainer.predict_loop.predictions, self.trainer.predict_loop.epoch_batch_indices
+
+
+class Writes(BasePredictionWriter):
+    def write_on_batch_end(self, trainer, module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        assert list(trainer.predict_loop.current_batch_indices) == list(batch_indices)
+
+    def write_on_epoch_end(self, trainer, module, predictions, batch_indices):
+        self.written = predictions
+
+
+class Empties(L.Callback):
+    def on_predict_batch_end(self, trainer, *_):
+        trainer.predict_loop._predictions = [[] for _ in range(trainer.predict_loop.num_dataloaders)]
+
+
+@pytest.mark.parametrize("interval", ["epoch", "batch_and_epoch", None])
+@pytest.mark.parametrize("returned", [True, False])
+@pytest.mark.parametrize("loaders", [1, 2])
+def test_a_prediction_can_be_read_while_it_is_under_way(tmp_path, interval, returned, loaders):
+    model, writers = Predicts(), [Writes(interval)] if interval else []
+    data = loader() if loaders == 1 else [loader(), loader()]
+    trainer = quiet(tmp_path, callbacks=list(writers))
+    result = trainer.predict(model, data, return_predictions=returned)
+    values = [4.0, 5.0, 6.0, 7.0]
+    every = values if loaders == 1 else [values, values]
+    kept = returned or bool(writers)
+    assert model.seen[0] == (every if kept else ([] if loaders == 1 else [[], []]))
+    assert model.seen[1] == [[[0, 1], [2, 3], [4, 5], [6, 7]] if writers else []] * loaders
+    assert [one.written for one in writers] == [every] * len(writers)
+    assert result == (every if returned else None)
+    assert trainer.predict_loop.predictions == (every if returned else [])
+
+
+def test_a_program_can_empty_the_predictions_of_a_long_run(tmp_path):
+    trainer = quiet(tmp_path, callbacks=[Empties()])
+    assert trainer.predict(Predicts(), loader()) == [7.0]  # the newest batch's is kept after its hooks, as in Lightning
+
+
+def test_manual_optimization_by_its_private_name(tmp_path):
+    class Manual(Linear):
+        def __init__(self):
+            super().__init__()
+            self._automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch).square().mean())
+            optimizer.step()
+
+    model = Manual()
+    before = model.layer.weight.detach().clone()
+    quiet(tmp_path).fit(model, loader())
+    assert not model.automatic_optimization
+    assert not model._automatic_optimization
+    assert not torch.equal(model.layer.weight, before)
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp"])
+def test_no_sync_is_there_where_ddp_wraps_the_module(tmp_path, strategy):
+    found = []
+
+    class Asks(Linear):
+        def on_train_start(self):
+            found.append(hasattr(self.trainer.model, "no_sync"))
+            if found[0]:
+                with self.trainer.strategy.model.no_sync():
+                    found.append("entered")
+
+    quiet(tmp_path, strategy=strategy).fit(Asks(), loader())
+    assert found == ([False] if strategy == "single_device" else [True, "entered"])
+
+
+def test_a_connector_gives_values_to_every_logger(tmp_path):
+    logger = CSVLogger(tmp_path)
+
+    class Logs(Linear):
+        def on_train_epoch_end(self):
+            inner = self.trainer._logger_connector
+            inner.log_metrics({"extra": torch.tensor(2.0)}, step=3)
+            assert inner.metrics["callback"].keys() == inner._callback_metrics.keys() == {"loss"}
+            assert inner.metrics["pbar"].keys() == inner._progress_bar_metrics.keys() >= {"loss"}
+            assert inner.metrics["log"].keys() == inner._logged_metrics.keys()
+
+    trainer = quiet(tmp_path, logger=logger, log_every_n_steps=1)
+    trainer.fit(Logs(), loader())
+    rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert "extra" in rows[0]
+    assert any("2.0" in row for row in rows[1:])

@@ -99,6 +99,10 @@ class BasePredictionWriter(prediction_writer.PredictionWriter, Callback):
         super().__init__(write_interval)
         self.interval = WriteInterval(write_interval)  # type: ignore[assignment]
 
+    def kept_for_epoch(self) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Return the predictions so far, and their dataset indices; a list for each loader."""
+        return self._predictions, self._indices
+
 
 @with_optional_arguments("on_train_epoch_end")
 class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
