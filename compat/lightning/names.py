@@ -631,7 +631,9 @@ NAMES: dict[str, dict[str, Entry]] = {
     },
     "pytorch.plugins.precision.precision": {
         "Precision": Entry(
-            "adapter", ".plugins", "Its methods are not called by the run, which knows a precision by its word."
+            "adapter",
+            ".plugins",
+            "A run knows a precision by its word, so that a subclass with other methods is refused.",
         ),
     },
     "pytorch.plugins.precision.transformer_engine": {

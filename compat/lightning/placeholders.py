@@ -1,5 +1,6 @@
 """Placeholders: names that can be imported, used as types and subclassed, and whose use raises the way out."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ...trainer.errors import LegatoError
@@ -40,6 +41,15 @@ def inner_part_missing(owner: object, name: str) -> str:
         "other ones. Use the public attributes and hooks (docs/from-lightning.md); a package that needs this one runs "
         "under Lightning itself."
     )
+
+
+def refuse_overrides(given: object, names: Iterable[str], way_out: str) -> None:
+    """Raise UnsupportedError if a program's own class overrides methods that Lightning calls and Legato does not."""
+    room = __name__.partition(".")[0]
+    own = {name for kind in type(given).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
+    ignored = sorted(own.intersection(names))
+    if ignored:
+        raise UnsupportedError(f"{type(given).__name__}.{', '.join(ignored)} would never be called: {way_out}")
 
 
 class OwnParts:

@@ -12,7 +12,7 @@ from ...trainer.errors import ConfigError
 from ...trainer.optimization.optimizers import optimizer_parameters
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import Place, find_place
-from .placeholders import UnsupportedError
+from .placeholders import UnsupportedError, refuse_overrides
 
 
 # --- precision --------------------------------------------------------------------------------------------------------
@@ -117,6 +117,18 @@ class FSDPPrecision(Precision):
         if scaler is not None:
             raise UnsupportedError("FSDPPrecision(scaler=...): the run makes its own scaler. Leave it out.")
         self.precision = PrecisionOfRun(precision, "cpu").name
+
+
+CALLED_BY_LIGHTNING = (
+    *("backward", "optimizer_step", "pre_backward", "post_backward", "clip_gradients", "clip_grad_by_norm"),
+    *("clip_grad_by_value", "convert_module", "convert_input", "convert_output", "forward_context"),
+    *("train_step_context", "val_step_context", "test_step_context", "predict_step_context", "connect"),
+)
+"""Methods of a precision that a run of Lightning's calls, and one of Legato's does not."""
+OWN_PRECISION = (
+    "a run knows a precision by its word. Override backward, optimizer_step, configure_gradient_clipping or "
+    "on_after_batch_transfer of the module, and say Trainer(precision=...)."
+)
 
 
 # --- environments -----------------------------------------------------------------------------------------------------
@@ -234,6 +246,7 @@ def read_plugins(plugins: Any) -> dict[str, Any]:
     given = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in given:
         if isinstance(plugin, Precision):
+            refuse_overrides(plugin, CALLED_BY_LIGHTNING, OWN_PRECISION)
             found["precision"] = plugin.precision
         elif isinstance(plugin, ClusterEnvironment):
             known = type(plugin).__module__ == __name__

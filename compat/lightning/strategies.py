@@ -21,7 +21,7 @@ from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
 from ...trainer.strategies.single import SingleStrategy
 from .accelerators import KINDS, Accelerator
 from .checkpoint_files import is_checkpoint, load
-from .placeholders import UnsupportedError
+from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, Precision, read_plugins
 
 if TYPE_CHECKING:
@@ -349,6 +349,13 @@ class ParallelStrategy(Strategy):
         return None if self.device.type == "cpu" else [self.device.index or 0]
 
 
+CALLED_BY_LIGHTNING = (
+    *("setup", "setup_environment", "setup_optimizers", "setup_distributed", "configure_ddp", "pre_configure_ddp"),
+    *("_setup_model", "_setup_optimizer", "_setup_model_and_optimizers", "_configure_launcher"),
+    *("optimizer_step", "training_step", "validation_step", "test_step", "predict_step"),
+    *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
+)
+"""Methods of a strategy that make a run what it is under Lightning, and that a run of Legato's does not call."""
 OWN_STRATEGY = (
     "a strategy of one's own implements legato.trainer.strategies.Strategy; else give Trainer SingleDeviceStrategy, "
     "DDPStrategy, FSDPStrategy or ModelParallelStrategy."
@@ -566,6 +573,8 @@ def read_strategy(wanted: Any) -> Any:
     if not isinstance(wanted, str):
         if isinstance(wanted, Strategy) and not isinstance(wanted, (SingleStrategy, GroupStrategy)):
             raise UnsupportedError(f"{type(wanted).__name__}: {OWN_STRATEGY}")
+        if isinstance(wanted, Strategy):
+            refuse_overrides(wanted, CALLED_BY_LIGHTNING, OWN_STRATEGY)
         if isinstance(wanted, (strategy.Strategy, dict)):
             return wanted
         raise ConfigError(f"Trainer(strategy=...) takes a word or a Strategy, got {type(wanted).__name__}.")

@@ -42,7 +42,7 @@ from .connectors import CheckpointConnector, LoggerConnector
 from .exceptions import require_checkpoint
 from .loggers import CSVLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
-from .placeholders import UnsupportedError
+from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
@@ -133,6 +133,18 @@ def refuse_taken(subclass: str, names: list[str]) -> None:
         raise UnsupportedError(f"{taken}: Legato's Trainer keeps a part of its own there. Rename yours.")
 
 
+INNER_METHODS = (
+    "_run",
+    "_run_stage",
+    "_run_sanity_check",
+    "_fit_impl",
+    "_validate_impl",
+    "_test_impl",
+    "_predict_impl",
+)
+"""Methods of Lightning's Trainer that its own calls of fit, validate, test and predict go through."""
+
+
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
@@ -207,6 +219,7 @@ class Trainer(TrainerAttributes):
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
         wants_loggers = bool(arguments["logger"])
         set_benchmark(benchmark, deterministic)
+        refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
         self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))

@@ -8,6 +8,8 @@ from legato.callbacks.callback import Callback as CoreCallback
 from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint, Timer
 from legato.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from legato.compat.lightning.pytorch.plugins import MixedPrecision
+from legato.compat.lightning.pytorch.strategies import DDPStrategy
 from legato.trainer.hooks import overrides
 
 
@@ -524,3 +526,44 @@ def test_a_connector_gives_values_to_every_logger(tmp_path):
     rows = (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
     assert "extra" in rows[0]
     assert any("2.0" in row for row in rows[1:])
+
+
+class OwnSetup(DDPStrategy):
+    def setup(self, trainer):
+        super().setup(trainer)
+
+
+class OwnStep(MixedPrecision):
+    def optimizer_step(self, optimizer, model, closure, **options):
+        return optimizer.step(closure)
+
+
+class Stage(L.Trainer):
+    def _run_stage(self):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("trainer", "named"),
+    [
+        (lambda: L.Trainer(strategy=OwnSetup()), "OwnSetup.setup would never be called"),
+        (lambda: L.Trainer(plugins=[OwnStep("bf16-mixed", "cpu")]), "OwnStep.optimizer_step would never be called"),
+        (lambda: L.Trainer(strategy=DDPStrategy(precision_plugin=OwnStep("bf16-mixed", "cpu"))), "OwnStep"),
+        (lambda: Stage(), "Stage._run_stage would never be called"),
+    ],
+)
+def test_inner_methods_that_would_be_passed_over_are_refused(trainer, named):
+    with pytest.raises(UnsupportedError, match=named):
+        trainer()
+
+
+def test_parts_of_a_programs_own_that_change_no_inner_method_are_taken(tmp_path):
+    class Named(DDPStrategy):
+        strategy_name = "named"
+
+        def teardown(self):
+            super().teardown()
+
+    trainer = quiet(tmp_path, strategy=Named(find_unused_parameters=False), plugins=[])
+    trainer.fit(Linear(), loader())
+    assert trainer.global_step == 4
