@@ -83,6 +83,7 @@ METRICS_CHOICES = (
     "splits_names",
     "bar_names_steps",
     "refuses_no_value",
+    "shares_metrics",
 )
 """Attributes by which a subclass of Trainer chooses how values are logged."""
 LIMIT_OF = {
@@ -610,7 +611,7 @@ def make_training_data(call: Call) -> None:
             "fit needs training data: give train_dataloaders, a data module, or the task a train_dataloader."
         )
     limit = trainer.overfit_batches or trainer.limit_train_batches
-    require_iterable(loader, "The training loader")
+    require_iterable(loader, "The training loader", trainer.refuses_empty_loaders)
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     shares = replace(dealing(call), whole_rounds=not call.task.automatic_optimization or trainer.sync_batchnorm)
     ranks = call.strategy.collectives if brings_own_shares(call) else None
@@ -621,7 +622,7 @@ def make_training_data(call: Call) -> None:
     call.data.samples = fingerprint.samples_of(trainer, combined(given), call.data.training.rounds)
     if trainer.is_global_zero:
         log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
-    if call.data.training.rounds == 0:
+    if call.data.training.rounds == 0 and trainer.refuses_empty_loaders:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
@@ -637,14 +638,15 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
     for index, loader in enumerate(loaders):
-        require_iterable(loader, f"The {word} loader" + (f" {index}" if len(loaders) > 1 else ""))
+        name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
+        require_iterable(loader, name, call.trainer.refuses_empty_loaders)
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
     given[word] = found
     if loaders:
-        call.data.evaluations[word] = EvaluationData(
-            loaders, dealing(call), limit, brings_own_shares(call), in_order=overfit
-        )
-        call.trainer.lengths[word] = call.trainer.counted(call.data.evaluations[word])
+        data = EvaluationData(loaders, dealing(call), limit, brings_own_shares(call), in_order=overfit)
+        call.trainer.lengths[word] = call.trainer.counted(data)
+        if any(call.trainer.lengths[word]):
+            call.data.evaluations[word] = data
 
 
 def find_loader(call: Call, word: str) -> Any:

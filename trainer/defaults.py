@@ -125,6 +125,10 @@ class TrainerDefaults(TrainerView):
     """Whether a name logged both in steps and between them has a value of each, rather than being refused."""
     refuses_no_value: ClassVar[bool] = False
     """Whether log(on_step=False, on_epoch=False) is an error rather than the mean over the epoch."""
+    shares_metrics: ClassVar[bool] = False
+    """Whether training and validation may log the same metric object, whose samples are then mixed."""
+    refuses_empty_loaders: ClassVar[bool] = True
+    """Whether loaders without a batch are an error rather than skipped with a warning."""
     closure_runs_step: ClassVar[bool] = False
     """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
 

@@ -507,8 +507,11 @@ class Run(JoinedCall):
         self.membership.check_members(self.agreement.generation)
 
     def start_training(self) -> None:
-        """Begin or resume training."""
+        """Begin or resume training; without a batch the fit ends, and the hooks of training are not called."""
         self.loop.doing = "train"
+        if self.training_data.rounds == 0:
+            self.end_fit()
+            return
         self.preemption.start()
         if not self.task.training and self.trainer.sets_training_mode:
             self.task.train()  # one that is in training mode may have frozen parts in evaluation mode
@@ -528,6 +531,10 @@ class Run(JoinedCall):
     def end_training(self) -> None:
         """Call the hooks that end training."""
         self.hooks.call("on_train_end")
+        self.end_fit()
+
+    def end_fit(self) -> None:
+        """Call the hooks that end a fit."""
         self.loop.ended = True
         self.hooks.call("on_fit_end")
         if self.strategy.leaves_default_group:
@@ -573,12 +580,16 @@ class Run(JoinedCall):
         self.trainer.publish(reduced, write=False)
 
     def refuse_empty_epoch(self) -> None:
-        """Raise DataError where the training loader had nothing for a whole epoch."""
-        if not self.state.epoch_steps and not self.loop.epoch_skipped and not self.trainer.stops_here():
-            raise DataError(
-                f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
-                f"epoch: give a DataLoader, a list or another object that starts again with each iter()."
-            )
+        """Raise DataError where the training loader had nothing for a whole epoch, or warn of it."""
+        if self.state.epoch_steps or self.loop.epoch_skipped or self.trainer.stops_here():
+            return
+        told = (
+            f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
+            f"epoch: give a DataLoader, a list or another object that starts again with each iter()."
+        )
+        if self.trainer.refuses_empty_loaders:
+            raise DataError(told)
+        log.warning("%s", told)
 
     def validation_is_due(self) -> bool:
         """Return whether to validate after this step, within the epoch."""

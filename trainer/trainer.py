@@ -292,6 +292,8 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             found: list[Any] = run_in_workers.run_in_workers(self, request)
             return found
         with lifecycle.begin(self, request) as run:
+            if run.loop.doing not in run.data.evaluations:
+                return []  # without a batch there is nothing to do, and no hook is called
             self.evaluate(run.loop.doing, keep_outputs=request.keep_outputs)
             if request.stage == "predict":
                 return run.predictions() if request.keep_outputs else []

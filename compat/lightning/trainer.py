@@ -155,6 +155,8 @@ class Trainer(TrainerAttributes):
     logs_evaluation_batches = True
     splits_names = True
     refuses_no_value = True
+    shares_metrics = True
+    refuses_empty_loaders = False
     sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True
@@ -469,7 +471,7 @@ class Trainer(TrainerAttributes):
             keep = return_predictions is not False
             found = super().predict(uncompiled(model), dataloaders, datamodule, self._checkpoint(ckpt_path), keep)
             self.predictions = found
-            return found if keep else None
+            return found if keep and not self.predict_loop.skip else None
 
     def save_checkpoint(  # type: ignore[override]
         self,

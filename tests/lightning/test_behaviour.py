@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 
 import legato as lg
 import legato.compat.lightning.pytorch as room
@@ -539,3 +540,88 @@ def test_a_module_is_scripted_before_and_after_a_run(package, tmp_path):
         assert torch.equal(found(torch.ones(3, 2)), module(torch.ones(3, 2)))
         assert (tmp_path / "scripted.pt").stat().st_size
         fitted(package, module, max_epochs=1)
+
+
+# --- loaders without a batch ------------------------------------------------------------------------------------------
+EMPTY = DataLoader(torch.ones(0, 2), batch_size=2)
+STEPS = {
+    "validation_step": lambda self, batch, batch_idx, dataloader_idx=0: self.log("value", float(batch_idx)),
+    "test_step": lambda self, batch, batch_idx, dataloader_idx=0: self.log("value", float(batch_idx)),
+    "predict_step": lambda self, batch, batch_idx, dataloader_idx=0: batch_idx,
+}
+HOOKS = ("setup", "on_fit_start", "on_validation_start", "on_test_start", "on_predict_start", "on_train_start")
+HOOKS += ("on_train_epoch_start", "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown")
+
+
+def noting(package):
+    """Return a callback with the names of its hooks that were called."""
+    called = []
+    hooks = {name: lambda self, *_, _name=name, **__: called.append(_name) for name in HOOKS}
+    callback = type("Notes", (package.Callback,), hooks)()
+    callback.called = called
+    return callback
+
+
+@pytest.mark.parametrize(
+    ("stage", "data", "options"),
+    [
+        ("fit", [EMPTY], {}),
+        ("fit", [EMPTY, loader()], {}),
+        ("fit", [loader()], {"limit_train_batches": 0}),
+        ("fit", [DataLoader(torch.ones(1, 2), batch_size=2, drop_last=True)], {}),
+        ("fit", [loader(), EMPTY], {}),
+        ("fit", [loader(), [EMPTY, loader()]], {}),
+        ("validate", [EMPTY], {}),
+        ("validate", [[EMPTY, loader()]], {}),
+        ("test", [EMPTY], {}),
+        ("test", [[]], {}),
+        ("test", [loader()], {"limit_test_batches": 0}),
+        ("predict", [EMPTY], {}),
+        ("predict", [[EMPTY, loader()]], {}),
+    ],
+)
+def test_loaders_without_a_batch_are_skipped(stage, data, options):
+    found = []
+    for package in (real, room):
+        notes, module = noting(package), small(package, **STEPS)
+        trainer = package.Trainer(
+            **QUIET, logger=False, enable_checkpointing=False, max_epochs=1, callbacks=[notes], **options
+        )
+        result = getattr(trainer, stage)(module, *data)
+        values, counts = numbers(trainer.callback_metrics), trainer.num_val_batches
+        found.append((result, notes.called, values, counts, trainer.current_epoch, trainer.global_step))
+    assert found[0] == found[1]
+
+
+def test_a_loader_that_is_used_up_leaves_later_epochs_empty():
+    found = []
+    for package in (real, room):
+        notes, module = noting(package), small(package)
+        trainer = package.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=3, callbacks=[notes])
+        trainer.fit(module, (torch.ones(2, 2) for _ in range(3)))
+        found.append((notes.called, trainer.current_epoch, trainer.global_step))
+    assert found[0] == found[1]
+    assert found[0][1:] == (3, 3)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("on_step", [True, False])
+def test_one_metric_object_for_training_and_validation(forward, on_step):
+    def training_step(self, batch, batch_idx):
+        (self.mean if forward else self.mean.update)(torch.tensor(float(batch_idx)))
+        self.log("trained", self.mean, on_step=on_step, on_epoch=True)
+        return self.layer(batch).pow(2).mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.mean.update(torch.tensor(10.0 + batch_idx))
+        self.log("validated", self.mean)
+
+    found = []
+    for package in (real, room):
+        module = small(package, training_step=training_step, validation_step=validation_step)
+        module.mean = MeanMetric()
+        trainer, _ = fitted(package, module, loader(4), num_sanity_val_steps=0)
+        found.append({name: str(value) for name, value in numbers(trainer.callback_metrics).items()})
+    assert found[0] == found[1]
+    assert found[0]["trained"] == "nan"  # its samples were dropped with those of the validation

@@ -360,3 +360,17 @@ def test_a_step_of_any_arguments_is_given_the_index_of_the_loader_where_there_ar
 
     trainer().predict(Takes(), [make_loader()] * loaders)
     assert seen == {given}
+
+
+def test_an_evaluation_without_a_batch_calls_no_hook(trainer):
+    class Silent(Predicts):
+        def on_test_start(self):
+            raise AssertionError("there is nothing to test")
+
+        def test_step(self, batch):
+            raise AssertionError("there is nothing to test")
+
+        on_predict_start = on_test_start
+
+    assert trainer(limit_test_batches=0).test(Silent(), make_loader()) == []
+    assert trainer(limit_predict_batches=0).predict(Silent(), make_loader()) == []

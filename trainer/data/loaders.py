@@ -1,5 +1,6 @@
 """Map-style DataLoaders: their order, a copy that loads this process's batches, and clear errors when workers fail."""
 
+import logging
 import os
 import re
 import time
@@ -34,6 +35,8 @@ from .randomness import KeyedDataset, seed_generators
 from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation
 from .steps import Dealing
 from .workers import WorkerSetup, guard_collate
+
+log = logging.getLogger("legato")
 
 SHARED_MEMORY = "/dev/shm"
 """Directory through which worker processes hand over tensors on Linux."""
@@ -378,13 +381,14 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def require_iterable(loader: Any, name: str) -> None:
-    """Raise DataError if `loader` is not iterable or is known to be empty."""
+def require_iterable(loader: Any, name: str, refuses_empty: bool = True) -> None:
+    """Raise DataError if `loader` is not iterable, and where it is known to be empty; or warn of that."""
     if not hasattr(loader, "__iter__") or isinstance(loader, (str, bytes, Tensor, type)):
         came = f"the class {loader.__name__}" if isinstance(loader, type) else type(loader).__name__
         hint = " Give DataLoader(dataset, batch_size=...)." if isinstance(loader, Dataset) else ""
         raise DataError(f"{name} must be a DataLoader or another iterable of batches, got {came}.{hint}")
     if length_of(loader) == 0:
-        raise DataError(
-            f"{name} is empty: it yields no batch. Is its dataset empty, or drop_last with too few samples?"
-        )
+        told = f"{name} is empty: it yields no batch. Is its dataset empty, or drop_last with too few samples?"
+        if refuses_empty:
+            raise DataError(told)
+        log.warning("%s It is skipped.", told)

@@ -99,6 +99,8 @@ class Metrics:
         """Whether a name logged both in steps and between them is two series."""
         self.refuses_no_value = False
         """Whether `on_step=False, on_epoch=False` is refused rather than counted over the epoch."""
+        self.shares_metrics = False
+        """Whether one metric object may be logged in two stages."""
         self.muted = False
         """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
@@ -227,7 +229,8 @@ class Metrics:
             raise TaskError(f"log() needs a name first, and then the value; got {came}{hint}.")
         if is_metric(value):
             kind = "metric"
-            self._refuse_shared(name, value)
+            if not self.shares_metrics:
+                self._refuse_shared(name, value)
         elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
             kind = read_kind(reduce_fx, name)
         else:
