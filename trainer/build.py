@@ -613,7 +613,8 @@ def make_training_data(call: Call) -> None:
     limit = trainer.overfit_batches or trainer.limit_train_batches
     require_iterable(loader, "The training loader", trainer.refuses_empty_loaders)
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
-    shares = replace(dealing(call), whole_rounds=not call.task.automatic_optimization or trainer.sync_batchnorm)
+    whole = not call.task.automatic_optimization or trainer.sync_batchnorm
+    shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_training)
     ranks = call.strategy.collectives if brings_own_shares(call) else None
     call.data.loaders["train"] = given
     call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)

@@ -164,6 +164,7 @@ class Trainer(TrainerAttributes):
     keeps_added_code = True
     ends_epoch_with_last_batch = True
     overfits_validation = False
+    pads_training = True
     marks_output = False
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True

@@ -165,8 +165,8 @@ FIGURES = {
         BENCHMARKS: ["| -3 us (0.99) |", "| +926 us (3.36) |", "| +213 us (1.54) |"],
     },
     "samples seen of 20 | 20 | 15, 5 of them twice |": {COMPARISON: ["15 of 20 samples seen, 5 lost and 5 twice"]},
-    "25 kinds of module": {LIGHTNING: ["25 kinds of module"]},
-    "23 of them on two processes": {LIGHTNING: ["and of 23 on two"]},
+    "27 kinds of module": {LIGHTNING: ["27 kinds of module"]},
+    "25 of them on two processes": {LIGHTNING: ["and of 25 on two"]},
     "three 3 + 3 + 2": {"docs/one-run.md": ["three 3 + 3 + 2"]},
     "Python >= 3.10": {"setup.cfg": ["python_requires = >=3.10"]},
 }

@@ -23,10 +23,10 @@ RANK, PROCESSES = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 
 
 class Numbers(Dataset):
-    """Sixteen points of a line for each process."""
+    """Sixteen points of a line for each process, or `more`."""
 
-    def __init__(self, shift=0.0):
-        count, generator = 16 * PROCESSES, torch.Generator().manual_seed(5)
+    def __init__(self, shift=0.0, more=0):
+        count, generator = 16 * PROCESSES + more, torch.Generator().manual_seed(5)
         self.inputs = torch.randn(count, 3, generator=generator) + shift
         self.targets = self.inputs.sum(1, keepdim=True)
 
@@ -137,6 +137,35 @@ def scheduler(interval, **more):
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": made, "interval": interval, **more}}
 
     return Scheduled()
+
+
+class Contrastive(Base):
+    """Compares its batch with those of all ranks; the data do not go evenly into their batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(3, 4)
+
+    def loss(self, batch):
+        first, second = self.net[0](batch[0]), self.other(batch[0])
+        every = self.all_gather(second, sync_grads=self.training).reshape(-1, 4)
+        own = torch.arange(len(first)) + self.global_rank * len(first)
+        return nn.functional.cross_entropy(first @ every.T, own) + self.net(batch[0]).pow(2).mean()
+
+    def train_dataloader(self):
+        return loader(more=1)
+
+
+class ContrastiveByHand(Contrastive):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
 
 
 class Plateau(Base):
@@ -334,6 +363,8 @@ KINDS = {
     "own optimizer step": lambda: (Own(), {}),
     "lbfgs": lambda: (Newton(), {}),
     "skipped batches": lambda: (Skips(), {}),
+    "uneven shares": lambda: (Contrastive(), {}),
+    "uneven shares, by hand": lambda: (ContrastiveByHand(), {}),
     "limits": lambda: (Base(), {"limit_train_batches": 3, "limit_val_batches": 2, "val_check_interval": 2}),
     "resume": lambda: (Resumed(), {"max_epochs": 3}),
 }

@@ -256,7 +256,7 @@ class CombinedOrder(EpochOrder):
             for number in range(part.passes):
                 first = part.offset + number * part.batches
                 own = part.order(part.own_epoch(self.epoch, number)).positions_of(index)
-                found.update(first + position // part.source.batch_size for position in own)
+                found.update(first + batch for position in own for batch in part.batches_with(position))
         return sorted(position for position in found if position < self.length)
 
     def step_samples(self, deal: Deal, step: int) -> int:
@@ -268,11 +268,12 @@ class CombinedOrder(EpochOrder):
 class CombinedPart:
     """One loader of a combination: maps positions of the combined epoch to its own passes and batches."""
 
-    def __init__(self, name: str, source: MapLoader) -> None:
-        batches, positions = source.count_batches(), source.positions(0)
-        if not batches or not positions:
+    def __init__(self, name: str, source: MapLoader, padded_for: int) -> None:
+        self.name, self.source, self.positions = name, source, source.positions(0) or 0
+        self.deal = Deal(self.positions, source.batch_size, padded_for, 1, source.drop_last, padded=True)
+        self.batches = self.deal.rounds * padded_for
+        if not self.batches:
             raise DataError(f"The combined loader {name!r} must have a length (__len__) of at least one batch.")
-        self.name, self.source, self.batches, self.positions = name, source, batches, positions
         self.offset, self.cycles, self.passes = 0, False, 1
         """`offset` is the position of its first batch, `cycles` whether it restarts when exhausted, `passes` how often
         per epoch."""
@@ -305,6 +306,8 @@ class CombinedPart:
                     f"but its length is {self.positions}. Combined loaders are dealt out by length: use a sampler that "
                     f"draws exactly len(sampler) indices."
                 )
+            if self.deal.samples > found.length:
+                found.begin_again()
             # an order of a custom sampler is as long as its dataset; batches of a step may need those of several passes
             while len(self.orders) >= self.orders_kept:
                 del self.orders[next(iter(self.orders))]
@@ -313,8 +316,13 @@ class CombinedPart:
 
     def span(self, batch: int) -> range:
         """Return the positions of a batch within its pass."""
-        size = self.source.batch_size
-        return range(batch * size, min((batch + 1) * size, self.positions))
+        return self.deal.span(*divmod(batch, self.deal.replicas))
+
+    def batches_with(self, position: int) -> Iterator[int]:
+        """Yield the batches of a pass that have the sample at a position."""
+        for repeated in range(position, self.deal.samples, self.positions):
+            round, replica = self.deal.place(repeated)
+            yield round * self.deal.replicas + replica
 
     def samples(self, epoch: int, start: int, stop: int) -> int:
         """Return the samples of this loader at positions [start, stop) of an epoch."""
@@ -387,13 +395,18 @@ class CombinedSource:
 
     batch_size, own_batches = 1, True
 
-    def __init__(self, loader: CombinedLoader, seed: int, in_order: bool = False, keyed: bool = True) -> None:
-        """Build the parts; the first loader has the order and random numbers that it would have alone."""
+    def __init__(
+        self, loader: CombinedLoader, seed: int, in_order: bool = False, keyed: bool = True, padded_for: int = 1
+    ) -> None:
+        """Build the parts; the first loader has the order and random numbers that it would have alone.
+
+        padded_for: each loader repeats samples, so that it has a batch of one size for each of so many replicas.
+        """
         self.loader = loader
         parts = []
         for number, (name, own) in enumerate(zip(loader.names, loader.flattened, strict=True)):
             own_seed = mix(PART_STREAM, seed, number) if number else seed
-            parts.append(CombinedPart(name, MapLoader(own, own_seed, in_order, keyed)))
+            parts.append(CombinedPart(name, MapLoader(own, own_seed, in_order, keyed), padded_for))
         self.parts = tuple(parts)
         self.length = loader.combine_lengths([part.batches for part in parts])
         self.drop_last = all(part.source.drop_last for part in parts)

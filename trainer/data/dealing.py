@@ -7,7 +7,7 @@ from typing import Any
 
 from ..processes.collectives import Collectives
 from .combined import CombinedSource, is_dealable_by_batch
-from .loaders import MapLoader, is_dealable, length_of
+from .loaders import EpochOrder, MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .streams import OwnShares, StreamData
@@ -25,8 +25,12 @@ class DealtData:
 
     def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, in_order: bool = False) -> None:
         """Wrap a loader for which `can_deal` is True."""
-        kind = MapLoader if is_dealable(loader) else CombinedSource
-        self.source: MapLoader | CombinedSource = kind(loader, dealing.seed, in_order, dealing.keyed)
+        given = loader, dealing.seed, in_order, dealing.keyed
+        self.source: MapLoader | CombinedSource = (
+            MapLoader(*given)
+            if is_dealable(loader)
+            else CombinedSource(*given, dealing.layout.replicas if dealing.padded else 1)
+        )
         self.dealing, self.limit = dealing, limit
         self.warned = False
 
@@ -44,10 +48,7 @@ class DealtData:
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
-        order = self.source.order(epoch)
-        if batches_at_most is not None:  # in batches, not rounds: a limit may end in the middle of a round
-            order.length = min(order.length, batches_at_most * order.batch_size)
-        deal = self._deal(order.length)
+        order, deal = self._order_and_deal(epoch, batches_at_most)
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         last = deal.steps - 1
@@ -64,8 +65,7 @@ class DealtData:
 
     def step_at(self, epoch: int, step: int) -> StepInput:
         """Return a step of an epoch without loading its data: each `batch` is None."""
-        order = self.source.order(epoch)
-        deal = self._deal(order.length)
+        order, deal = self._order_and_deal(epoch)
         found = [
             ReplicaBatch(replica, round, None, order.samples(start, stop), place=(order, start, stop))
             for replica, round, start, stop in deal.spans(step, self.dealing.replicas)
@@ -79,26 +79,35 @@ class DealtData:
 
     def steps_with(self, epoch: int, index: Any) -> list[int]:
         """Return the steps of an epoch, each once, in which a replica of this process has the sample of an index."""
-        order = self.source.order(epoch)
-        deal, replicas = self._deal(order.length), self.dealing.replicas
-        found = []
-        for position in order.positions_of(index):
-            round, rest = divmod(position, deal.replicas * deal.batch_size)
-            if position < deal.samples and rest // deal.batch_size in replicas:
-                found.append(round // deal.accumulate)
+        order, deal = self._order_and_deal(epoch)
+        replicas, found = self.dealing.replicas, []
+        for first in order.positions_of(index):
+            for position in range(first, deal.samples, order.length):
+                round, replica = deal.place(position)
+                if replica in replicas:
+                    found.append(round // deal.accumulate)
         return sorted(set(found))
+
+    def _order_and_deal(self, epoch: int, batches_at_most: int | None = None) -> tuple[EpochOrder, Deal]:
+        order = self.source.order(epoch)
+        if batches_at_most is not None:  # in batches, not rounds: a limit may end in the middle of a round
+            order.length = min(order.length, batches_at_most * order.batch_size)
+        deal = self._deal(order.length)
+        if deal.samples > order.length:
+            order.begin_again()
+        return order, deal
 
     def _deal(self, positions: int) -> Deal:
         replicas, source = self.dealing.layout.replicas, self.source
-        size = source.batch_size
-        whole = Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last)
+        size, padded = source.batch_size, self.dealing.padded
+        whole = Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, padded=padded)
         rounds = whole.rounds
         # a collective in the step (SyncBatchNorm, manual optimization) would hang where a replica has no batch
         if self.dealing.whole_rounds and rounds and not whole.span(rounds - 1, replicas - 1):
             rounds -= 1
             self._warn_of_rest(len(range(rounds * replicas * size, positions)))
         limit = apply_limit(self.limit, rounds)
-        return Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, limit)
+        return Deal(positions, size, replicas, self.dealing.accumulate, source.drop_last, limit, padded)
 
     def _warn_of_rest(self, left_out: int) -> None:
         if not self.warned and self.dealing.process == 0:

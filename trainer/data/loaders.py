@@ -173,9 +173,14 @@ class EpochOrder:
     sizes: npt.NDArray[np.int64] | None = None
     """Samples per position when each position is a whole batch of the user's batch sampler; else None."""
 
+    def begin_again(self) -> None:
+        """Let positions from `length` on be those of the beginning."""
+        once, length = self.order, self.length
+        self.order = lambda positions: once(positions % length)
+
     def samples(self, start: int, stop: int) -> int:
         """Return the number of samples at positions [start, stop)."""
-        return stop - start if self.sizes is None else int(self.sizes[start:stop].sum())
+        return stop - start if self.sizes is None else int(self.sizes[np.arange(start, stop) % self.length].sum())
 
     def indices(self, start: int, stop: int) -> list[Any]:
         """Return the dataset indices of the samples at positions [start, stop)."""

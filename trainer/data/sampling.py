@@ -180,7 +180,8 @@ class Deal:
     step.
 
     `drop_last` drops the last round unless every replica has a full batch in it. `limit_rounds` ends the epoch early.
-    The last step takes the remaining rounds and may be shorter.
+    The last step takes the remaining rounds and may be shorter. `padded` gives every replica as many positions in the
+    last round: those from `length` on, fewer than there are replicas, repeat the epoch's first ones.
     """
 
     length: int
@@ -189,6 +190,7 @@ class Deal:
     accumulate: int
     drop_last: bool = False
     limit_rounds: int | None = None
+    padded: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("length", 0), ("batch_size", 1), ("replicas", 1), ("accumulate", 1), ("limit_rounds", 0)):
@@ -201,13 +203,24 @@ class Deal:
         """Rounds in which at least one replica has a sample (with `drop_last`: every replica a full batch)."""
         in_round = self.replicas * self.batch_size
         # negating twice rounds the division up
-        rounds = self.length // in_round if self.drop_last else -(-self.length // in_round)
+        rounds = self.padded_length // in_round if self.drop_last else -(-self.padded_length // in_round)
         return rounds if self.limit_rounds is None else min(rounds, self.limit_rounds)
+
+    @property
+    def padded_length(self) -> int:
+        """Number of positions with those that repeat others."""
+        return -(-self.length // self.replicas) * self.replicas if self.padded else self.length
 
     @cached_property
     def samples(self) -> int:
         """Number of samples in the epoch: the positions [0, samples)."""
-        return min(self.length, self.rounds * self.replicas * self.batch_size)
+        return min(self.padded_length, self.rounds * self.replicas * self.batch_size)
+
+    @cached_property
+    def last_size(self) -> int:
+        """Positions at most of a replica in the last round."""
+        rest = self.samples - (self.rounds - 1) * self.replicas * self.batch_size
+        return rest // self.replicas if self.padded else self.batch_size
 
     @property
     def steps(self) -> int:
@@ -220,8 +233,14 @@ class Deal:
 
     def span(self, round: int, replica: int) -> range:
         """Return the positions of a replica's batch; in the last round it may be short or empty."""
-        start = (round * self.replicas + replica) * self.batch_size
-        return range(min(start, self.samples), min(start + self.batch_size, self.samples))
+        size = self.batch_size if round < self.rounds - 1 else self.last_size
+        start = round * self.replicas * self.batch_size + replica * size
+        return range(min(start, self.samples), min(start + size, self.samples))
+
+    def place(self, position: int) -> tuple[int, int]:
+        """Return round and replica of a position below `samples`."""
+        round, rest = divmod(position, self.replicas * self.batch_size)
+        return round, rest // (self.batch_size if round < self.rounds - 1 else self.last_size)
 
     def step_samples(self, step: int) -> int:
         """Return the number of samples of an optimizer step, over all replicas."""
@@ -233,11 +252,12 @@ class Deal:
 
         `leaders`: append batches of these replicas until there are as many as the leaders have.
         """
-        size, samples, found = self.batch_size, self.samples, []
+        full, samples, last, found = self.batch_size, self.samples, self.rounds - 1, []
         rounds = range(step * self.accumulate, min((step + 1) * self.accumulate, self.rounds))
         for replica in replicas:
             for round in rounds:
-                start = (round * self.replicas + replica) * size
+                size = full if round < last else self.last_size
+                start = round * self.replicas * full + replica * size
                 if start < samples:
                     found.append(BatchSpan(replica, round, start, min(start + size, samples)))
         if leaders is not None:
@@ -253,7 +273,7 @@ class Deal:
             return 0
         # Only the last round can leave replicas without a batch: those whose span starts after the last sample.
         last_start = rounds[-1] * self.replicas * self.batch_size
-        served = -(-(self.samples - last_start) // self.batch_size)
+        served = -(-(self.samples - last_start) // self.last_size)
         return (len(rounds) - 1) * len(replicas) + len(range(replicas.start, min(replicas.stop, served)))
 
 

@@ -75,6 +75,8 @@ class Dealing:
     """Whether all processes run equally many batches in a step, padding with masked ones."""
     loader_options: Mapping[str, Any] | None = None
     """Options of DataLoaders, instead of their own."""
+    padded: bool = False
+    """Whether an epoch's last round repeats samples, so that every replica has a batch; a stream repeats a batch."""
 
     @property
     def replicas(self) -> range:

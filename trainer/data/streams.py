@@ -72,15 +72,20 @@ class StreamData:
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
         position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
+        first = None
         while end is None or position < end:
             # before the batch is read, since loading draws from the same generators; workers are keyed when they open
             if keyed:
                 seed_generators(key + position)
-            batch = next(batches, _END)
+            batch = _END if self.ended else next(batches, _END)
+            round, replica = divmod(position, replicas)
             if batch is _END:
                 self.ended = True
-                break
-            round, replica = divmod(position, replicas)
+                if not (dealing.padded and replica):
+                    break
+                batch = first
+            elif dealing.padded and replica == 0:
+                first = batch  # repeated where the last round has fewer batches than replicas
             size = self.count_samples(batch)
             samples += size
             read += size

@@ -1,0 +1,175 @@
+"""Data that do not go evenly into the batches of several ranks: as under Lightning each has a batch in every step.
+
+Beside a loop by hand; beside the real package on two processes in test_parity.py.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato.compat.lightning.pytorch as pl
+from legato.trainer.processes.environment import run_workers
+
+pytestmark = pytest.mark.slow
+
+ROWS = torch.randn(14, 5, generator=torch.Generator().manual_seed(6))
+QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
+QUIET |= {"logger": False, "enable_checkpointing": False}
+
+
+class Contrastive(pl.LightningModule):
+    """Each rank's rows must find their partners among the rows of all ranks, of which each must have as many."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(8)
+        self.first, self.second = nn.Linear(5, 4), nn.Linear(5, 4)
+        self.ended = []
+
+    def training_step(self, batch, batch_idx):
+        ours, theirs = self.first(batch[0]), self.second(batch[0])
+        own = torch.arange(len(ours)) + self.global_rank * len(ours)
+        every = self.all_gather(theirs, sync_grads=True).flatten(0, 1)
+        return functional.cross_entropy(ours @ every.T, own)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.ended.append((batch_idx, len(batch[0])))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class ByHand(Contrastive):
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class Metered(Contrastive):
+    """A metric that meets the other ranks in each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric(dist_sync_on_step=True)
+        self.means = []
+
+    def training_step(self, batch, batch_idx):
+        self.means.append(round(float(self.mean(batch[0])), 5))
+        return self.first(batch[0]).pow(2).mean() + self.second(batch[0]).pow(2).mean()
+
+
+class Normalized(Contrastive):
+    """Batch norm over all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def training_step(self, batch, batch_idx):
+        return (self.norm(self.first(batch[0])) * self.second(batch[0])).pow(2).mean()
+
+
+class Own(Contrastive):
+    """Nothing of other ranks; also noted, at which step."""
+
+    def training_step(self, batch, batch_idx):
+        return functional.mse_loss(self.first(batch[0]), self.second(batch[0]).tanh() + 1)
+
+
+def fit(module, processes, rows=14, path=None, **options):
+    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": processes, "max_epochs": 2, **options})
+    trainer.fit(module, DataLoader(TensorDataset(ROWS[:rows]), 2), ckpt_path=path)
+    return trainer
+
+
+def trained(module, processes, rows=14, **options):
+    """Return the weights, and what each rank has seen."""
+    fit(module, processes, rows, **options)
+    every = [None] * processes
+    dist.all_gather_object(every, (module.ended, getattr(module, "means", None)))
+    return weights(module), [ended for ended, _ in every], every[0][1]
+
+
+def weights(module):
+    return torch.cat([one.detach().flatten() for one in module.parameters()])
+
+
+def by_hand(module, loss, *steps):
+    """Train in one process on the rows of all ranks at each step, two epochs."""
+    optimizer = module.configure_optimizers()
+    for rows in steps * 2:
+        optimizer.zero_grad()
+        loss(module, ROWS[list(rows)]).backward()
+        optimizer.step()
+    return weights(module)
+
+
+def contrast(module, rows):
+    return functional.cross_entropy(module.first(rows) @ module.second(rows).T, torch.arange(len(rows)))
+
+
+def normalized(module, rows):
+    return (module.norm(module.first(rows)) * module.second(rows)).pow(2).mean()
+
+
+def three_ranks(folder):
+    found = {
+        "ddp": trained(Contrastive(), 3),
+        "by hand": trained(ByHand(), 3),
+        "a window": trained(Contrastive(), 3, accumulate_grad_batches=3),
+        "fewer than ranks": trained(Contrastive(), 3, rows=2),
+        "a metric": trained(Metered(), 3),
+        "batch norm": trained(Normalized(), 3, sync_batchnorm=True),
+    }
+    whole = Own()
+    fit(whole, 3)
+    found["whole"] = weights(whole), None, None
+    fit(Own(), 3, max_steps=4).save_checkpoint(folder / "within")  # one step into the second epoch
+    return found
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    return folder, run_workers(lambda: three_ranks(folder), 3)
+
+
+STEPS = range(6), range(6, 12), (12, 13, 0)
+"""The rows of the steps of an epoch: two for each of three ranks, at last one, of which one is repeated."""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("ddp", lambda: by_hand(Contrastive(), contrast, *STEPS)),
+        ("by hand", lambda: by_hand(Contrastive(), contrast, *STEPS)),
+        ("fewer than ranks", lambda: by_hand(Contrastive(), contrast, (0, 1, 0))),
+        ("batch norm", lambda: by_hand(Normalized(), normalized, *STEPS)),
+    ],
+)
+def test_a_step_that_calls_collectives_trains_as_by_hand(three, name, expected):
+    _, found = three
+    torch.testing.assert_close(found[name][0], expected(), rtol=1e-5, atol=1e-6)
+
+
+def test_every_rank_ends_every_batch(three):
+    _, found = three
+    for name in ("ddp", "by hand", "a window", "a metric", "batch norm"):
+        assert found[name][1] == [[(0, 2), (1, 2), (2, 1)] * 2] * 3
+    assert found["fewer than ranks"][1] == [[(0, 1)] * 2] * 3
+    assert found["a metric"][2] == [round(float(ROWS[list(rows)].mean()), 5) for rows in STEPS * 2]
+
+
+def test_a_resume_on_fewer_processes_repeats_the_same_samples(three):
+    folder, found = three
+    module = Own()
+    fit(module, 1, strategy="auto", path=folder / "within")
+    torch.testing.assert_close(weights(module), found["whole"][0], rtol=1e-5, atol=1e-6)
