@@ -500,6 +500,8 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     trainer = run.trainer
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
+    elif saved is not None and trainer.evaluates_with_states:
+        restore.load_states(trainer, convert.find_states(trainer, saved) if convert.is_lightning(saved) else saved)
     open_loggers(run)
     if run.stage == "fit" and trainer.garbage_collection_seconds is not None:
         collector = garbage.GarbageCollector(trainer.garbage_collection_seconds)
@@ -638,6 +640,10 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
     if found is None and required:
         raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
+    empty = bool(loaders) and all(length_of(loader) == 0 for loader in loaders)
+    if empty and call.stage == "fit" and call.trainer.skips_empty_validation:
+        log.warning("The validation data are empty: fit does not validate.")
+        loaders = []
     for index, loader in enumerate(loaders):
         name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
         require_iterable(loader, name, call.trainer.refuses_empty_loaders)

@@ -136,10 +136,19 @@ class TrainerDefaults(TrainerView):
 
     ends_epoch_with_last_batch: ClassVar[bool] = False
     """Whether schedulers that go by epochs step before on_train_batch_end of an epoch's last batch."""
+    schedulers_count_batches: ClassVar[bool] = False
+    """Whether schedulers that go by steps count the batches of the epoch, and ReduceLROnPlateau waits for a validation
+    that follows the step."""
     overfits_validation: ClassVar[bool] = True
     """Whether overfit_batches validates on the training batches, too, rather than on as many of the validation's."""
     keeps_seed: ClassVar[bool] = True
     """Whether a run that goes on must be given the seed that it began with."""
+    skips_empty_validation: ClassVar[bool] = False
+    """Whether fit goes on without validation where the validation data are empty, rather than refusing them."""
+    validates_when_stopped: ClassVar[bool] = False
+    """Whether a run that is asked to stop within an epoch validates before it ends."""
+    evaluates_with_states: ClassVar[bool] = False
+    """Whether callbacks and the data module are given their states of a checkpoint that is evaluated, too."""
     keeps_added_code: ClassVar[bool] = False
     """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
     marks_output: ClassVar[bool] = True

@@ -223,10 +223,16 @@ def count_arguments(task: Any, step: str, several_loaders: bool = True) -> int:
     return 2 if own and not several_loaders else min(len(positional), MOST_ARGUMENTS[step])
 
 
-def fitted(hook: Callable[..., Any], given: int) -> Callable[..., Any]:
-    """Return `hook` as a function of `given` arguments, dropping the last one if it takes one less."""
+def fitted(hook: Callable[..., Any], given: int, several_loaders: bool) -> Callable[..., Any]:
+    """Return `hook` as a function of `given` arguments, dropping the last one, dataloader_idx, if it takes one less.
+
+    A hook with `*args` is given dataloader_idx only with `several_loaders`, as in Lightning.
+    """
+    own = signature_of(hook)
+    takes_any = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own.parameters.values())
     try:
-        signature_of(hook).bind(*range(given))
+        own.bind(*range(given))
+        taken = given if several_loaders or not takes_any else given - 1
     except TypeError:
-        return lambda *arguments: hook(*arguments[: given - 1])
-    return hook
+        taken = given - 1
+    return hook if taken == given else lambda *arguments: hook(*arguments[:taken])

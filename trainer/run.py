@@ -162,6 +162,8 @@ class LoopState:
     """The newest point of the log: its step and values."""
     samples_of_epoch: dict[str, Any] | None = None
     """The `samples` of the current epoch, if it was dealt out by other settings."""
+    plateau_waits: bool = False
+    """Whether ReduceLROnPlateau is to step after the validation that follows."""
     schedulers_stepped: bool | None = None
     """Whether the epoch's schedulers have stepped already, in an epoch that a checkpoint of its end goes on from."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -398,9 +400,20 @@ class Run(JoinedCall):
             self.optimization.update_scale()
         if self.optimization.schedulers:
             # after the counts: a scheduler is due by the number of finished steps
-            self.optimization.step_schedulers("step", state.global_step)
+            self.loop.plateau_waits = self.trainer.schedulers_count_batches and self.validation_follows()
+            self.step_schedulers(plateau=False if self.loop.plateau_waits else None)
             if self.trainer.ends_epoch_with_last_batch and state.epoch_rounds >= self.trainer.num_training_batches:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
+
+    def step_schedulers(self, plateau: bool | None) -> None:
+        """Step the schedulers that go by steps; `plateau`: see `Optimization.step_schedulers`."""
+        count = self.state.epoch_rounds if self.trainer.schedulers_count_batches else self.state.global_step
+        self.optimization.step_schedulers("step", count, plateau)
+
+    def validation_follows(self) -> bool:
+        """Return whether a validation follows this step, within the epoch or at its end."""
+        ends = self.state.epoch_rounds >= self.trainer.num_training_batches
+        return self.validation_is_due() or (ends and self.validation_ends_epoch(complete=True))
 
     def leave_out(self, step: StepInput) -> None:
         """Count a step whose batches are left out; schedulers advance, as in a step that nan=skip skips."""
@@ -469,6 +482,8 @@ class Run(JoinedCall):
             with self.trainer.saver.writing():
                 for logger in self.trainer.loggers:
                     logger.log_metrics(values, step)
+                    if logger.saves_points:
+                        logger.save()
 
     def log_point(self) -> Reduced:
         """Return the newest step's values over all replicas, and agree as `Trainer.agree` does.
@@ -607,13 +622,16 @@ class Run(JoinedCall):
         # a step of several batches may pass over the one after which validation is due
         return rounds % every < rounds_of_step
 
-    def validation_ends_epoch(self) -> bool:
-        """Return whether to validate now that the epoch's last step is done."""
-        state, epochs = self.state, self.trainer.check_val_every_n_epoch
-        data = self.data
-        if "validation" not in data.evaluations or (data.validation_rounds, data.validation_seconds) != (None, None):
+    def validation_ends_epoch(self, complete: bool) -> bool:
+        """Return whether to validate now that the epoch is `complete`, or the run stops within it."""
+        state, trainer, data = self.state, self.trainer, self.data
+        if "validation" not in data.evaluations or state.validated_at == state.global_step:
             return False
-        return state.validated_at != state.global_step and epochs is not None and (state.epoch + 1) % epochs == 0
+        epochs, within = trainer.check_val_every_n_epoch, (data.validation_rounds, data.validation_seconds)
+        asked_to_stop = self.agreement.stop and not self.agreement.signal and state.epoch_steps > 0
+        if trainer.validates_when_stopped and asked_to_stop and trainer.stops_here():
+            return epochs is None or (state.epoch + 1) % epochs == 0
+        return complete and within == (None, None) and epochs is not None and (state.epoch + 1) % epochs == 0
 
     def seconds(self) -> float:
         """Return the seconds of the run so far, which are the same on every rank."""
@@ -623,6 +641,15 @@ class Run(JoinedCall):
     def note_validation(self) -> None:
         """Remember when the newest validation ended."""
         self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
+
+    def end_validation(self) -> None:
+        """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""
+        self.loop.doing = "train"
+        self.metrics.open("train", fresh=False)
+        if self.loop.plateau_waits:
+            self.loop.plateau_waits = False
+            self.step_schedulers(plateau=True)
+        self.trainer.agree()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
         """Skip the rest of a resumed epoch: it was dealt out by other settings, `samples`."""
@@ -686,7 +713,8 @@ class Run(JoinedCall):
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
         start, end = self.hooks[f"on_{word}_batch_start"], self.hooks[f"on_{word}_batch_end"]
         last = (self.log_evaluation_batch,) if self.trainer.logs_evaluation_batches else ()
-        return tuple(fitted(hook, 3) for hook in start), (*(fitted(hook, 4) for hook in end), *last)
+        several = len(self.data.evaluations[word].loaders) > 1
+        return tuple(fitted(hook, 3, several) for hook in start), (*(fitted(hook, 4, several) for hook in end), *last)
 
     def log_evaluation_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         """Publish what this batch has logged with `on_step`."""

@@ -209,7 +209,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         run, state = self.current_run, self.state
         run.end_steps()
         complete = run.loop.epoch_skipped or not self.stops_here() or state.epoch_rounds >= self.num_training_batches
-        if complete and run.validation_ends_epoch():
+        if run.validation_ends_epoch(complete):
             self.validate_now()
         run.call_epoch_end("train")
         reduced = run.metrics.reduce_epoch(keep=not complete)
@@ -281,9 +281,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         run.check_losses()
         run.loop.doing = "validation"
         self.evaluate("validation")
-        run.loop.doing = "train"
-        run.metrics.open("train", fresh=False)
-        self.agree()
+        run.end_validation()
 
     def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
         """Run validate, test or predict; without a task that of the run before, with its best weights."""

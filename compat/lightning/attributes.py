@@ -66,6 +66,11 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         return self.state.status is TrainerStatus.INTERRUPTED
 
     @property
+    def evaluating(self) -> bool:
+        """Whether a validation, the sanity check or a test is under way."""
+        return self.state.stage is not None and self.state.stage.evaluating
+
+    @property
     def received_sigterm(self) -> bool:
         """Whether the run was told to end."""
         return self.run is not None and bool(self.run.preemption.signal)

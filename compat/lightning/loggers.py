@@ -28,6 +28,8 @@ WANDB_AVAILABLE = package_available("wandb")
 class FabricLogger(logger.Logger, ABC):
     """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
 
+    saves_points = True
+
     @property
     @abstractmethod
     def name(self) -> str | None:

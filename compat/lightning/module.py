@@ -24,6 +24,7 @@ from .checkpoint_files import load_file
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .placeholders import UnsupportedError
+from .utilities import GradClipAlgorithmType
 
 log = logging.getLogger("legato")
 
@@ -259,6 +260,27 @@ class LightningModule(InitialHyperparameters, Task):
         return super().all_gather(data, group, sync_grads)
 
     # --- optimization -----------------------------------------------------------------------------------------------
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | GradClipAlgorithmType | None = None,
+    ) -> None:
+        """Clip the gradients of `optimizer`'s parameters; defaults are the Trainer's arguments.
+
+        Raises MisconfigurationException for another value than the Trainer's, where it was given one.
+        """
+        algorithm = gradient_clip_algorithm and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+        if algorithm not in (None, *GradClipAlgorithmType.supported_types()):
+            raise MisconfigurationException(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
+        of_trainer = self.trainer.gradient_clip_val
+        if None not in (gradient_clip_val, of_trainer) and gradient_clip_val != of_trainer:
+            raise MisconfigurationException(
+                f"clip_gradients(gradient_clip_val={gradient_clip_val!r}), but the Trainer was given {of_trainer!r}: "
+                f"say it in one place."
+            )
+        super().clip_gradients(optimizer, gradient_clip_val, algorithm)
+
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
         """Require gradients only for the parameters of `optimizer`, within the context."""

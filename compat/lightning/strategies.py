@@ -123,6 +123,10 @@ class Strategy(strategy.Strategy):
         """The optimizers of the run."""
         return [] if self.task is None else self.task.trainer.optimizers
 
+    @optimizers.setter
+    def optimizers(self, value: list[Optimizer]) -> None:
+        self.task.trainer.optimizers = value  # type: ignore[union-attr, misc]
+
     @property
     def lr_scheduler_configs(self) -> list[Any]:
         """The schedulers of the run."""

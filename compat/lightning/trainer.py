@@ -40,7 +40,7 @@ from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
 from .exceptions import require_checkpoint
-from .loggers import CSVLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from .loggers import CSVLogger, DummyLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
@@ -162,7 +162,11 @@ class Trainer(TrainerAttributes):
     closure_runs_step = True
     keeps_seed = False
     keeps_added_code = True
+    evaluates_with_states = True
+    skips_empty_validation = True
+    validates_when_stopped = True
     ends_epoch_with_last_batch = True
+    schedulers_count_batches = True
     overfits_validation = False
     pads_training = True
     marks_output = False
@@ -225,13 +229,22 @@ class Trainer(TrainerAttributes):
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
+        self._show_short_run(arguments, wants_loggers)
         self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
-        if self.fast_dev_run and wants_loggers:
-            self.loggers = [Logger()]  # which writes nothing, and takes every call
         self.untrained, self._made = set(), True
+
+    def _show_short_run(self, arguments: dict[str, Any], wants_loggers: bool) -> None:
+        """Have what a program asks for under fast_dev_run, though nothing is written, and under overfit_batches."""
+        if self.overfit_batches:
+            self.limit_train_batches = self.limit_val_batches = self.overfit_batches
+        if self.fast_dev_run and wants_loggers:
+            self.loggers = [DummyLogger()]
+        if self.fast_dev_run and arguments["enable_checkpointing"]:
+            given = [one for one in arguments["callbacks"] if isinstance(one, ModelCheckpoint)]
+            self.callbacks += given or [ModelCheckpoint()]
 
     def _make_loops(self) -> None:
         self.fit_loop, self.predict_loop = FitLoop(self), PredictionLoop(self)
@@ -343,12 +356,12 @@ class Trainer(TrainerAttributes):
         self.take_logged(reduced)
 
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
-        """Return the place of a point: the newest step, after fit their count, or what was logged as "step"."""
+        """Return the place of a point: the newest step, after fit their count; or a logged "step", without epoch."""
         values = dict(values)
-        step = values.pop("step", None)
+        if "step" in values:
+            return int(values.pop("step")), values
         values.setdefault("epoch", self.current_epoch)
-        newest = max(0, self.state.global_step + self.logged_ahead - (self.stage == "fit"))
-        return newest if step is None else int(step), values
+        return max(0, self.state.global_step + self.logged_ahead - (self.stage == "fit")), values
 
     # --- the loop ---------------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
@@ -540,9 +553,10 @@ class Trainer(TrainerAttributes):
         if path not in (None, "best", "last", "auto"):
             require_checkpoint(path)
         callback = self.checkpoint_callback
-        if path != "last" or callback is None or callback.last_model_path:
+        if path != "last" or (callback is not None and callback.last_model_path):
             return path
-        found = None if callback.dirpath is None else newest_complete(Path(callback.dirpath))
+        folder = None if callback is None else callback.dirpath
+        found = None if folder is None else newest_complete(Path(folder))
         if found is None:
-            log.warning("ckpt_path='last', but there is no checkpoint yet: a new run begins.")
+            log.warning("ckpt_path='last', but there is no checkpoint yet: the module goes on as it is.")
         return found

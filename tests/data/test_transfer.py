@@ -1,16 +1,18 @@
 """Batches on their way to a device: a stream of their own, memory, hooks, errors."""
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from simulated_devices import DEVICES, SimulatedDevices, device_of
 from tiny import Tiny, Validated, assert_same_bits, make_loader
 from torch import Tensor
 
-from legato.trainer.data.transfer import CopyStream, to_device
+from legato.trainer.data.transfer import CopyStream, count_samples, to_device
 from legato.trainer.strategies.strategy import Strategy
 
 COPYING, COMPUTING = 1.0, 2.0
@@ -238,3 +240,25 @@ def test_a_gpu_trains_to_the_same_bits(trainer, pinned):
         loader = make_loader(40 * 100_000, 100_000, pin_memory=pinned)
         trainer(accelerator="cuda", devices=1, prefetch_to_device=ahead).fit(tasks[-1], loader)
     assert_same_bits(*tasks)
+
+
+@dataclass
+class Labelled:
+    names: list[str]
+    values: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("batch", "samples"),
+    [
+        ({"count": 3, "names": ["a", "b", "c"], "values": torch.zeros(2, 4)}, 2),
+        ([["a", "b", "c"], (np.zeros((4, 1)), torch.zeros(2))], 4),
+        (Labelled(["a", "b"], torch.zeros(5)), 5),
+        ({"text": "abc", "names": ["a", "b", "c"]}, 3),
+        ([1, 2], 2),
+        ({"value": torch.tensor(3.0)}, 1),
+        ({"text": "abc", "nothing": None, "empty": []}, 1),
+    ],
+)
+def test_samples_are_counted_by_the_first_tensor_and_without_one_by_the_first_list(batch, samples):
+    assert count_samples(batch) == samples

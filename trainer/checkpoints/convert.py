@@ -89,23 +89,32 @@ def _seconds_of(saved: Mapping[str, Any]) -> float:
 
 def take_over(trainer: "Trainer", saved: dict[str, Any]) -> None:
     """Turn the contents of Lightning's file into those of a checkpoint for this run, and log what is left out."""
-    run, states = trainer.current_run, dict(saved.get("callbacks") or {})
     found: dict[str, Any] = {key: saved[key] for key in ("optimizer_states", "lr_schedulers") if key in saved}
     found["state_dict"] = saved.get(TRAINED, saved["state_dict"])
     found["precision"] = saved.get(SCALER) or saved.get("native_amp_scaling_state") or {}
-    found["datamodule"] = saved.get(type(run.datamodule).__qualname__, {}) if run.datamodule is not None else {}
-    found["callback_metrics"], found["callbacks"] = {}, {}
+    found["callback_metrics"] = {}
+    found |= find_states(trainer, saved)
+    if trainer.is_global_zero:
+        states = (saved.get("callbacks") or {}).items()
+        taken = {key for key, _ in states for callback in trainer.callbacks if is_state_of(callback, key)}
+        left = {key.partition("{")[0] for key, state in states if state and key not in taken}
+        _log_takeover(trainer, saved, found, sorted(left))
+    saved.clear()
+    saved.update(found)
+
+
+def find_states(trainer: "Trainer", saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of the data module and of callbacks in Lightning's file, under the keys of this run."""
+    module, states = trainer.current_run.datamodule, dict(saved.get("callbacks") or {})
+    found: dict[str, Any] = {}
     for callback in trainer.callbacks:
         key = next((key for key in states if is_state_of(callback, key)), None)
         state = _average_of(saved) if is_a(callback, "ExponentialMovingAverage") else None
         if key is not None:
             state = read_state(callback, key, states.pop(key))
         if state is not None:
-            found["callbacks"][callback.state_key] = state
-    if trainer.is_global_zero:
-        _log_takeover(trainer, saved, found, sorted({key.partition("{")[0] for key, state in states.items() if state}))
-    saved.clear()
-    saved.update(found)
+            found[callback.state_key] = state
+    return {"callbacks": found, "datamodule": {} if module is None else saved.get(type(module).__qualname__, {})}
 
 
 def is_a(callback: "Callback", name: str) -> bool:

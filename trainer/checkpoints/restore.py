@@ -418,11 +418,17 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     run.metrics.measured_at.update(dict.fromkeys(saved["callback_metrics"], -1))
     if run.data.training is not None:
         run.data.training.load_state_dict(saved.get("data", {}))
-    if run.datamodule is not None and saved["datamodule"]:
-        run.datamodule.load_state_dict(saved["datamodule"])
+    load_states(trainer, saved)
+
+
+def load_states(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
+    """Load the states of the data module and of callbacks, where the checkpoint has them."""
+    module, states = trainer.current_run.datamodule, saved.get("callbacks", {})
+    if module is not None and saved.get("datamodule"):
+        module.load_state_dict(saved["datamodule"])
     for callback in trainer.callbacks:
-        if callback.state_key in saved["callbacks"]:
-            callback.load_state_dict(saved["callbacks"][callback.state_key])
+        if callback.state_key in states:
+            callback.load_state_dict(states[callback.state_key])
 
 
 Built = TypeVar("Built", bound=Hyperparameters)

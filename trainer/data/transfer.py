@@ -130,16 +130,34 @@ def map_tensors(
 
 
 def count_samples(batch: Any) -> int:
-    """Return the length of the first tensor or array in `batch` along its first dimension; 1 if there is none."""
-    while isinstance(batch, (list, tuple)) and batch:
-        if isinstance(batch[0], (str, bytes, int, float)):
-            return len(batch)
-        batch = batch[0]
+    """Return the length of the first tensor or array in `batch` along its first dimension.
+
+    Without one that of the first list of numbers or texts, or 1.
+    """
+    first = batch
+    while isinstance(first, (list, tuple)) and first:  # most batches, in one call
+        first = first[0]
+    if isinstance(first, torch.Tensor):
+        return first.shape[0] if first.ndim else 1
+    found = _first_length(batch)
+    if found is None:
+        found = _first_length(batch, of_lists=True)
+    return 1 if found is None else found
+
+
+def _first_length(batch: Any, of_lists: bool = False) -> int | None:
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
+    items: Iterable[Any] = ()
     if isinstance(batch, Mapping):
-        return next((count_samples(item) for item in batch.values()), 1)
-    if is_dataclass(batch) and not isinstance(batch, type):
-        return count_samples([getattr(batch, field.name) for field in fields(batch)])
-    shape = getattr(batch, "shape", None)
-    return int(shape[0]) if shape else 1
+        items = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        if of_lists and batch and isinstance(batch[0], (str, bytes, int, float)):
+            return len(batch)
+        items = batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        items = (getattr(batch, field.name) for field in fields(batch))
+    else:
+        shape = getattr(batch, "shape", None)
+        return int(shape[0]) if shape else None
+    return next((found for item in items if (found := _first_length(item, of_lists)) is not None), None)

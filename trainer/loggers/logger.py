@@ -41,6 +41,8 @@ class Logger:
 
     folder: "LogFolder | None" = None
     """The logger's own folder; None: the run directory."""
+    saves_points = False
+    """Whether `save` is called after each point of the log, and not with checkpoints alone."""
     _directory: Path | None = None
     _is_open = False
     _said: tuple[str, ...] = ()

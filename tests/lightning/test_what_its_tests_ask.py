@@ -1,0 +1,344 @@
+"""What Lightning's own tests look at, beside the real package: hooks, states, rates and attributes of small runs."""
+
+import lightning.pytorch as real
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import legato.compat.lightning.pytorch as room
+from legato.trainer.errors import CheckpointError
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+
+SILENT = {
+    "accelerator": "cpu",
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "logger": False,
+    "enable_checkpointing": False,
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def loader(count=8, batch_size=2):
+    return DataLoader(torch.arange(2.0 * count).reshape(count, 2) / max(1, count), batch_size=batch_size)
+
+
+def module_of(package, **methods):
+    """Return a module of this package with data of its own, and a few methods beside it."""
+
+    class Small(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).pow(2).mean()
+
+        def validation_step(self, batch, batch_idx):
+            return self.layer(batch).mean()
+
+        test_step = predict_step = validation_step
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            return loader()
+
+        def val_dataloader(self):
+            return loader(4)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+    return type("Small", (Small,), methods)()
+
+
+def trainer_of(package, **options):
+    return package.Trainer(**{**SILENT, "max_epochs": 1, **options})
+
+
+def memory(package):
+    """Return a logger that keeps its points, and counts its saves."""
+
+    class Memory(package.loggers.Logger):
+        name, version, save_dir = "memory", 0, None
+
+        def __init__(self):
+            super().__init__()
+            self.points, self.saved = [], 0
+
+        def log_hyperparams(self, params, *args, **kwargs):
+            pass
+
+        def log_metrics(self, metrics, step=None):
+            self.points.append((step, sorted(metrics)))
+
+        def save(self):
+            self.saved = len(self.points)
+
+    return Memory()
+
+
+def both(seen):
+    """Return what a function sees of each package; the same is expected of both."""
+    found = [seen(package) for package in (real, room)]
+    assert found[0] == found[1]
+    return found[0]
+
+
+# --- evaluations ------------------------------------------------------------------------------------------------------
+def counting(package):
+    """Return a callback with a state."""
+
+    class Counting(package.Callback):
+        count = 0
+
+        def on_train_batch_end(self, *arguments):
+            self.count += 1
+
+        def state_dict(self):
+            return {"count": self.count}
+
+        def load_state_dict(self, state_dict):
+            self.count = state_dict["count"]
+
+    return Counting()
+
+
+def data_of(package):
+    """Return a data module with a state."""
+
+    class Data(package.LightningDataModule):
+        state = 0
+
+        def train_dataloader(self):
+            return loader()
+
+        def val_dataloader(self):
+            return loader(4)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+        def state_dict(self):
+            return {"state": 7}
+
+        def load_state_dict(self, state_dict):
+            self.state = state_dict["state"]
+
+    return Data()
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_an_evaluation_gives_callbacks_and_data_their_states(stage):
+    def seen(package):
+        trainer, path = trainer_of(package, callbacks=[counting(package)]), f"{package.__name__}.ckpt"
+        trainer.fit(module_of(package), datamodule=data_of(package))
+        trainer.save_checkpoint(path)
+        found, data = counting(package), data_of(package)
+        evaluate = getattr(trainer_of(package, callbacks=[found]), stage)
+        evaluate(module_of(package), datamodule=data, ckpt_path=path)
+        return found.count, data.state
+
+    assert both(seen) == (4, 7)
+
+
+def test_an_evaluation_gives_them_the_states_of_a_file_of_lightnings():
+    trainer = trainer_of(real, callbacks=[counting(real)])
+    trainer.fit(module_of(real), datamodule=data_of(real))
+    trainer.save_checkpoint("saved.ckpt")
+    found, data = counting(room), data_of(room)
+    trainer_of(room, callbacks=[found]).test(module_of(room), datamodule=data, ckpt_path="saved.ckpt")
+    assert (found.count, data.state) == (4, 7)
+
+
+def test_the_last_checkpoint_of_none_leaves_an_evaluation_the_module_as_it_is():
+    def seen(package):
+        module = module_of(package)
+        trainer_of(package).test(module, ckpt_path="last", verbose=False)
+        return module.layer.weight.tolist()
+
+    assert both(seen) == module_of(room).layer.weight.tolist()
+    with pytest.raises(CheckpointError, match="best"):
+        trainer_of(room).test(module_of(room), ckpt_path="best")
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_hook_with_any_arguments_gets_the_loaders_index_where_there_are_several(several):
+    def seen(package):
+        calls = []
+
+        def note(*arguments):
+            calls.append([one for one in arguments if isinstance(one, int)])
+
+        class Noting(package.Callback):
+            on_validation_batch_start = on_validation_batch_end = note
+
+        own = {"on_test_batch_start": note, "on_test_batch_end": note}
+        own |= {"validation_step": lambda self, batch, batch_idx, dataloader_idx=0: None}
+        own |= {"test_step": own["validation_step"]}
+        trainer, data = trainer_of(package, callbacks=[Noting()]), [loader(2), loader(2)][: 1 + several]
+        for evaluate in (trainer.validate, trainer.test):
+            evaluate(module_of(package, **own), data, verbose=False)
+        return calls
+
+    assert both(seen)[:2] == ([[0, 0], [0, 0]] if several else [[0], [0]])
+
+
+def test_fit_goes_on_without_validation_data():
+    def seen(package):
+        trainer = trainer_of(package)
+        trainer.fit(module_of(package, val_dataloader=lambda self: loader(0)))
+        return trainer.global_step, dict(trainer.callback_metrics)
+
+    assert both(seen) == (4, {})
+
+
+# --- the end of a run -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"val_check_interval": 0.5}, {"val_check_interval": 3}, {"check_val_every_n_epoch": 2}, {"min_epochs": 2}],
+    ids=str,
+)
+def test_a_run_that_is_asked_to_stop_validates_before_it_ends(options, after):
+    def seen(package):
+        calls = []
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            self.trainer.should_stop = self.trainer.should_stop or batch_idx == after
+
+        own = {
+            "on_train_batch_end": on_train_batch_end,
+            "on_train_epoch_end": lambda self: calls.append(("epoch ends", self.trainer.global_step)),
+            "on_validation_epoch_end": lambda self: calls.append(("validated", self.trainer.global_step)),
+        }
+        trainer = trainer_of(package, max_epochs=3, **options)
+        trainer.fit(module_of(package, **own))
+        return calls, trainer.current_epoch, trainer.global_step
+
+    assert both(seen)[0]
+
+
+# --- optimizers and schedulers ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize("frequency", [1, 2, 3])
+@pytest.mark.parametrize("logged_in", ["training_step", "validation_step"])
+def test_schedulers_step_by_batches_and_those_of_a_metric_after_a_validation(frequency, accumulated, logged_in):
+    def seen(package):
+        rates = []
+
+        def log(self, batch, batch_idx):
+            self.log("metric", float(batch_idx), on_epoch=True)
+            rates.append([group["lr"] for one in self.trainer.optimizers for group in one.param_groups])
+            return self.layer(batch).pow(2).mean()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            steps = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            times = {"interval": "step", "frequency": frequency}
+            watching = {"scheduler": plateau, "monitor": "metric", "strict": False, **times}
+            return [optimizer], [{"scheduler": steps, **times}, watching]
+
+        own = {"configure_optimizers": configure_optimizers, logged_in: log}
+        options = {"max_epochs": 3, "accumulate_grad_batches": accumulated, "val_check_interval": 2}
+        trainer = trainer_of(package, **options)
+        trainer.fit(module_of(package, **own))
+        return [[round(rate, 7) for rate in one] for one in rates], trainer.global_step
+
+    assert len(both(seen)[0]) > 5
+
+
+def test_optimizers_may_be_replaced_by_way_of_the_strategy():
+    def seen(package):
+        def on_train_start(self):
+            self.trainer.strategy.optimizers = [torch.optim.SGD(self.parameters(), lr=0.5)]
+
+        module, trainer = module_of(package, on_train_start=on_train_start), trainer_of(package)
+        trainer.fit(module)
+        return [round(value, 4) for value in module.layer.weight[0].tolist()], len(trainer.optimizers)
+
+    assert both(seen)[1] == 1
+
+
+@pytest.mark.parametrize(
+    ("of_trainer", "value", "algorithm", "raises"),
+    [
+        (0.2, 0.5, "value", True),
+        (0.2, None, "other", True),
+        (0.2, 0.2, "norm", False),
+        (None, 0.01, "value", False),
+        (None, None, None, False),
+    ],
+)
+def test_gradients_are_clipped_by_one_value(of_trainer, value, algorithm, raises):
+    def seen(package):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, gradient_clip_val=value, gradient_clip_algorithm=algorithm)
+
+        trainer = trainer_of(package, gradient_clip_val=of_trainer, max_steps=1)
+        module = module_of(package, configure_gradient_clipping=configure_gradient_clipping)
+        try:
+            trainer.fit(module)
+        except package.utilities.exceptions.MisconfigurationException:
+            return None
+        return [round(value, 4) for value in module.layer.weight[0].tolist()]
+
+    assert (both(seen) is None) is raises
+
+
+# --- loggers and attributes -------------------------------------------------------------------------------------------
+def test_a_logger_of_ones_own_is_saved_with_each_point_and_a_logged_step_has_no_epoch():
+    def seen(package):
+        def training_step(self, batch, batch_idx):
+            self.log_dict({"value": 1.0, "step": 10.0 * batch_idx})
+            return self.layer(batch).pow(2).mean()
+
+        saved, logger = [], memory(package)
+        own = {"training_step": training_step, "on_train_batch_start": lambda self, *_: saved.append(logger.saved)}
+        trainer_of(package, logger=logger).fit(module_of(package, **own))
+        return logger.points, saved
+
+    points, saved = both(seen)
+    assert points == [(0, ["value"]), (10, ["value"]), (20, ["value"]), (30, ["value"])]
+    assert saved == [0, 1, 2, 3]
+
+
+def test_a_fast_dev_run_has_the_callback_and_a_logger_that_takes_every_call():
+    def seen(package):
+        def training_step(self, batch, batch_idx):
+            self.logger.log_metrics({"value": 1.0})
+            self.logger.experiment.add_image("name", batch)
+            return self.layer(batch).pow(2).mean()
+
+        options = {"logger": True, "enable_checkpointing": None, "fast_dev_run": True}
+        trainer = trainer_of(package, **options)
+        trainer.fit(module_of(package, training_step=training_step))
+        given = package.callbacks.ModelCheckpoint(monitor="never")
+        other = trainer_of(package, **options, callbacks=[given])
+        other.fit(module_of(package))
+        found = type(trainer.logger).__name__, trainer.checkpoint_callback.best_model_path
+        return *found, other.checkpoint_callback is given, len(other.checkpoint_callbacks)
+
+    assert both(seen) == ("DummyLogger", "", True, 1)
+
+
+def test_attributes_of_a_sanity_check_and_of_an_overfit():
+    def seen(package):
+        told = []
+        own = {"on_validation_start": lambda self: told.append(self.trainer.evaluating)}
+        own |= {"on_train_start": lambda self: told.append(self.trainer.evaluating)}
+        trainer = trainer_of(package, overfit_batches=2, num_sanity_val_steps=1)
+        trainer.fit(module_of(package, **own))
+        return told, trainer.evaluating, trainer.limit_train_batches, trainer.limit_val_batches
+
+    assert both(seen) == ([True, False, True], False, 2, 2)
