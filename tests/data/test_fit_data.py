@@ -104,6 +104,40 @@ def test_an_endless_loader_ends_at_its_length(trainer):
     assert_same_bits(task, train_by_hand(Validated(), batches, epochs=2))
 
 
+class EndlessLoader(DataLoader):
+    """A subclass of torch's loader without an end, that says how many batches an epoch has."""
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        while True:
+            yield from super().__iter__()
+
+
+def test_an_endless_subclass_of_torchs_loader_ends_at_its_length(trainer):
+    task, data = Validated(), make_data(18)
+    made = trainer(max_epochs=2, num_sanity_val_steps=0)
+    made.fit(task, EndlessLoader(data, batch_size=4), EndlessLoader(data, batch_size=4))
+    assert (made.global_step, made.num_val_batches) == (8, [4])
+    assert_same_bits(task, train_by_hand(Validated(), list(make_loader(18))[:4], epochs=2))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_dataset_without_a_length_is_read_by_its_sampler(trainer, replicas):
+    class Unknown(Dataset):
+        def __getitem__(self, index):
+            return make_data(18)[index]
+
+    loader = DataLoader(Unknown(), batch_size=4, sampler=range(18))
+    tasks = Tiny(), Tiny()
+    for task, one in zip(tasks, (loader, make_loader(18)), strict=True):
+        made = trainer(max_epochs=2, replicas=replicas)
+        made.fit(task, one)
+        assert made.global_step == (10 if replicas == 1 else 6)
+    assert_same_bits(*tasks)
+
+
 def test_a_list_of_loaders_of_ones_own_is_combined(trainer):
     class Pairs(Tiny):
         def training_step(self, batch, batch_idx):

@@ -80,10 +80,11 @@ def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
 def read_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over the batches of a loader.
 
-    A loader of the user's own ends at its length, since it may be endless; torch's warns of a length that is too small.
+    One with a `__len__` of the user's own ends there, since it may be endless; torch's warns of one that is too small.
     """
     batches = iterate_loader(open_loader(loader))
-    length = None if isinstance(loader, DataLoader) else length_of(loader)
+    torchs = isinstance(loader, DataLoader) and type(loader).__len__ is DataLoader.__len__
+    length = None if torchs else length_of(loader)
     return batches if length is None else islice(batches, length)
 
 
@@ -237,7 +238,7 @@ class MapLoader:
     @property
     def shuffled(self) -> bool | None:
         """True for a shuffle of all samples, False for all of them in order; None for any other sampler."""
-        return None if self.own_batches else is_plain_shuffle(self.sampler, len(self.loader.dataset))  # type: ignore[arg-type]
+        return None if self.own_batches else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch; a custom sampler draws it under generators keyed by the epoch."""
@@ -303,7 +304,7 @@ def is_own_batch_sampler(batch_sampler: Any) -> bool:
     return type(batch_sampler) is not BatchSampler
 
 
-def is_plain_shuffle(sampler: Any, length: int) -> bool | None:
+def is_plain_shuffle(sampler: Any, length: int | None) -> bool | None:
     """Return True for a shuffle of all `length` samples, False for all of them in order; None for any other sampler.
 
     A DistributedSampler counts as what it does in one process, since samples are dealt out here.
