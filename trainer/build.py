@@ -640,10 +640,6 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
     if found is None and required:
         raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
-    empty = bool(loaders) and all(length_of(loader) == 0 for loader in loaders)
-    if empty and call.stage == "fit" and call.trainer.skips_empty_validation:
-        log.warning("The validation data are empty: fit does not validate.")
-        loaders = []
     for index, loader in enumerate(loaders):
         name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
         require_iterable(loader, name, call.trainer.refuses_empty_loaders)

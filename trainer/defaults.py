@@ -143,8 +143,6 @@ class TrainerDefaults(TrainerView):
     """Whether overfit_batches validates on the training batches, too, rather than on as many of the validation's."""
     keeps_seed: ClassVar[bool] = True
     """Whether a run that goes on must be given the seed that it began with."""
-    skips_empty_validation: ClassVar[bool] = False
-    """Whether fit goes on without validation where the validation data are empty, rather than refusing them."""
     validates_when_stopped: ClassVar[bool] = False
     """Whether a run that is asked to stop within an epoch validates before it ends."""
     evaluates_with_states: ClassVar[bool] = False

@@ -15,9 +15,10 @@ from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
 from ...trainer.checkpoints.pickled import File, pickled, write_pickled
+from .file_functions import alone_in, in_place_of
 from .names import VERSION
 
-load_file = torch.load
+load_file, save_file = torch.load, torch.save
 
 
 def is_checkpoint(path: Any) -> bool:
@@ -48,11 +49,26 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
     return found
 
 
+def save(obj: object, f: Any, *arguments: Any, **options: Any) -> None:
+    """Do what `torch.save` does; a checkpoint directory of that name is replaced by the file, as a file would be."""
+
+    def put(beside: Path) -> None:
+        save_file(obj, beside / "new", *arguments, **options)
+        os.rename(beside / "new", f)
+
+    if is_checkpoint(f):
+        path = Path(os.fspath(f))
+        with alone_in(path.parent):
+            in_place_of(path, put)
+    else:
+        save_file(obj, f, *arguments, **options)
+
+
 def save_untrained(module: Task, path: str | Path) -> None:
     """Write a file of a module's weights, before any run."""
     write_pickled(Path(path), {"state_dict": module.state_dict(), LIGHTNING: VERSION})
 
 
 def open_directories() -> None:
-    """Let `torch.load` open checkpoint directories, in this process."""
-    torch.load = load
+    """Let `torch.load` open checkpoint directories, and `torch.save` replace them, in this process."""
+    torch.load, torch.save = load, save

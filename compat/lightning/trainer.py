@@ -163,7 +163,6 @@ class Trainer(TrainerAttributes):
     keeps_seed = False
     keeps_added_code = True
     evaluates_with_states = True
-    skips_empty_validation = True
     validates_when_stopped = True
     ends_epoch_with_last_batch = True
     schedulers_count_batches = True

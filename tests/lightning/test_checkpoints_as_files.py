@@ -14,6 +14,7 @@ import torch
 from forked import completed, run_module
 
 import legato.compat.lightning as L
+from legato.compat.lightning.checkpoint_files import open_directories
 from legato.compat.lightning.file_functions import give_back_files, is_complete, take_files, taken
 from legato.trainer.checkpoints.store import checkpoint_step, verify
 from legato.trainer.commands.convert import convert_checkpoint
@@ -88,6 +89,27 @@ def test_a_checkpoint_is_copied(folder, name):
         copy("1.ckpt", "nowhere/best.ckpt")
     assert not Path("nowhere").exists()
     assert torch.equal(Linear.load_from_checkpoint("best.ckpt").layer.weight, load("2.ckpt"))
+
+
+def test_a_checkpoint_is_saved_over(folder, monkeypatch):
+    monkeypatch.setattr(torch, "load", torch.load)
+    monkeypatch.setattr(torch, "save", torch.save)
+    open_directories()
+    contents = torch.load("1.ckpt", weights_only=True)
+    del contents["optimizer_states"]
+    with pytest.raises(AttributeError):
+        torch.save({"function": lambda: None}, "1.ckpt")
+    assert holds("1.ckpt", 1)  # as it was
+    torch.save(contents, Path("1.ckpt"))
+    assert os.path.isfile("1.ckpt")
+    assert not is_complete("1.ckpt")
+    assert "optimizer_states" not in torch.load("1.ckpt", weights_only=True)
+    assert torch.equal(Linear.load_from_checkpoint("1.ckpt").layer.weight, contents["state_dict"]["layer.weight"])
+    torch.save(contents, "2.ckpt")
+    torch.save(contents, "2.ckpt")
+    with open("2.ckpt", "wb") as file:
+        torch.save(contents, file)
+    assert sorted(os.listdir()) == ["1.ckpt", "2.ckpt"]
 
 
 def load(path):

@@ -91,6 +91,7 @@ def test_names_of_types_and_of_prefixes():
 
 def test_a_checkpoint_directory_opens_through_a_filesystem(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "load", load_file)
+    monkeypatch.setattr(torch, "save", torch.save)
     trainer = L.Trainer(
         accelerator="cpu",
         max_steps=1,
