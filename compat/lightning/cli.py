@@ -22,6 +22,7 @@ from .exceptions import MisconfigurationException
 from .instantiation import instantiate_module as instantiate_module
 from .instantiation import made_of, require_jsonargparse
 from .module import INSTANTIATOR, LightningDataModule, LightningModule, hyperparameters_of
+from .names import VERSION
 from .rank_zero import rank_zero_warn
 from .trainer import Trainer
 from .utilities import is_overridden, seed_everything
@@ -212,7 +213,8 @@ class LightningCLI:
 
     # --- the parser -------------------------------------------------------------------------------------------------
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
-        """Return a parser that takes `--config`."""
+        """Return a parser that takes `--config`, and that begins what it writes by Lightning's version."""
+        kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         parser = self.parser_class(**kwargs)
         help_text = "Path to a configuration file in json or yaml format."
         parser.add_argument("-c", "--config", action=jsonargparse.ActionConfigFile, help=help_text)
@@ -348,6 +350,9 @@ class LightningCLI:
         config = {**self._get(self.config_init, "trainer", {}), **kwargs}
         parser, wanted = self._parsers[self.subcommand], config.get("callbacks") or []
         own = self.trainer_defaults.get("callbacks", [])
+        if not accepts(self.trainer_class, "callbacks"):
+            rank_zero_warn(f"The `{self.trainer_class.__name__}` class does not expose the `callbacks` argument.")
+            return self.trainer_class(**config)
         callbacks = [*(wanted if isinstance(wanted, list) else [wanted])]
         callbacks += [self._get(self.config_init, key) for key in parser.callback_keys]
         callbacks += own if isinstance(own, list) else [own]
@@ -420,6 +425,12 @@ class LightningCLI:
             return
         chosen = seed_everything(None if seed is True else seed, workers=True)
         (self.config if self.subcommand is None else self.config[self.subcommand])["seed_everything"] = chosen
+
+
+def accepts(function: Callable[..., Any], name: str) -> bool:
+    """Return whether a class or a function takes an argument of this name."""
+    parameters = signature(function).parameters
+    return name in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 
 def class_of(function: Callable[..., Any]) -> type:

@@ -1,5 +1,6 @@
 """Loggers, with Lightning's arguments."""
 
+import os
 import statistics
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -139,6 +140,40 @@ def part_of(owner: str, name: str) -> Any:
     return property(read, assign)
 
 
+class FolderOfLogger(LogFolder):
+    """The folder of a logger, made of the logger's attributes, which subclasses override as properties.
+
+    Args:
+        logger: the logger.
+        kind: its class in this module, whose `log_dir` is not overridden.
+    """
+
+    def __init__(
+        self, logger: Any, kind: Any, save_dir: str | Path, name: str | None, version: int | str | None
+    ) -> None:
+        super().__init__(save_dir, name, version)
+        self.logger, self.kind = logger, kind
+
+    @property
+    def root_dir(self) -> str:
+        """The folder of all versions."""
+        name: str | None = self.logger.name
+        return os.path.join(self.logger.save_dir, name) if name else str(self.logger.save_dir)
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this version."""
+        version = self.logger.version
+        version = version if isinstance(version, str) else f"version_{version}"
+        return os.path.expanduser(os.path.expandvars(os.path.join(self.logger.root_dir, version)))
+
+    @property
+    def path(self) -> Path:
+        """The same, absolute; or what a subclass has as `log_dir`."""
+        own = type(self.logger).log_dir is not self.kind.log_dir
+        return Path(self._start, self.logger.log_dir) if own else super().path
+
+
 class FolderParts:
     """Names by which programs that subclass a logger read and set its folder; private in Lightning."""
 
@@ -180,6 +215,8 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, name, version, sub_dir, log_graph, default_hp_metric, prefix, False, **kwargs)
+        if save_dir is not None:  # else that of the run
+            self.folder = FolderOfLogger(self, TensorBoardLogger, save_dir, name, version)
         self.hparams: dict[str, Any] = {}
 
     group_separator = "/"
@@ -294,6 +331,8 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
+        if save_dir is not None:
+            self.folder = FolderOfLogger(self, CSVLogger, save_dir, name, version)
         self._experiment: ExperimentWriter | None = None
         self._has_written = False
 
@@ -411,10 +450,11 @@ class WandbLogger(wandb.WandbLogger):
         **kwargs: Any,
     ) -> None:
         project = project or get_variable("WANDB_PROJECT") or "lightning_logs"
-        options = {**({"anonymous": "allow"} if anonymous else {}), **kwargs}
         super().__init__(
-            name, save_dir or dir, version or id, offline, project, log_model, experiment, prefix, **options
+            name, save_dir or dir, version or id, offline, project, log_model, experiment, prefix, **kwargs
         )
+        if anonymous:
+            self._init.setdefault("anonymous", "allow")
         if checkpoint_name is not None or add_file_policy != "mutable":
             raise UnsupportedError(
                 "WandbLogger(checkpoint_name=, add_file_policy=): checkpoints are sent as model-ID, and copied. Leave "

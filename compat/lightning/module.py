@@ -253,6 +253,13 @@ class LightningModule(InitialHyperparameters, Task):
             return
         super()._log_outside_of_run(name)
 
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, by the progress bar where one is shown."""
+        if self.trainer.is_global_zero:
+            bar = self.trainer.progress_bar_callback
+            shown = bar is not None and getattr(bar, "is_enabled", True)
+            (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
+
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Return `data` of every rank, tensors stacked; on one process `data` itself."""
         if self.trainer.world_size == 1:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -407,18 +408,18 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **kwargs: Any,
     ) -> None:
-        unknown = kwargs.keys() - {"bucket_cap_mb", *FLAGS}
+        unknown = kwargs.keys() - signature(options_of_ddp).parameters.keys()
         if unknown:
             raise UnsupportedError(
                 f"DDPStrategy({sorted(unknown)[0]}=...) is not passed on to torch's DistributedDataParallel; there are "
-                f"bucket_cap_mb, {', '.join(FLAGS)}."
+                f"{', '.join(signature(options_of_ddp).parameters)}."
             )
         if model_averaging_period is not None or isinstance(ddp_comm_wrapper, type):
             raise UnsupportedError(
                 "DDPStrategy(model_averaging_period=...): post-local SGD is done without; gradients meet in each step."
             )
         super().__init__(
-            **kwargs,
+            **options_of_ddp(**kwargs),
             comm_hook=_comm_hook_word(ddp_comm_hook, ddp_comm_wrapper),
             comm_hook_options=_power_sgd_options(ddp_comm_state),
             process_group_backend=process_group_backend,
@@ -429,7 +430,15 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
         self.given |= _devices_of(parallel_devices)
 
 
-FLAGS = ("find_unused_parameters", "broadcast_buffers", "gradient_as_bucket_view", "static_graph")
+def options_of_ddp(
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool = False,
+    broadcast_buffers: bool = True,
+    gradient_as_bucket_view: bool = False,
+    static_graph: bool = False,
+) -> dict[str, Any]:
+    """Return options of DistributedDataParallel; jsonargparse reads from this signature what a config may name."""
+    return dict(locals())
 
 
 class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):

@@ -119,6 +119,7 @@ def assignable(own: property, name: str, inherited: Any) -> property:
 AnyCallback = CallbackOfLightning | Callback
 AnyLogger = TensorBoardLogger | CSVLogger | MLFlowLogger | WandbLogger | Logger
 AnyPlugin = Precision | ClusterEnvironment | LayerSync | str
+AnyStrategy = str | Strategy | StrategyOfLegato
 AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
 """Unions in the order in which jsonargparse looks for a bare name, such as `class_path: EarlyStopping`."""
 
@@ -179,7 +180,7 @@ class Trainer(TrainerAttributes):
         self,
         *,
         accelerator: Any = "auto",
-        strategy: str | StrategyOfLegato = "auto",
+        strategy: AnyStrategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
         precision: Any = None,
@@ -398,7 +399,11 @@ class Trainer(TrainerAttributes):
         self.take_logged(reduced)
 
     def validate_now(self) -> None:
-        """Validate in the middle of training, after the module has cleared its gradients."""
+        """Validate in the middle of training, after the module has cleared its gradients.
+
+        The newest step's values are published first: callbacks may go by them when the validation ends.
+        """
+        self.current_run.show_step()
         self.lightning_module.on_validation_model_zero_grad()
         super().validate_now()
 

@@ -1,6 +1,7 @@
 """What a program sees of a run, beside the real package: points of evaluations, names logged twice, hyperparameters."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import lightning.pytorch as real
 import pytest
@@ -68,7 +69,7 @@ def fitted(package, module, validation=None, **options):
     """Train, and return the trainer and what its logger was given."""
     logger = memory(package)
     defaults = {"logger": logger, "enable_checkpointing": False, "max_epochs": 2, "log_every_n_steps": 1}
-    trainer = package.Trainer(**QUIET, **{**defaults, **options})
+    trainer = package.Trainer(**{**QUIET, **defaults, **options})
     trainer.fit(module, loader(), validation)
     return trainer, logger
 
@@ -625,3 +626,51 @@ def test_one_metric_object_for_training_and_validation(forward, on_step):
         found.append({name: str(value) for name, value in numbers(trainer.callback_metrics).items()})
     assert found[0] == found[1]
     assert found[0]["trained"] == "nan"  # its samples were dropped with those of the validation
+
+
+# --- what callbacks and loggers are given -----------------------------------------------------------------------------
+def test_a_validation_within_an_epoch_ends_with_the_newest_training_values():
+    def training_step(self, batch, batch_idx):
+        self.log("train", 10.0 - batch_idx)
+        return self.layer(batch).pow(2).mean()
+
+    seen = []
+    for package in (real, room):
+        saver = package.callbacks.ModelCheckpoint(f"{package.__name__}", "{step}-{train}", "train", save_top_k=2)
+        module = small(package, training_step=training_step, validation_step=lambda self, batch, batch_idx: None)
+        options = {"callbacks": [saver], "enable_checkpointing": True, "log_every_n_steps": 50}
+        fitted(package, module, loader(2), val_check_interval=2, max_epochs=1, **options)
+        seen.append({Path(path).name: float(value) for path, value in saver.best_k_models.items()})
+    assert seen[0] == seen[1] == {"step=2-train=9.0.ckpt": 9.0, "step=4-train=7.0.ckpt": 7.0}
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_module_prints_by_the_progress_bar(shown, capsys):
+    def training_step(self, batch, batch_idx):
+        self.print("here", batch_idx, end="|")
+        return self.layer(batch).pow(2).mean()
+
+    for package in (real, room):
+        lines = []
+
+        class Bar(package.callbacks.TQDMProgressBar):
+            def print(self, *arguments, **options):
+                lines.append((arguments, options))  # noqa: B023
+
+        bar = Bar()
+        if not shown:
+            bar.disable()
+        module = small(package, training_step=training_step)
+        fitted(package, module, callbacks=[bar], limit_train_batches=1, max_epochs=1, enable_progress_bar=True)
+        assert lines == [(("here", 0), {"end": "|"})] * shown
+        assert ("here 0|" in capsys.readouterr().out) is not shown
+
+
+def test_averages_of_weights_begin_after_the_first_step_of_accumulated_batches():
+    seen = []
+    for package in (real, room):
+        averaging = package.callbacks.EMAWeightAveraging(decay=0.5)
+        module = small(package)
+        fitted(package, module, callbacks=[averaging], accumulate_grad_batches=2)
+        seen.append(numbers({name: value.sum() for name, value in module.state_dict().items()}))
+    assert seen[0] == seen[1]

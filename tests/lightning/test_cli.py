@@ -146,6 +146,44 @@ def test_classes_by_their_bare_names():
         assert cli.trainer.precision == "bf16-mixed"
 
 
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [("DDPStrategy", {"find_unused_parameters": True}), ("FSDPStrategy", {"sharding_strategy": "SHARD_GRAD_OP"})],
+)
+def test_strategies_by_their_names_and_arguments(name, own):
+    for path in (name, f"legato.compat.lightning.pytorch.strategies.{name}"):
+        trainer = {"accelerator": "cpu", "strategy": {"class_path": path, "init_args": own}}
+        cli = LightningCLI(Model, Data, run=False, args={"seed_everything": 1, "trainer": trainer})
+        made = type(cli.trainer.strategy)
+        assert (made.__name__, made.__module__) == (name, "legato.compat.lightning.strategies")
+        assert own.items() <= cli.config["trainer"]["strategy"]["init_args"].as_dict().items()
+
+
+def test_the_logger_of_a_service_takes_the_arguments_of_its_package():
+    pytest.importorskip("wandb")
+    own = {"project": "p", "offline": True, "entity": "us", "tags": ["a"]}
+    logger = {"class_path": "WandbLogger", "init_args": own}
+    args = {"seed_everything": 1, "trainer": {"accelerator": "cpu", "logger": logger}}
+    found = LightningCLI(Model, Data, run=False, args=args).config["trainer"]["logger"]["init_args"]
+    assert own.items() <= found.as_dict().items()
+
+
+def test_a_trainer_without_callbacks_gets_none():
+    class Small(Trainer):
+        def __init__(self, max_epochs: int = 1):
+            super().__init__(max_epochs=max_epochs, accelerator="cpu", logger=False)
+
+    with pytest.warns(UserWarning, match="Small` class does not expose the `callbacks`"):
+        cli = LightningCLI(Model, run=False, trainer_class=Small, args=[], trainer_defaults={"callbacks": [Noted()]})
+    assert not any(isinstance(one, Noted) for one in cli.trainer.callbacks)
+
+
+def test_a_config_begins_with_the_version(capsys):
+    with pytest.raises(SystemExit):
+        LightningCLI(Model, run=False, args=["--print_config"])
+    assert capsys.readouterr().out.startswith("# lightning.pytorch==2.6")
+
+
 def test_without_a_run():
     cli = LightningCLI(
         Model, Data, run=False, args=[*QUIET, "--trainer.max_epochs=1"], trainer_defaults={"max_steps": 1}

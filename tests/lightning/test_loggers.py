@@ -380,3 +380,30 @@ def test_a_logger_that_is_one_by_registration_alone_logs_a_run(tmp_path):
     assert isinstance(Remote(), Logger)
     trainer = fit(tmp_path, Remote())
     assert trainer.global_step == 4
+
+
+def with_own_parts(base, parts):
+    """Return a subclass of a logger with properties of its own; `log_dir` adds a folder, as programs do."""
+    own = {
+        "name": property(lambda logger: "own"),
+        "version": property(lambda logger: "first"),
+        "root_dir": property(lambda logger: str(Path(logger.save_dir, "root"))),
+        "log_dir": property(lambda logger: str(Path(base.log_dir.fget(logger), "below"))),
+    }
+    return type(base.__name__, (base,), {part: own[part] for part in parts})
+
+
+@pytest.mark.parametrize("kind", ["TensorBoardLogger", "CSVLogger"])
+@pytest.mark.parametrize("parts", [("name", "version"), ("log_dir",), ("root_dir",)], ids=str)
+def test_properties_of_a_subclass_are_the_parts_of_its_folder(kind, parts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for package in (real_loggers(), importlib.import_module("legato.compat.lightning.pytorch.loggers")):
+        folder = Path(package.__name__)
+        logger = with_own_parts(getattr(package, kind), parts)(folder)
+        logger.log_metrics({"value": 1.0}, 0)
+        logger.save()
+        places = {str(path.relative_to(folder).parent) for path in folder.rglob("*") if path.is_file()}
+        found.append((places, str(Path(logger.log_dir).relative_to(folder)), logger.name, logger.version))
+    assert found[0] == found[1]
+    assert found[0][0] == {found[0][1]}

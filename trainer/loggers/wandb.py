@@ -55,15 +55,15 @@ class WandbLogger(Logger):
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be sent offline; leave one."
             )
         self.prefix, self._run = prefix, experiment
-        self._init = {
+        self._init: dict[str, Any] = {
             "name": name,
             "project": project,
             "id": version,
             "dir": None if save_dir is None else os.fspath(save_dir),
             "resume": "allow",
             **({"mode": "offline"} if offline else {}),
-            **init_options,
         }
+        self._init.update(**init_options)  # jsonargparse follows a call to wandb.init, and so knows its arguments
         self._uploads = CheckpointUploads(log_model, self._upload)
         self._written = -1
 

@@ -201,11 +201,10 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
         return step_idx is not None
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Average after a step that was chosen."""
-        step, self._step = trainer.global_step, trainer.global_step
-        if step != self.__dict__.setdefault("_seen", step - 1) and self.should_update(step_idx=step - 1):
+        """Average after a step that was chosen; a batch that is accumulated ends none."""
+        before, self._step = self._step, trainer.global_step
+        if self._step != before and self.should_update(step_idx=self._step - 1):
             self.update(task)
-        self.__dict__["_seen"] = step
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Average at the end of an epoch that was chosen."""
