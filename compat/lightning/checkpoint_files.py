@@ -14,7 +14,7 @@ from ...trainer.checkpoints.convert import as_lightning
 from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
-from ...trainer.checkpoints.pickled import File, pickled, write_pickled
+from ...trainer.checkpoints.pickled import pickled, write_pickled
 from .file_functions import alone_in, in_place_of
 from .names import VERSION
 
@@ -24,11 +24,6 @@ load_file, save_file = torch.load, torch.save
 def is_checkpoint(path: Any) -> bool:
     """Return whether a path is a checkpoint directory."""
     return isinstance(path, (str, os.PathLike)) and os.path.isfile(os.path.join(os.fspath(path), MANIFEST))
-
-
-def as_file(path: str | Path, file: File) -> File:
-    """Write a checkpoint directory to an open file, as `torch.save` writes it; return it, to be read from there."""
-    return pickled(as_lightning(store.read_checkpoint(Path(os.fspath(path)))), file)
 
 
 def load(f: Any, *arguments: Any, **options: Any) -> Any:

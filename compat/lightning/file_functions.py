@@ -18,7 +18,7 @@ from functools import partial, wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from types import FrameType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from ...trainer.checkpoints.run_names import MANIFEST
 
@@ -26,6 +26,7 @@ if sys.platform != "win32":
     import fcntl
 
 T = TypeVar("T")
+File = TypeVar("File", bound=IO[bytes])
 OWN = __name__.partition(".")[0]
 PASSED_ON = frozenset({OWN, "shutil", "pathlib"})
 """Packages whose calls are passed on: this one, and those that call these functions for others."""
@@ -190,10 +191,15 @@ def measuring(original: Callable[..., int]) -> Callable[..., int]:
     return get_size
 
 
+def as_file(path: Any, file: File) -> File:
+    """Write a checkpoint directory to an open file, as `torch.save` writes it; return it, to be read from there."""
+    from ...trainer.checkpoints import convert, pickled, store  # which import torch
+
+    return pickled.pickled(convert.as_lightning(store.read_checkpoint(Path(os.fspath(path)))), file)
+
+
 def open_checkpoint(path: Any, flags: int) -> int:
     """Return a descriptor of a file without a name that holds what `legato convert` writes of a checkpoint."""
-    from .checkpoint_files import as_file
-
     with TemporaryFile() as file:
         return os.dup(as_file(path, file).fileno())
 

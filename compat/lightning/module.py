@@ -24,7 +24,6 @@ from .checkpoint_files import load_file
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .placeholders import UnsupportedError
-from .utilities import GradClipAlgorithmType
 
 log = logging.getLogger("legato")
 
@@ -271,14 +270,14 @@ class LightningModule(InitialHyperparameters, Task):
         self,
         optimizer: Any,
         gradient_clip_val: int | float | None = None,
-        gradient_clip_algorithm: str | GradClipAlgorithmType | None = None,
+        gradient_clip_algorithm: Any = None,
     ) -> None:
         """Clip the gradients of `optimizer`'s parameters; defaults are the Trainer's arguments.
 
         Raises MisconfigurationException for another value than the Trainer's, where it was given one.
         """
         algorithm = gradient_clip_algorithm and str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-        if algorithm not in (None, *GradClipAlgorithmType.supported_types()):
+        if algorithm not in (None, "norm", "value"):
             raise MisconfigurationException(f"gradient_clip_algorithm={algorithm!r}: expected 'norm' or 'value'.")
         of_trainer = self.trainer.gradient_clip_val
         if None not in (gradient_clip_val, of_trainer) and gradient_clip_val != of_trainer:

@@ -30,8 +30,9 @@ from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
 from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.processes.environment import get_variable, set_variable
-from .checkpoint_files import as_file, is_checkpoint
+from .checkpoint_files import is_checkpoint
 from .exceptions import MisconfigurationException
+from .file_functions import as_file
 from .placeholders import UnsupportedError
 from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
 
