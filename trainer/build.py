@@ -58,6 +58,7 @@ from .processes import garbage
 from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
+from .processes.script_collectives import StepCollectives
 from .quantities import parse_duration
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
 from .run_directory import is_run
@@ -616,7 +617,7 @@ def make_training_data(call: Call) -> None:
     require_iterable(loader, "The training loader", trainer.refuses_empty_loaders)
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
-    shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_training)
+    shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_shares)
     ranks = call.strategy.collectives if brings_own_shares(call) else None
     call.data.loaders["train"] = given
     call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
@@ -646,10 +647,19 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
     given[word] = found
     if loaders:
-        data = EvaluationData(loaders, dealing(call), limit, brings_own_shares(call), in_order=overfit)
+        own = brings_own_shares(call)
+        meeting = None if own or word == "predict" else step_collectives(call)
+        data = EvaluationData(loaders, dealing(call), limit, own, in_order=overfit, step_collectives=meeting)
         call.trainer.lengths[word] = call.trainer.counted(data)
         if any(call.trainer.lengths[word]):
             call.data.evaluations[word] = data
+
+
+def step_collectives(call: Call) -> StepCollectives | None:
+    """Return what tells whether steps of an evaluation call collectives, where samples are then repeated; else None."""
+    ranks = call.strategy.data_ranks
+    pads = call.trainer.pads_shares and ranks.size > 1 and not call.strategy.lockstep
+    return StepCollectives(call.script_collectives) if pads and call.state.replicas % ranks.size == 0 else None
 
 
 def find_loader(call: Call, word: str) -> Any:

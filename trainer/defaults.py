@@ -131,8 +131,9 @@ class TrainerDefaults(TrainerView):
     """Whether loaders without a batch are an error rather than skipped with a warning."""
     closure_runs_step: ClassVar[bool] = False
     """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
-    pads_training: ClassVar[bool] = False
-    """Whether an epoch's last round of training repeats samples rather than leaving a replica with fewer."""
+    pads_shares: ClassVar[bool] = False
+    """Whether an epoch's last round repeats samples rather than leaving a replica with fewer: in training, and in a
+    validation or test whose steps call collectives."""
 
     ends_epoch_with_last_batch: ClassVar[bool] = False
     """Whether schedulers that go by epochs step before on_train_batch_end of an epoch's last batch."""

@@ -330,6 +330,9 @@ class Call:
         if self.loop.doing == "train":
             return self.training_data.is_whole is not False and self.loop.step is not None and self.loop.step.whole
         data = self.data.evaluations["validation" if self.loop.doing == "sanity_check" else self.loop.doing]
+        if data.step_collectives is not None:
+            data.step_collectives.seen = True  # so that the last round is padded
+            return data.whole
         return data.is_whole is not False and data.whole and self.state.replicas % self.strategy.data_ranks.size == 0
 
     def restore_training_mode(self) -> None:

@@ -168,7 +168,7 @@ class Trainer(TrainerAttributes):
     ends_epoch_with_last_batch = True
     schedulers_count_batches = True
     overfits_validation = False
-    pads_training = True
+    pads_shares = True
     marks_output = False
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True

@@ -84,6 +84,27 @@ class Own(Contrastive):
         return functional.mse_loss(self.first(batch[0]), self.second(batch[0]).tanh() + 1)
 
 
+class Evaluated(Contrastive):
+    """Calls a collective of some kind, or none, in the steps of its evaluations."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call, self.running, self.sizes = call, torchmetrics.MeanMetric(), []
+
+    def validation_step(self, batch, batch_idx):
+        self.sizes.append(len(batch[0]))
+        if self.call == "all_gather":
+            self.all_gather(batch[0]).view(-1, 5)
+        elif self.call == "torch's":
+            dist.all_gather([torch.empty_like(batch[0]) for _ in range(3)], batch[0])
+        elif self.call == "compute":
+            self.running.update(batch[0])
+            self.running.compute()
+        self.log("mean", batch[0].mean(), batch_size=len(batch[0]))
+
+    test_step = validation_step
+
+
 def fit(module, processes, rows=14, path=None, **options):
     trainer = pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": processes, "max_epochs": 2, **options})
     trainer.fit(module, DataLoader(TensorDataset(ROWS[:rows]), 2), ckpt_path=path)
@@ -96,6 +117,21 @@ def trained(module, processes, rows=14, **options):
     every = [None] * processes
     dist.all_gather_object(every, (module.ended, getattr(module, "means", None)))
     return weights(module), [ended for ended, _ in every], every[0][1]
+
+
+def evaluated(call, stages, rows=14):
+    """Return the mean of the rows, and how many each rank had at a time."""
+    module = Evaluated(call)
+    trainer = pl.Trainer(**{**QUIET, "strategy": "ddp", "devices": 3, "max_epochs": 1})
+    data = DataLoader(TensorDataset(ROWS[:rows]), 2)
+    for stage in stages:
+        if stage == "fit":
+            trainer.fit(module, data, data)
+        else:
+            getattr(trainer, stage)(module, data, verbose=False)
+    every = [None] * 3
+    dist.all_gather_object(every, module.sizes)
+    return float(trainer.callback_metrics["mean"]), every
 
 
 def weights(module):
@@ -129,6 +165,10 @@ def three_ranks(folder):
         "a metric": trained(Metered(), 3),
         "batch norm": trained(Normalized(), 3, sync_batchnorm=True),
     }
+    for call in ("none", "all_gather", "torch's", "compute"):
+        for stages in (("fit",), ("validate", "test")):
+            found[call, stages] = evaluated(call, stages)
+    found["few"] = evaluated("torch's", ("fit",), rows=2)
     whole = Own()
     fit(whole, 3)
     found["whole"] = weights(whole), None, None
@@ -173,3 +213,18 @@ def test_a_resume_on_fewer_processes_repeats_the_same_samples(three):
     module = Own()
     fit(module, 1, strategy="auto", path=folder / "within")
     torch.testing.assert_close(weights(module), found["whole"][0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("call", ["none", "all_gather", "torch's", "compute"])
+def test_an_evaluation_repeats_samples_where_its_steps_call_collectives(three, call):
+    """Else it counts each once; but for the sanity check, of which nothing is kept, and which shows what steps call."""
+    _, found = three
+    rows = [*range(14)] if call == "none" else [*range(14), 0]
+    for stages in (("fit",), ("validate", "test")):
+        mean, sizes = found[call, stages]
+        assert mean == pytest.approx(float(ROWS[rows].mean()), abs=1e-6)
+        each = [[2, 2, 2], [2, 2], [2, 2]] if call == "none" else [[2, 2, 1]] * 3
+        assert sizes == [[2, *one] if stages == ("fit",) else one * 2 for one in each]
+    mean, sizes = found["few"]
+    assert mean == pytest.approx(float(ROWS[[0, 1, 0]].mean()), abs=1e-6)
+    assert sizes == [[1, 1]] * 3

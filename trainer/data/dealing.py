@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..processes.collectives import Collectives
+from ..processes.script_collectives import StepCollectives
 from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
@@ -60,8 +61,8 @@ class DealtData:
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            whole = step < last or _is_whole(deal)
-            yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked)
+            whole, even = step < last or _is_whole(deal), step < last or deal.is_even
+            yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked, even=even)
 
     def step_at(self, epoch: int, step: int) -> StepInput:
         """Return a step of an epoch without loading its data: each `batch` is None."""
@@ -140,7 +141,7 @@ TrainingData = DealtData | StreamData
 
 
 class EvaluationData:
-    """Loaders dealt out to replicas exactly once; nothing is padded, dropped or repeated."""
+    """Loaders dealt out to replicas exactly once; nothing is dropped, or repeated unless steps call collectives."""
 
     def __init__(
         self,
@@ -149,11 +150,13 @@ class EvaluationData:
         limit: int | float = 1.0,
         own_shares: bool = False,
         in_order: bool = False,
+        step_collectives: StepCollectives | None = None,
     ) -> None:
         """Wrap the loaders.
 
         own_shares: each process's loaders already yield only its own share.
         in_order: disable shuffling.
+        step_collectives: repeat samples in the last round where a step has called a collective.
         """
         self.loaders, self.limit = loaders, limit
         self.first_replica = dealing.replicas.start if own_shares else 0
@@ -171,20 +174,42 @@ class EvaluationData:
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
         ]
-        for source in self.sources:
+        self.step_collectives = step_collectives if all(map(can_deal, loaders)) else None
+        padded = loaders if self.step_collectives is not None else []
+        self.padded = [DealtData(loader, replace(dealing, padded=True), 1.0, in_order) for loader in padded]
+        for source in (*self.sources, *self.padded):
             if isinstance(source, DealtData):
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
 
     def batches(self, epoch: int, limit: int | None = None) -> Iterator[ReplicaBatch]:
-        """Yield this process's batches of every loader; `limit` is per loader, over all replicas."""
-        for index, source in enumerate(self.sources):
+        """Yield this process's batches of every loader.
+
+        `limit` is per loader, over all replicas; with one, nothing of the evaluation is kept.
+        """
+        if self.step_collectives is not None:
+            self.step_collectives.begin()
+        for index in range(len(self.sources)):
             most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
-            for step in source.epoch(epoch, batches_at_most=most):
+            for step in self._steps(index, epoch, most, kept=limit is None):
                 self.whole = step.whole
                 for item in (*step.batches, *step.masked):
                     item.dataloader_idx = index
                     item.replica += self.first_replica
                     yield item
+        if self.step_collectives is not None:
+            self.step_collectives.look()
+
+    def _steps(self, index: int, epoch: int, batches_at_most: int | None, kept: bool) -> Iterator[StepInput]:
+        """Yield the steps of a loader; the last one padded where the steps before have called a collective."""
+        calls, exact = self.step_collectives, self.sources[index]
+        if calls is not None and (calls.seen or not kept):
+            yield from self.padded[index].epoch(epoch, batches_at_most=batches_at_most)
+            return
+        for number, step in enumerate(exact.epoch(epoch, batches_at_most=batches_at_most)):
+            if calls is None or step.even or not calls.look():
+                yield step
+            else:
+                yield from self.padded[index].epoch(epoch, number, batches_at_most)
 
     @property
     def is_whole(self) -> bool | None:

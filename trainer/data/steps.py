@@ -57,6 +57,8 @@ class StepInput:
     """Masked batches that fill up to the largest number of any process; see `Dealing.lockstep`."""
     left_out: bool = False
     """Whether the batches are left out, on every process: the step counts, and nothing is computed in it."""
+    even: bool = True
+    """Whether every replica has as many samples as any other, of data that is dealt out by position."""
 
 
 @dataclass(frozen=True)

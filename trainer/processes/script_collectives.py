@@ -55,6 +55,28 @@ class ScriptCollectives:
             time.sleep(0.1)
 
 
+class StepCollectives:
+    """Tells whether the steps of an evaluation call collectives, for which every rank must run equally many.
+
+    Looked at where all ranks have run as many steps, so that it is the same on each.
+    """
+
+    def __init__(self, script: ScriptCollectives) -> None:
+        self.script = script
+        self.seen = False
+        """Whether a step has called one."""
+        self.before = 0
+
+    def begin(self) -> None:
+        """Look from now on, when an evaluation begins."""
+        self.before = self.script.count
+
+    def look(self) -> bool:
+        """Return whether a step has called one by now."""
+        self.seen |= self.script.count > self.before
+        return self.seen
+
+
 def describe_counts(counts: list[int]) -> str:
     """Say which rank has called how many collectives, those with the most first."""
     ranks: dict[int, list[int]] = {}
