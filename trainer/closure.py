@@ -104,10 +104,11 @@ class ClosureStep:
             strategy.leave_out(last, after_forward=True)
             return None
         weight = item.samples * run.gradient_scale / step.samples
-        hooks.call("on_before_backward", losses[0])
+        scaled = losses[0] if weight == 1.0 else losses[0] * weight
+        hooks.call("on_before_backward", scaled if run.trainer.hooks_see_scaled_loss else losses[0])
         if self.optimization.watches_losses:
             run.metrics.watch(losses[0])
-        strategy.backward(losses[0] if weight == 1.0 else losses[0] * weight, last)
+        strategy.backward(scaled, last)
         hooks.call("on_after_backward")
         return losses[0].detach() * weight
 

@@ -135,6 +135,8 @@ class TrainerDefaults(TrainerView):
     """Whether an epoch's last round repeats samples rather than leaving a replica with fewer: in training, and in a
     validation or test whose steps call collectives."""
 
+    hooks_see_scaled_loss: ClassVar[bool] = False
+    """Whether on_before_backward gets the loss with its weight in the step rather than as training_step returned it."""
     ends_epoch_with_last_batch: ClassVar[bool] = False
     """Whether schedulers that go by epochs step before on_train_batch_end of an epoch's last batch."""
     schedulers_count_batches: ClassVar[bool] = False
@@ -173,6 +175,9 @@ class TrainerDefaults(TrainerView):
     def configured(self, task: Task) -> Any:
         """Return what the task's configure_optimizers returns."""
         return task.configure_optimizers()
+
+    def note_failure(self) -> None:
+        """Called when a call has failed, before the hooks that hear of it."""
 
     def answer_unknown_parameters(self, fault: str) -> None:
         """Refuse optimizers of parameters that are not the task's, with which a resumed run would be another one."""

@@ -102,6 +102,7 @@ def tell_of_error(run: Call, errors: Errors) -> None:
     """Call all on_exception hooks, and restore the training mode of modules after a failed evaluation."""
     error = errors.first
     assert error is not None
+    run.trainer.note_failure()
     for hook in run.hooks["on_exception"]:
         errors.attempt(hook, error)
     if run.datamodule is not None:

@@ -168,11 +168,11 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
                 # by samples: accumulation, a short last batch and uneven shares need no case of their own
                 weight = item.samples * run.gradient_scale / step.samples
                 for index, loss in enumerate(losses):
+                    scaled = loss if weight == 1.0 else loss * weight
                     for hook in hooks["on_before_backward"]:
-                        hook(loss)
+                        hook(scaled if self.hooks_see_scaled_loss else loss)
                     if optimization.watches_losses:
                         metrics.watch(loss)
-                    scaled = loss if weight == 1.0 else loss * weight
                     strategy.backward(scaled, left == 0, optimization.loss_inputs[index], index + 1 < len(losses))
                     for hook in hooks["on_after_backward"]:
                         hook()
@@ -300,17 +300,17 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Pass once over the loaders of "validation", "test" or "predict", every sample counted once."""
         run, state = self.current_run, self.state
-        hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations[word], run.loop.outputs
+        hooks, metrics, data, outputs = run.hooks, run.metrics, run.data.evaluations, run.loop.outputs
         step, arity = f"{word}_step", run.arity_of(f"{word}_step")
         begin, end = run.batch_hooks(word)
         with run.no_gradients():
             run.strategy.align_buffers()
             run.remember_training_mode()
             hooks.call(f"on_{word}_model_eval")
-            metrics.open(word, loaders=len(data.loaders))
+            metrics.open(word, loaders=len(data[word].loaders))
             hooks.call(f"on_{word}_start")
             hooks.call(f"on_{word}_epoch_start")
-            for item in masked.counted(run, data.batches(state.epoch, limit), step, arity):
+            for item in masked.counted(run, data[word].batches(state.epoch, limit), step, arity):
                 arguments = item.batch_idx, item.dataloader_idx
                 metrics.open_batch(item.replica, item.samples)
                 metrics.open_loader(item.dataloader_idx)

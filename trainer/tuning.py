@@ -261,10 +261,10 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     """Yield a trainer that writes nothing and a copy of the task, and forget both.
 
     Random number generators, and the trainer of data modules in `data`, are afterwards what they were. Raises
-    ConfigError if the trainer is running.
+    ConfigError if the trainer is running on several processes.
     """
-    if trainer.running:
-        raise ConfigError("A search for a learning rate or a batch size comes before fit, not within it.")
+    if trainer.running and trainer.world_size > 1:
+        raise ConfigError("On several processes a search for a learning rate or a batch size comes before a run.")
     modules = [one for one in data if isinstance(one, DataModule)]
     before = [(one, one.__dict__.get("trainer")) for one in modules]
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()

@@ -225,7 +225,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "BatchSizeFinder": Entry(
             "adapter",
             ".callbacks.finders",
-            "Searches before a run begins, by a copy of the trainer; within a run scale_batch_size is refused.",
+            "Searches by a copy of the trainer, before a run begins; on one process scale_batch_size does within it.",
         ),
     },
     "pytorch.callbacks.callback": {
@@ -266,7 +266,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "LearningRateFinder": Entry(
             "adapter",
             ".callbacks.finders",
-            "Sweeps before the run begins, by a copy of the trainer; within a run lr_find is refused.",
+            "Sweeps by a copy of the trainer, before the run begins; on one process lr_find sweeps within it, too.",
         ),
     },
     "pytorch.callbacks.lr_monitor": {

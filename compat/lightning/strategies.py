@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -561,12 +562,32 @@ CLASSES: dict[str, type[Strategy]] = {
 class Strategies(dict[str, Any]):
     """The registry of strategies: word -> class."""
 
+    def register(
+        self, name: str, strategy: Any = None, description: str = "", override: bool = False, **init_params: Any
+    ) -> Any:
+        """Register a class under a word, with arguments; without a class return a decorator.
+
+        Raises ValueError for a word that is taken, without `override`.
+        """
+        if name in self and not override:
+            raise ValueError(f"{name!r} is registered already: say override=True to replace it.")
+        if strategy is None:
+            return partial(self.register, name, description=description, override=override, **init_params)
+        self[name] = partial(strategy, **init_params)
+        return strategy
+
+    def remove(self, name: str) -> None:
+        """Forget a word."""
+        del self[name]
+
     def get(self, name: str, default: Any = None) -> Any:
         """Return an object of the class behind a word. Raises KeyError for an unknown one."""
         if name not in self:
             if default is not None:
                 return default
             raise KeyError(f"{name!r} is no strategy; there are {', '.join(self)}.")
+        if isinstance(self[name], partial):  # registered by the program
+            return self[name]()
         word, options = WORDS[name]
         return CLASSES[word](**options)
 
@@ -583,6 +604,9 @@ StrategyRegistry = Strategies({word: CLASSES[name] for word, (name, _) in WORDS.
 
 def read_strategy(wanted: Any) -> Any:
     """Return Trainer's `strategy` as Legato takes it. Raises for words of strategies that there are not."""
+    registered = StrategyRegistry[wanted] if isinstance(wanted, str) and wanted in StrategyRegistry else None
+    if isinstance(registered, partial):
+        wanted = registered()
     if not isinstance(wanted, str):
         if isinstance(wanted, Strategy) and not isinstance(wanted, (SingleStrategy, GroupStrategy)):
             raise UnsupportedError(f"{type(wanted).__name__}: {OWN_STRATEGY}")

@@ -161,6 +161,7 @@ class Trainer(TrainerAttributes):
     sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True
+    hooks_see_scaled_loss = True
     keeps_seed = False
     keeps_added_code = True
     evaluates_with_states = True
@@ -298,6 +299,10 @@ class Trainer(TrainerAttributes):
             rank_zero_warn(f"{type(task).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
         return without_unknown(found)
 
+    def note_failure(self) -> None:
+        """Let `on_exception` find the trainer interrupted."""
+        self.state.status = TrainerStatus.INTERRUPTED
+
     def answer_unknown_parameters(self, fault: str) -> None:
         """Warn of optimizers of parameters that are not the module's: Lightning trains them."""
         rank_zero_warn(fault)
@@ -401,8 +406,11 @@ class Trainer(TrainerAttributes):
     def validate_now(self) -> None:
         """Validate in the middle of training, after the module has cleared its gradients.
 
-        The newest step's values are published first: callbacks may go by them when the validation ends.
+        The newest step's values are published first: callbacks may go by them when the validation ends. An epoch of
+        which on_train_batch_start has left out the rest ends without.
         """
+        if self.current_run.loop.epoch_skipped:
+            return
         self.current_run.show_step()
         self.lightning_module.on_validation_model_zero_grad()
         super().validate_now()

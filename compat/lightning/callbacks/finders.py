@@ -1,12 +1,20 @@
-"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run begins."""
+"""LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run or where a subclass asks for one."""
 
 from typing import Any, ClassVar
 
-from ..placeholders import UnsupportedError
+from ....trainer.build import make_loaders
 from ..tuner import Tuner
 from .callback import Callback
 
-WITHIN = "is called before a run, and not within it: call Tuner(trainer).{} at any time between runs."
+
+def data_of_run(trainer: Any) -> dict[str, Any]:
+    """Return the data of the run that is under way, as a search takes it."""
+    given = trainer.run.given
+    if trainer.run.stage == "fit":
+        found = {"train_dataloaders": given.get("train")}
+    else:
+        found = {"dataloaders": given.get(trainer.run.loop.doing)}
+    return {"datamodule": trainer.datamodule, **found}
 
 
 class Finder(Callback):
@@ -60,8 +68,12 @@ class LearningRateFinder(Finder):
         self.optimal_lr = Tuner(trainer).lr_find(model, **data, **self._options)
 
     def lr_find(self, trainer: Any, pl_module: Any) -> None:
-        """Raise UnsupportedError: a sweep does not begin within a run."""
-        raise UnsupportedError(f"LearningRateFinder.lr_find {WITHIN.format('lr_find')}")
+        """Sweep within a fit, and go on with the suggested rate."""
+        self.search(trainer, pl_module, "fit", **data_of_run(trainer))
+        found = None if self.optimal_lr is None else self.optimal_lr.suggestion()
+        if found is not None and self._options["update_attr"]:
+            for group in (group for optimizer in trainer.optimizers for group in optimizer.param_groups):
+                group["lr"] = found
 
 
 class BatchSizeFinder(Finder):
@@ -103,5 +115,6 @@ class BatchSizeFinder(Finder):
         self.optimal_batch_size = Tuner(trainer).scale_batch_size(model, method=method, **data, **self._options)
 
     def scale_batch_size(self, trainer: Any, pl_module: Any) -> None:
-        """Raise UnsupportedError: a search does not begin within a run."""
-        raise UnsupportedError(f"BatchSizeFinder.scale_batch_size {WITHIN.format('scale_batch_size')}")
+        """Search within a run, and go on with loaders of the size found."""
+        self.search(trainer, pl_module, trainer.state.fn.value, **data_of_run(trainer))
+        make_loaders(trainer.run)
