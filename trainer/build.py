@@ -502,7 +502,9 @@ def start(run: Run, saved: dict[str, Any] | None) -> None:
     if saved is not None and run.stage == "fit":
         restore.load_rest(trainer, saved, resumes=True)
     elif saved is not None and trainer.evaluates_with_states:
-        restore.load_states(trainer, convert.find_states(trainer, saved) if convert.is_lightning(saved) else saved)
+        restore.load_saved_states(
+            trainer, convert.find_states(trainer, saved) if convert.is_lightning(saved) else saved
+        )
     open_loggers(run)
     if run.stage == "fit" and trainer.garbage_collection_seconds is not None:
         collector = garbage.GarbageCollector(trainer.garbage_collection_seconds)

@@ -93,7 +93,9 @@ NAMES: dict[str, dict[str, Entry]] = {
         "MPIEnvironment": Entry("adapter", ".plugins", "The launcher's variables are read without mpi4py."),
     },
     "fabric.plugins.environments.slurm": {
-        "SLURMEnvironment": Entry("adapter", ".plugins", "SIGTERM and SIGUSR1 requeue; requeue_signal is refused."),
+        "SLURMEnvironment": Entry(
+            "adapter", ".plugins", "SIGTERM and SIGUSR1 requeue; another requeue_signal is refused."
+        ),
     },
     "fabric.plugins.environments.torchelastic": {
         "TorchElasticEnvironment": Entry("adapter", ".plugins", ""),

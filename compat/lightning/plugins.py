@@ -1,5 +1,6 @@
 """Plugins: precisions, environments of processes, and batch norm over processes, as objects that a Trainer is given."""
 
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -190,7 +191,7 @@ class SLURMEnvironment(ClusterEnvironment):
     """Processes that srun has started; with `auto_requeue` a job that is told to end is queued again."""
 
     def __init__(self, auto_requeue: bool = True, requeue_signal: Any = None) -> None:
-        if requeue_signal is not None:
+        if requeue_signal not in (None, signal.SIGTERM, signal.SIGUSR1):
             raise UnsupportedError(
                 "SLURMEnvironment(requeue_signal=...): SIGTERM and SIGUSR1 requeue. Ask for one of them: "
                 "sbatch --signal=SIGUSR1@90."

@@ -1,5 +1,7 @@
 """What Lightning's documentation shows its users, beside the real package."""
 
+import signal
+
 import lightning.pytorch as real
 import pytest
 import torch
@@ -197,3 +199,11 @@ def test_a_strategy_is_registered_under_a_word():
         StrategyRegistry.remove("own_ddp")
         StrategyRegistry.remove("ddp_unused")
     assert "own_ddp" not in StrategyRegistry
+
+
+def test_the_signals_that_requeue_a_job_may_be_asked_for():
+    environment = room.plugins.environments.SLURMEnvironment
+    assert environment(requeue_signal=signal.SIGUSR1).requeue_signal == signal.SIGUSR1
+    assert room.Trainer(**QUIET, plugins=[environment(requeue_signal=signal.SIGTERM)]).world_size == 1
+    with pytest.raises(NotImplementedError, match="SIGUSR1 requeue"):
+        environment(requeue_signal=signal.SIGHUP)

@@ -418,10 +418,10 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     run.metrics.measured_at.update(dict.fromkeys(saved["callback_metrics"], -1))
     if run.data.training is not None:
         run.data.training.load_state_dict(saved.get("data", {}))
-    load_states(trainer, saved)
+    load_saved_states(trainer, saved)
 
 
-def load_states(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
+def load_saved_states(trainer: "Trainer", saved: Mapping[str, Any]) -> None:
     """Load the states of the data module and of callbacks, where the checkpoint has them."""
     module, states = trainer.current_run.datamodule, saved.get("callbacks", {})
     if module is not None and saved.get("datamodule"):
