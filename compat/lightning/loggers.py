@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
+from ...trainer.checkpoints.left_out import plain_containers
 from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...trainer.loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
@@ -555,7 +556,7 @@ def as_dict(params: Any) -> dict[str, Any]:
     """Return hyperparameters, a mapping or a namespace or None, as a dict."""
     if isinstance(params, Namespace):
         return dict(vars(params))
-    return {} if params is None else dict(params)
+    return {} if params is None else {name: plain_containers(value) for name, value in params.items()}
 
 
 def add_prefix(metrics: Mapping[str, Any], prefix: str, separator: str) -> Mapping[str, Any]:

@@ -375,13 +375,13 @@ NAMES: dict[str, dict[str, Entry]] = {
             "better",
             ".callbacks.training",
             "A checkpoint has the trained weights as the model's and the averages as the callback's state; "
-            "validation and test use the averages.",
+            "validation and test use the averages. A batch norm's count of batches is not averaged.",
         ),
         "EMAWeightAveraging": Entry(
             "better",
             ".callbacks.training",
             "A checkpoint has the trained weights as the model's and the averages as the callback's state; "
-            "validation and test use the averages.",
+            "validation and test use the averages. A batch norm's count of batches is not averaged.",
         ),
     },
     "pytorch.cli": {

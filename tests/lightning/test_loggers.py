@@ -370,6 +370,16 @@ def test_texts_for_hyperparameters_of_other_kinds():
     assert _sanitize_params(given) is given == expected
 
 
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_lists_of_a_config_are_lists_in_the_file_of_hyperparameters(kind, tmp_path):
+    config = pytest.importorskip("omegaconf").OmegaConf.create({"sizes": [1, 2], "inner": {"names": ["a"]}})
+    logger = kind(tmp_path)
+    logger.log_hyperparams(config)
+    logger.save()
+    found = yaml.safe_load(Path(logger.log_dir, "hparams.yaml").read_text())
+    assert found == {"sizes": [1, 2], "inner": {"names": ["a"]}}
+
+
 def test_a_logger_that_is_one_by_registration_alone_logs_a_run(tmp_path):
     from legato.trainer.loggers.logger import Logger as CoreLogger
 
