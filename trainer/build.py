@@ -33,6 +33,7 @@ from .data.loaders import close_loaders, length_of, opened_loaders, require_iter
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
+from .data.streams import StreamData
 from .data.transfer import to_device, with_allocated_memory, with_channels_last
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
@@ -623,6 +624,8 @@ def make_training_data(call: Call) -> None:
     ranks = call.strategy.collectives if brings_own_shares(call) else None
     call.data.loaders["train"] = given
     call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    if trainer.pads_shares and type(call.data.training) is StreamData:
+        call.data.training.warn_of_shares()
     call.trainer.lengths["train"] = call.data.training.rounds
     call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
     call.data.samples = fingerprint.samples_of(trainer, combined(given), call.data.training.rounds)
