@@ -621,6 +621,7 @@ def make_training_data(call: Call) -> None:
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
     shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_shares)
+    shares = replace(shares, ends_at_length=trainer.ends_at_length)
     ranks = call.strategy.collectives if brings_own_shares(call) else None
     call.data.loaders["train"] = given
     call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)

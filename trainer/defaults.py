@@ -127,6 +127,8 @@ class TrainerDefaults(TrainerView):
     """Whether log(on_step=False, on_epoch=False) is an error rather than the mean over the epoch."""
     shares_metrics: ClassVar[bool] = False
     """Whether training and validation may log the same metric object, whose samples are then mixed."""
+    ends_at_length: ClassVar[bool] = False
+    """Whether an epoch of training ends at the length of a DataLoader whose IterableDataset goes on beyond it."""
     refuses_empty_loaders: ClassVar[bool] = True
     """Whether loaders without a batch are an error rather than skipped with a warning."""
     closure_runs_step: ClassVar[bool] = False

@@ -18,7 +18,7 @@ from ...trainer.checkpoints.left_out import plain_containers
 from ...trainer.checkpoints.saver import Saver
 from ...trainer.checkpoints.store import newest_complete
 from ...trainer.errors import ConfigError
-from ...trainer.hooks import STEP_NAMES, overrides
+from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.kernels import given_to_compile
@@ -39,7 +39,7 @@ from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
-from .exceptions import require_checkpoint
+from .exceptions import MisconfigurationException, require_checkpoint
 from .loggers import CSVLogger, DummyLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError, refuse_overrides
@@ -127,6 +127,35 @@ OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
 """Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
 
 
+HOOKS_OF_LIGHTNING_1 = {
+    "fit": ("training_epoch_end", "validation_epoch_end"),
+    "validate": ("validation_epoch_end",),
+    "test": ("test_epoch_end",),
+}
+"""Hooks that were given the outputs of all batches, and would not be called, by the method that would call them."""
+
+
+def refuse_old_hooks(method: str, module: Any) -> None:
+    """Raise NotImplementedError for a module with such a hook."""
+    for name in HOOKS_OF_LIGHTNING_1.get(method, ()):
+        if callable(getattr(module, name, None)):
+            raise NotImplementedError(
+                f"{type(module).__name__}.{name} is a hook of Lightning 1, which Lightning 2 does not call: keep "
+                f"outputs in an attribute of the module, and use them in {RENAMED[name]}."
+            )
+
+
+def refuse_same_keys(callbacks: Sequence[Callback]) -> None:
+    """Raise RuntimeError for callbacks whose states a checkpoint would hold under one key."""
+    keys = [one.state_key for one in callbacks if overrides(one, Callback, "state_dict")]
+    if len(set(keys)) < len(keys):
+        same = next(key for key in keys if keys.count(key) > 1)
+        raise RuntimeError(
+            f"Several callbacks have a state under the key {same!r}, of which a checkpoint would keep one: give each a "
+            f"state_key of its own."
+        )
+
+
 def refuse_taken(subclass: str, names: list[str]) -> None:
     """Raise UnsupportedError for attributes that a subclass of Trainer uses for something of its own."""
     if names:
@@ -158,6 +187,7 @@ class Trainer(TrainerAttributes):
     refuses_no_value = True
     shares_metrics = True
     refuses_empty_loaders = False
+    ends_at_length = True
     sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True
@@ -231,6 +261,7 @@ class Trainer(TrainerAttributes):
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
         self._show_short_run(arguments, wants_loggers)
+        refuse_same_keys(self.callbacks)
         self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
@@ -369,6 +400,17 @@ class Trainer(TrainerAttributes):
         return max(0, self.state.global_step + self.logged_ahead - (self.stage == "fit")), values
 
     # --- the loop ---------------------------------------------------------------------------------------------------
+    def sanity_check(self) -> None:
+        """Run a few validation batches.
+
+        Raises MisconfigurationException for a max_epochs below the epochs of the checkpoint that the run goes on from.
+        """
+        if self.current_run.source is not None and 0 <= (self.max_epochs or 0) < self.state.epoch:
+            raise MisconfigurationException(
+                f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
+            )
+        super().sanity_check()
+
     def begin_epoch(self) -> None:
         """Begin an epoch, or go on in the middle of one; where a reloaded train_dataloader has no more, end the run."""
         self.epoch_is_cut = False
@@ -546,6 +588,7 @@ class Trainer(TrainerAttributes):
     def _prepare(self, method: str, model: Any, **data: Any) -> None:
         """Tell the strategy the module, and let callbacks search for a setting of the run that is asked for."""
         module = self.lightning_module if model is None else model
+        refuse_old_hooks(method, module)
         if isinstance(self.strategy, Strategy):
             self.strategy.connect(module)
         for callback in [one for one in self.callbacks if isinstance(one, Finder)]:

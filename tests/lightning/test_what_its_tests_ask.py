@@ -4,7 +4,7 @@ import lightning.pytorch as real
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import legato.compat.lightning.pytorch as room
 from legato.trainer.errors import CheckpointError
@@ -193,13 +193,85 @@ def test_a_hook_with_any_arguments_gets_the_loaders_index_where_there_are_severa
     assert both(seen)[:2] == ([[0, 0], [0, 0]] if several else [[0], [0]])
 
 
-def test_fit_goes_on_without_validation_data():
+@pytest.mark.parametrize(
+    ("hook", "refused"),
+    [("training_epoch_end", "fit"), ("validation_epoch_end", "fit validate"), ("test_epoch_end", "test")],
+)
+def test_hooks_of_the_first_lightning_are_refused_where_they_would_be_called(hook, refused):
     def seen(package):
-        trainer = trainer_of(package)
-        trainer.fit(module_of(package, val_dataloader=lambda self: loader(0)))
-        return trainer.global_step, dict(trainer.callback_metrics)
+        found = []
+        for method in ("fit", "validate", "test"):
+            try:
+                getattr(trainer_of(package), method)(module_of(package, **{hook: lambda self, outputs: None}))
+            except NotImplementedError:
+                found.append(method)
+        return found
 
-    assert both(seen) == (4, {})
+    assert both(seen) == refused.split()
+
+
+# --- data and resumes -------------------------------------------------------------------------------------------------
+class Endless(IterableDataset):
+    """Goes on for ever, whatever its length."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __iter__(self):
+        return iter(lambda: torch.ones(2), None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"limit_train_batches": 0.5}, {"limit_train_batches": 9}], ids=str
+)
+def test_an_epoch_ends_at_the_length_of_a_stream(options):
+    def seen(package):
+        trainer, batches = trainer_of(package, max_epochs=2, **options), []
+        module = module_of(package, on_train_batch_start=lambda self, batch, index: batches.append((len(batch), index)))
+        trainer.fit(module, DataLoader(Endless(8), batch_size=2), loader(2))
+        return batches, trainer.global_step, trainer.num_training_batches
+
+    assert both(seen)[2] in (2, 4)
+
+
+@pytest.mark.parametrize(("epochs", "raises"), [(1, True), (2, False), (3, False)])
+def test_a_run_does_not_go_on_to_an_epoch_before_its_checkpoint(epochs, raises):
+    def seen(package):
+        trainer, path = trainer_of(package, max_epochs=2), f"{package.__name__}.ckpt"
+        trainer.fit(module_of(package))
+        trainer.save_checkpoint(path)
+        trainer = trainer_of(package, max_epochs=epochs)
+        try:
+            trainer.fit(module_of(package), ckpt_path=path)
+        except package.utilities.exceptions.MisconfigurationException:
+            return None
+        return trainer.global_step
+
+    assert (both(seen) is None) is raises
+
+
+@pytest.mark.parametrize(
+    ("kind", "first", "second", "raises"),
+    [
+        ("ModelCheckpoint", {"monitor": "a"}, {"monitor": "b"}, False),
+        ("ModelCheckpoint", {}, {}, True),
+        ("EarlyStopping", {"monitor": "a"}, {"monitor": "a"}, True),
+        ("LearningRateMonitor", {}, {}, False),
+    ],
+)
+def test_states_of_callbacks_have_keys_of_their_own(kind, first, second, raises):
+    def seen(package):
+        callbacks = [getattr(package.callbacks, kind)(**arguments) for arguments in (first, second)]
+        try:
+            trainer_of(package, callbacks=callbacks, enable_checkpointing=True, logger=True)
+        except RuntimeError:
+            return True
+        return False
+
+    assert both(seen) is raises
 
 
 # --- the end of a run -------------------------------------------------------------------------------------------------

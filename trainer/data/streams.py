@@ -78,7 +78,7 @@ class StreamData:
         replicas, own, keyed = dealing.layout.replicas, dealing.replicas, dealing.keyed
         # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
         arranged = by_replica if dealing.accumulate > 1 else list
-        if isinstance(self.limit, int) or self.limit != 1.0:
+        if isinstance(self.limit, int) or self.limit != 1.0 or (dealing.ends_at_length and self.rounds is not None):
             limit = (self.rounds or 0) * replicas
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
