@@ -14,6 +14,7 @@ from ...trainer.hooks import overrides
 from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from .accelerators import AcceleratorConnector
+from .loggers import WithoutFiles
 from .placeholders import OwnParts
 from .plugins import Precision
 from .states import TrainerState, TrainerStatus
@@ -171,10 +172,11 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     @property
     def log_dir(self) -> str | None:
-        """The folder of the first logger, or the root without one."""
+        """The folder of the first logger, or its save_dir where it writes no files; the root without one."""
         if not self.loggers:
             return str(self.default_root_dir)
-        found = getattr(self.loggers[0], "log_dir", None) or self.loggers[0].save_dir
+        first = self.loggers[0]
+        found = first.save_dir if isinstance(first, WithoutFiles) else first.log_dir or first.save_dir
         return None if found is None else str(found)
 
     @property

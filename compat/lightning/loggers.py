@@ -1,6 +1,7 @@
 """Loggers, with Lightning's arguments."""
 
 import os
+import secrets
 import statistics
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -27,7 +28,20 @@ LOCAL_FILE_URI_PREFIX = "file:"
 WANDB_AVAILABLE = package_available("wandb")
 
 
-class FabricLogger(logger.Logger, ABC):
+def folder_below(root: str | Path, logger: Any) -> str:
+    """Return the folder that Lightning names by a logger's save_dir (or `root`), name and version."""
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    return os.path.join(logger.save_dir or root, str(logger.name), version)
+
+
+class WithoutFiles:
+    """A logger that writes no files to a folder of its own; its name and version name one for checkpoints."""
+
+    def make_version(self) -> None:
+        """Let `version` be known before the run begins."""
+
+
+class FabricLogger(WithoutFiles, logger.Logger, ABC):
     """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
 
     saves_points = True
@@ -56,11 +70,6 @@ class FabricLogger(logger.Logger, ABC):
     def save_dir(self) -> str | None:
         """The folder of all experiments; None if nothing is saved here."""
         return None
-
-    def folder_below(self, root: str | Path) -> str:
-        """Return the folder for checkpoints of the run, of save_dir (or `root`), name and version."""
-        version = self.version if isinstance(self.version, str) else f"version_{self.version}"
-        return str(Path(self.save_dir or root, str(self.name), version))
 
     @property
     def group_separator(self) -> str:
@@ -396,7 +405,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         return {**self.__dict__, "_experiment": None, "_path": None}
 
 
-class MLFlowLogger(mlflow.MLFlowLogger):
+class MLFlowLogger(WithoutFiles, mlflow.MLFlowLogger):
     """Writes to MLflow, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
@@ -428,7 +437,7 @@ class MLFlowLogger(mlflow.MLFlowLogger):
             super().log_hyperparams(as_dict(params))
 
 
-class WandbLogger(wandb.WandbLogger):
+class WandbLogger(WithoutFiles, wandb.WandbLogger):
     """Writes to Weights & Biases, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
@@ -452,7 +461,7 @@ class WandbLogger(wandb.WandbLogger):
     ) -> None:
         project = project or get_variable("WANDB_PROJECT") or "lightning_logs"
         super().__init__(
-            name, save_dir or dir, version or id, offline, project, log_model, experiment, prefix, **kwargs
+            name, save_dir or dir or ".", version or id, offline, project, log_model, experiment, prefix, **kwargs
         )
         if anonymous:
             self._init.setdefault("anonymous", "allow")
@@ -461,6 +470,19 @@ class WandbLogger(wandb.WandbLogger):
                 "WandbLogger(checkpoint_name=, add_file_policy=): checkpoints are sent as model-ID, and copied. Leave "
                 "both out, or send files by logger.experiment.log_artifact in after_save_checkpoint."
             )
+
+    @property
+    def log_dir(self) -> str | None:
+        """None: where the run's files are is W&B's."""
+        return None
+
+    def make_version(self) -> None:
+        """Choose an id for the run, which begins later and perhaps in another process, if it has none yet."""
+        import wandb
+
+        if wandb.run is not None:
+            _ = self.experiment  # which goes on in that run
+        self._init["id"] = self.version or get_variable("WANDB_RUN_ID") or secrets.token_hex(6)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the metrics of a step, on rank 0."""

@@ -40,7 +40,15 @@ from .callbacks.progress import TQDMProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
 from .exceptions import MisconfigurationException, require_checkpoint
-from .loggers import CSVLogger, DummyLogger, FabricLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from .loggers import (
+    CSVLogger,
+    DummyLogger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+    WithoutFiles,
+    folder_below,
+)
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
@@ -357,9 +365,9 @@ class Trainer(TrainerAttributes):
             return None
         first = self.loggers[0]
         own = getattr(first, "log_dir", None)
-        derives = FabricLogger in type(first).__mro__  # those of services are registered alone
-        if isinstance(first, FabricLogger) and derives and own is None:
-            own = first.folder_below(self.default_root_dir)  # where ModelCheckpoint writes then
+        if own is None and isinstance(first, WithoutFiles):
+            first.make_version()
+            own = folder_below(self.default_root_dir, first)  # where ModelCheckpoint writes then
         if own is None:
             return super().new_run_dir()
         Path(own).mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from legato.compat.lightning.pytorch import LightningModule, Trainer
-from legato.compat.lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from legato.compat.lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from legato.compat.lightning.pytorch.loggers.logger import DummyLogger, merge_dicts, rank_zero_experiment
 
 QUIET = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -43,12 +43,14 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
 
 
-def fit(folder, logger):
-    loader = DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, log_every_n_steps=2, logger=logger, default_root_dir=folder, **QUIET
-    )
-    trainer.fit(Model(), loader)
+def loader():
+    return DataLoader(TensorDataset(torch.ones(8, 2)), batch_size=2)
+
+
+def fit(folder, logger, devices=1, **options):
+    options = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 2, "default_root_dir": folder} | options
+    trainer = Trainer(logger=logger, devices=devices, **(QUIET | options))
+    trainer.fit(Model(), loader() if devices == 1 else DataLoader(loader().dataset, batch_size=1))
     return trainer
 
 
@@ -240,6 +242,98 @@ def test_wandb_offline(tmp_path, monkeypatch):
         logger.log_image("i", [torch.zeros(3, 4, 4)], caption=[])
     assert logger.experiment.summary.get("loss") is not None
     wandb.finish()
+
+
+class WithFolder(Logger):
+    """Names a folder of its own beside save_dir, name and version."""
+
+    name, version, save_dir, log_dir = "mine", 3, "saved", "elsewhere"
+
+    def log_metrics(self, metrics, step):
+        """Write nothing."""
+
+    def log_hyperparams(self, params):
+        """Write nothing."""
+
+
+@pytest.mark.filterwarnings("ignore:.*exists and is not empty")
+def test_checkpoints_lie_below_the_name_and_version_of_a_logger_without_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = "saved/mine/version_3/checkpoints"
+    for name in ("epoch=0-step=4.ckpt", "epoch=0-step=4-v1.ckpt"):
+        trainer = fit(tmp_path, WithFolder(), enable_checkpointing=True)
+        assert trainer.log_dir == "saved"
+        assert trainer.checkpoint_callback.best_model_path == f"{folder}/{name}"
+        assert (tmp_path / folder / name).exists()
+
+
+def kept_files(folder):
+    """Return the files of Legato's runs below a folder: that of its identity, and an id of a service."""
+    wanted = (path for path in folder.rglob("*") if path.name == ".run" or path.name.endswith("-id.txt"))
+    return sorted(str(path.relative_to(folder)) for path in wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("devices", [1, 2])
+def test_checkpoints_lie_below_the_run_of_a_service(tmp_path, monkeypatch, devices):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger, name = WandbLogger(save_dir="saved", project="project", offline=True), "epoch=0-step=4.ckpt"
+    for begun in (False, True):
+        if begun:
+            logger.experiment.config.update({"hand": 1})  # in this process, and the workers join it
+        trainer = fit(tmp_path, logger, enable_checkpointing=True, devices=devices, strategy="ddp")
+        folder = f"saved/project/{logger.version}"
+        assert (trainer.log_dir, logger.log_dir) == ("saved", None)
+        assert trainer.checkpoint_callback.best_model_path == f"{folder}/checkpoints/{name}"
+        assert trainer.callback_metrics.keys() == {"loss"}
+        assert kept_files(tmp_path) == [f"{folder}/.run", f"{folder}/wandb-id.txt"]
+        assert not (tmp_path / "lightning_logs").exists()
+        assert all(path.name.endswith(logger.version) for path in (tmp_path / "saved/wandb").glob("offline-run-*"))
+        name = "epoch=0-step=4-v1.ckpt"
+    wandb.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_of_wandb_that_goes_on_or_was_chosen_names_the_folder(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for version in ("chosen", "agent"):  # as an argument, and as a sweep's agent says it
+        if version == "agent":
+            monkeypatch.setenv("WANDB_RUN_ID", version)
+        logger = WandbLogger(version="chosen" if version == "chosen" else None, offline=True)
+        trainer = fit(tmp_path, logger, enable_checkpointing=True)
+        assert trainer.checkpoint_callback.dirpath == f"./lightning_logs/{version}/checkpoints"
+        assert wandb.run.id == version
+        wandb.finish()
+    begun = wandb.init(mode="offline", id="begun", dir=str(tmp_path))
+    trainer = fit(tmp_path, WandbLogger(), enable_checkpointing=True)
+    assert trainer.checkpoint_callback.dirpath == "./lightning_logs/begun/checkpoints"
+    assert trainer.logger.experiment is begun
+    wandb.finish()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_checkpoints_lie_below_the_run_of_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    before, logger = mlflow.get_tracking_uri(), MLFlowLogger(save_dir="saved", tracking_uri="file:saved")
+    try:
+        trainer = fit(tmp_path, logger, enable_checkpointing=True)
+        folder = f"saved/{logger.experiment_id}/{logger.run_id}"
+    finally:
+        mlflow.set_tracking_uri(before)
+        monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert trainer.checkpoint_callback.best_model_path == f"{folder}/checkpoints/epoch=0-step=4.ckpt"
+    assert kept_files(tmp_path) == [f"{folder}/.run", f"{folder}/mlflow-id.txt"]
+    assert (trainer.log_dir, logger.log_dir) == ("saved", None)
+    assert not (tmp_path / "lightning_logs").exists()
 
 
 SCRIPT = """

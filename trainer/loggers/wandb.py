@@ -3,10 +3,12 @@
 import html
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ConfigError
+from ..processes.environment import current_rank, find_place
 from .folder import plain, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
@@ -65,7 +67,7 @@ class WandbLogger(Logger):
         }
         self._init.update(**init_options)  # jsonargparse follows a call to wandb.init, and so knows its arguments
         self._uploads = CheckpointUploads(log_model, self._upload)
-        self._written = -1
+        self._written, self._runs_elsewhere = -1, False
 
     @property
     def save_dir(self) -> str | None:
@@ -88,8 +90,6 @@ class WandbLogger(Logger):
     @property
     def experiment(self) -> Any:
         """The run of W&B, begun when it is first asked for on rank 0; a no-op object on the others."""
-        from ..processes.environment import current_rank
-
         if current_rank() != 0:
             return NoExperiment()
         if self._run is None:
@@ -97,7 +97,11 @@ class WandbLogger(Logger):
 
             if self._init["dir"] is not None:
                 os.makedirs(self._init["dir"], exist_ok=True)
-            self._run = wandb.run or wandb.init(**self._init)
+            self._run, attach = wandb.run, getattr(wandb, "attach", None)
+            if self._run is None and self._runs_elsewhere and attach is not None:
+                with suppress(wandb.Error):  # it has been finished there
+                    self._run = attach(self._init["id"])
+            self._run = self._run or wandb.init(**self._init)
             self._run.define_metric(STEP)
             self._run.define_metric("*", step_metric=STEP, step_sync=True)
         return self._run
@@ -182,11 +186,20 @@ class WandbLogger(Logger):
         self.experiment.log_artifact(artifact, aliases=aliases)
 
     def finalize(self, status: str) -> None:
-        """Send what is left; the run goes on until `wandb.finish()` or the end of the process."""
-        if self._run is not None and status == "success":
+        """Send what is left; the run goes on until `wandb.finish()` or the end of the process.
+
+        A worker ends a run that it has begun: W&B's hook at exit is not called there, and another may go on in it.
+        """
+        if self._run is None:
+            return
+        if status == "success":
             self._uploads.finish()
+        place = find_place()
+        if place is not None and place.origin == "legato" and not self._runs_elsewhere:
+            self._run.finish(exit_code=int(status != "success"))
+            self._run = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the run when the logger is pickled to another process, which goes on in it by its id."""
-        init = {**self._init, "id": self.version}
-        return {**self.__dict__, "_run": None, "_init": init}
+        init, runs = {**self._init, "id": self.version}, self._run is not None and not self._run.disabled
+        return {**self.__dict__, "_run": None, "_init": init, "_runs_elsewhere": runs or self._runs_elsewhere}

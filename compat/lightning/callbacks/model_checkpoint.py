@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ....callbacks.checkpoint_callback import CheckpointCallback
 from ....trainer.errors import ConfigError
+from ..loggers import folder_below
 from ..placeholders import UnsupportedError
 from ..utilities import get_filesystem
 from .callback import Callback
@@ -203,11 +204,8 @@ class ModelCheckpoint(Checkpoint):
 
     def _default_folder(self, trainer: "Trainer") -> str:
         logger = trainer.loggers[0] if trainer.loggers else None
-        version = getattr(logger, "version", None)
-        if logger is not None and version is not None and getattr(logger, "name", None) is not None:
-            version = version if isinstance(version, str) else f"version_{version}"
-            save_dir = getattr(logger, "save_dir", None) or trainer.default_root_dir
-            return os.path.join(save_dir, str(logger.name), version, "checkpoints")
+        if logger is not None and logger.version is not None and logger.name is not None:
+            return os.path.join(folder_below(trainer.default_root_dir, logger), "checkpoints")
         folder = trainer.run_dir if logger is not None and trainer.run_dir is not None else trainer.default_root_dir
         return os.path.join(folder, "checkpoints")
 
