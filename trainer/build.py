@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint import Checkpoint
@@ -33,7 +34,6 @@ from .data.loaders import close_loaders, length_of, opened_loaders, require_iter
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
-from .data.streams import StreamData
 from .data.transfer import to_device, with_allocated_memory, with_channels_last
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
@@ -622,14 +622,14 @@ def make_training_data(call: Call) -> None:
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
     shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_shares)
     shares = replace(shares, ends_at_length=trainer.ends_at_length)
-    ranks = call.strategy.collectives if brings_own_shares(call) else None
+    own = brings_own_shares(call, [loader])
+    ranks = call.strategy.collectives if own else None
     call.data.loaders["train"] = given
     call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
-    if trainer.pads_shares and type(call.data.training) is StreamData:
-        call.data.training.warn_of_shares()
     call.trainer.lengths["train"] = call.data.training.rounds
     call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
-    call.data.samples = fingerprint.samples_of(trainer, combined(given), call.data.training.rounds)
+    dealt_out = trainer.use_distributed_sampler and not own
+    call.data.samples = fingerprint.samples_of(trainer, loader, call.data.training.rounds, dealt_out)
     if trainer.is_global_zero:
         log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
     if call.data.training.rounds == 0 and trainer.refuses_empty_loaders:
@@ -653,7 +653,7 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
     given[word] = found
     if loaders:
-        own = brings_own_shares(call)
+        own = brings_own_shares(call, loaders)
         meeting = None if own or word == "predict" else step_collectives(call)
         data = EvaluationData(loaders, dealing(call), limit, own, in_order=overfit, step_collectives=meeting)
         call.trainer.lengths[word] = call.trainer.counted(data)
@@ -689,9 +689,13 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
         )
 
 
-def brings_own_shares(call: Call) -> bool:
-    """Return whether each process's loader yields its own share already."""
-    own = not call.trainer.use_distributed_sampler and call.strategy.data_ranks.size > 1
+def brings_own_shares(call: Call, loaders: Sequence[Any]) -> bool:
+    """Return whether each process's loaders yield its own share already."""
+    several, trainer = call.strategy.data_ranks.size > 1, call.trainer
+    streams = all(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
+    if several and trainer.reads_streams_whole and streams and not call.strategy.lockstep:
+        return True
+    own = several and not trainer.use_distributed_sampler
     if own and call.strategy.lockstep:
         raise ConfigError(
             f"use_distributed_sampler=False: the shares that processes bring may be uneven, but under strategy "

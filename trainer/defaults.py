@@ -137,6 +137,8 @@ class TrainerDefaults(TrainerView):
     """Whether an epoch's last round repeats samples rather than leaving a replica with fewer: in training, and in a
     validation or test whose steps call collectives."""
 
+    reads_streams_whole: ClassVar[bool] = False
+    """Whether each process trains on all that an IterableDataset gives it, rather than on one batch in turn."""
     hooks_see_scaled_loss: ClassVar[bool] = False
     """Whether on_before_backward gets the loss with its weight in the step rather than as training_step returned it."""
     ends_epoch_with_last_batch: ClassVar[bool] = False

@@ -208,6 +208,7 @@ class Trainer(TrainerAttributes):
     schedulers_count_batches = True
     overfits_validation = False
     pads_shares = True
+    reads_streams_whole = True
     marks_output = False
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True

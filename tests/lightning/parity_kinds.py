@@ -241,6 +241,22 @@ class Streams(Base):
         return DataLoader(Stream(), batch_size=4)
 
 
+class WholeStream(IterableDataset):
+    """All samples, in each process."""
+
+    def __iter__(self):
+        numbers = Numbers()
+        yield from (numbers[index] for index in range(len(numbers)))
+
+
+class WholeStreams(Base):
+    def train_dataloader(self):
+        return DataLoader(WholeStream(), batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(WholeStream(), batch_size=8)
+
+
 class Data(pl.LightningDataModule):
     def setup(self, stage):
         self.numbers = Numbers()
@@ -350,7 +366,8 @@ KINDS = {
     "several optimizers": lambda: (Several(), {"max_steps": 12}),
     "several loaders": lambda: (SeveralLoaders(), {}),
     "torchmetrics": lambda: (Metered(), {}),
-    "streams": lambda: (Streams(), {"use_distributed_sampler": False}),
+    "streams": lambda: (Streams(), {}),
+    "streams, given whole to each process": lambda: (WholeStreams(), {}),
     "data module": lambda: (Base(), {"datamodule": Data()}),
     "transfer hooks": lambda: (Transfers(), {}),
     "configure_model": lambda: (Configured(), {}),

@@ -89,23 +89,24 @@ def record_groups(found: dict[str, Any], optimization: "Optimization") -> None:
                 described[part] += now[part][len(described[part]) :]
 
 
-def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None) -> dict[str, Any]:
+def samples_of(trainer: TrainerArguments, loader: Any, rounds: int | None, dealt_out: bool) -> dict[str, Any]:
     """Return the settings that decide which samples make up a step, as far as the training loader has them.
 
     rounds: batches that each replica has in an epoch, if that is known.
+    dealt_out: whether samples are dealt out to the processes, rather than that each brings its own share.
     """
     found: dict[str, Any] = {
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "limit_train_batches": trainer.limit_train_batches,
         "overfit_batches": trainer.overfit_batches,
-        "use_distributed_sampler": trainer.use_distributed_sampler,
+        "use_distributed_sampler": dealt_out,
         "batches of an epoch": rounds,
     }
     several = isinstance(loader, CombinedLoader)
     if several:
         found |= {"loaders": len(loader.names), "mode": loader.mode}
     for name, part in zip(loader.names if several else [""], loaders_in(loader), strict=False):
-        described = _describe_loader(part, trainer.use_distributed_sampler)
+        described = _describe_loader(part, dealt_out)
         found |= {f"{name}.{key}" if several else key: value for key, value in described.items()}
     return found
 

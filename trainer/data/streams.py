@@ -7,7 +7,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from ..errors import ConfigError, DataError
 from ..processes.collectives import Collectives
@@ -60,17 +59,6 @@ class StreamData:
         Seeding again before the forward would cost 10 us.
         """
         return self.dealing.keyed and self.dealing.accumulate == self.dealing.layout.replicas == 1
-
-    def warn_of_shares(self) -> None:
-        """Say what an IterableDataset would lose that takes the share of its process itself."""
-        processes = self.dealing.layout.processes
-        dataset = getattr(self.loader, "dataset", None)
-        if processes > 1 and self.dealing.process == 0 and isinstance(dataset, IterableDataset):
-            log.warning(
-                "%s is a stream, of which each of %d processes reads everything and trains on one batch in %d. If it "
-                "gives each process a share of its own, most of that is left out: set use_distributed_sampler=False.",
-                type(dataset).__name__, processes, processes,
-            )  # fmt: skip
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
