@@ -443,12 +443,13 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     """
     trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
     prepare_data(call)
+    told = trainer.stage_of_hooks(stage)
     if call.datamodule is not None:
-        call.datamodule.setup(stage)  # first, so that callbacks and the task may look at its data
+        call.datamodule.setup(told)  # first, so that callbacks and the task may look at its data
     for hook in call.hooks.of_callbacks["setup"]:
-        hook(stage)
+        hook(told)
     for hook in call.hooks.of_task["setup"]:
-        hook(stage)
+        hook(told)
     # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
@@ -656,9 +657,17 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         own = brings_own_shares(call, loaders)
         meeting = None if own or word == "predict" else step_collectives(call)
         data = EvaluationData(loaders, dealing(call), limit, own, in_order=overfit, step_collectives=meeting)
+        require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
         call.trainer.lengths[word] = call.trainer.counted(data)
         if any(call.trainer.lengths[word]):
             call.data.evaluations[word] = data
+
+
+def require_batches(data: EvaluationData, name: str) -> None:
+    """Raise ConfigError for a limit that leaves none of a loader's batches, though it is not 0."""
+    for index, length in enumerate(data.lengths):
+        if length and data.limit and data.count(index) == 0:
+            raise ConfigError(f"{name}={data.limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
 
 
 def step_collectives(call: Call) -> StepCollectives | None:

@@ -4,7 +4,7 @@ A Trainer for programs that were written for another library overrides these; th
 and help() show the docstring of the class for the Trainer, which has none of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -160,12 +160,22 @@ class TrainerDefaults(TrainerView):
     """Whether what ranks other than 0 print begins with `[rank N]`, line by line."""
     records_starts: ClassVar[bool] = True
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
+    skips_ended_training: ClassVar[bool] = False
+    """Whether a fit in which nothing is left to train leaves out the hooks around training."""
     logs_hyperparameters: bool = True
     """Whether loggers are given the hyperparameters when a run begins."""
 
     def new_state(self) -> State:
         """Return the state with which a fit begins."""
         return State()
+
+    def stage_of_hooks(self, stage: str) -> str:
+        """Return what `setup` and `teardown` are given as their stage."""
+        return stage
+
+    def validation_check(self) -> Callable[[], bool] | None:
+        """Return what decides after each step whether to validate; None: the arguments do."""
+        return None
 
     def strategy_class(self, name: str) -> type[Any]:
         """Return the class behind the name of a strategy."""

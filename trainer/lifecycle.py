@@ -65,6 +65,7 @@ def named(run: Call, error: BaseException) -> BaseException:
 def close(run: Call, errors: Errors) -> None:
     """Call the hooks that end a run, also a failed one, and undo what it changed in the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
+    stage = trainer.stage_of_hooks(run.stage)
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
     # collective, so only where all ranks come here; and before the hooks, which find the whole task
@@ -73,11 +74,11 @@ def close(run: Call, errors: Errors) -> None:
     if errors.first is not None:
         tell_of_error(run, errors)
     for hook in run.hooks.of_callbacks["teardown"]:
-        attempt(hook, run.stage)
+        attempt(hook, stage)
     if run.datamodule is not None:
-        attempt(run.datamodule.teardown, run.stage)
+        attempt(run.datamodule.teardown, stage)
     for hook in run.hooks.of_task["teardown"]:
-        attempt(hook, run.stage)
+        attempt(hook, stage)
     run.loop.open = False
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:

@@ -148,6 +148,8 @@ class LoopState:
     """Whether training is over."""
     epoch_skipped: bool = False
     """Whether the rest of the epoch is left out."""
+    check_validation: Callable[[], bool] | None = None
+    """Function that decides after each step whether to validate; None: the arguments do."""
     step: StepInput | None = None
     """The newest step of this process."""
     item: ReplicaBatch | None = None
@@ -537,6 +539,12 @@ class Run(JoinedCall):
         self.metrics.open("train", fresh=False)
         if self.state.epoch_ended:
             self.count_epoch()
+        self.loop.check_validation = self.trainer.validation_check()
+        if self.trainer.skips_ended_training:
+            self.trainer.agree()
+            if self.trainer.is_done():
+                self.end_fit()
+                return
         self.hooks.call("on_train_start")
         self.trainer.agree()
 
@@ -612,6 +620,9 @@ class Run(JoinedCall):
     def validation_is_due(self) -> bool:
         """Return whether to validate after this step, within the epoch."""
         every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
+        if self.loop.check_validation is not None:
+            due = "validation" in self.data.evaluations and state.validated_at != state.global_step
+            return due and self.loop.check_validation()
         if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
             return False
         epochs, rounds = self.trainer.check_val_every_n_epoch, state.epoch_rounds
@@ -628,6 +639,8 @@ class Run(JoinedCall):
     def validation_ends_epoch(self, complete: bool) -> bool:
         """Return whether to validate now that the epoch is `complete`, or the run stops within it."""
         state, trainer, data = self.state, self.trainer, self.data
+        if self.loop.check_validation is not None:
+            return False  # it was asked after the last step
         if "validation" not in data.evaluations or state.validated_at == state.global_step:
             return False
         epochs, within = trainer.check_val_every_n_epoch, (data.validation_rounds, data.validation_seconds)

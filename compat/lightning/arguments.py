@@ -21,6 +21,8 @@ from .strategies import XLA, read_strategy
 
 NEVER_LOG = sys.maxsize
 """Steps between two logging points where there are to be none."""
+COUNTS = ("max_steps", "min_steps", "min_epochs", "accumulate_grad_batches", "log_every_n_steps")
+"""Arguments that are counts, and may be written as 1e5."""
 TAKEN_HERE = ("benchmark", "profiler", "barebones", "plugins", "enable_autolog_hparams", "model_registry")
 """Arguments that Legato's Trainer does not have."""
 DEFAULTS = {
@@ -59,9 +61,13 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     found |= getattr(found["strategy"], "given", {})
     found |= read_plugins(given["plugins"])
     found |= {name: value for name, value in DEFAULTS.items() if found[name] is None}
-    for name in LIMITS:
-        if isinstance(found[name], float) and found[name] > 1 and found[name].is_integer():
-            found[name] = int(found[name])  # 10.0 is a count
+    if given["val_check_interval"] is None and found["check_val_every_n_epoch"] is None:
+        found["check_val_every_n_epoch"] = 1  # an epoch's batches, counted over epochs: at the end of each
+    for name in (*LIMITS, *COUNTS, "val_check_interval"):
+        value = found[name]
+        is_count = isinstance(value, float) and value.is_integer() and (value > 1 or name in COUNTS)
+        if is_count or isinstance(value, bool):
+            found[name] = int(value)  # 10.0 is a count, and True is 1
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger

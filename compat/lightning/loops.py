@@ -162,6 +162,12 @@ class FitLoop(Loop):
         )
 
     @property
+    def _can_stop_early(self) -> bool:  # private in Lightning, and asked by programs with a check of their own
+        trainer = self.trainer
+        least = trainer.min_epochs or 0, trainer.min_steps or 0
+        return trainer.current_epoch >= least[0] and trainer.global_step >= least[1]
+
+    @property
     def skip(self) -> bool:
         """Whether a fit would train nothing."""
         return self.done or self.trainer.limit_train_batches == 0
@@ -243,6 +249,24 @@ class TrainingEpochLoop(Loop):
 
     def _num_ready_batches_reached(self) -> bool:
         return self.batch_progress.current.ready == self.trainer.num_training_batches or self.trainer.is_last_batch
+
+    def _should_check_val_epoch(self) -> bool:  # private in Lightning, and asked by programs with a check of their own
+        every = self.trainer.check_val_every_n_epoch
+        return self.trainer.enable_validation and (every is None or (self.trainer.current_epoch + 1) % every == 0)
+
+    def _should_check_val_fx(self, data_fetcher: Any) -> bool:  # private in Lightning, and replaced by programs
+        run = self.trainer.current_run
+        own, run.loop.check_validation = run.loop.check_validation, None
+        try:
+            return run.validation_is_due() or (self.is_last_batch and run.validation_ends_epoch(complete=True))
+        finally:
+            run.loop.check_validation = own
+
+    def own_check(self) -> Callable[[], bool] | None:
+        """Return the check that a program has put in the place of this loop's; None where it has not."""
+        if getattr(self._should_check_val_fx, "__func__", None) is TrainingEpochLoop._should_check_val_fx:
+            return None
+        return lambda: bool(self._should_check_val_fx(None))
 
     @property
     def batch_progress(self) -> Progress:

@@ -1,7 +1,7 @@
 """Trainer, with Lightning's arguments, defaults and methods."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -210,6 +210,7 @@ class Trainer(TrainerAttributes):
     pads_shares = True
     reads_streams_whole = True
     marks_output = False
+    skips_ended_training = True
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True
     """Whether a train_dataloader that is called again has gone on giving loaders."""
@@ -346,6 +347,14 @@ class Trainer(TrainerAttributes):
     def answer_unknown_parameters(self, fault: str) -> None:
         """Warn of optimizers of parameters that are not the module's: Lightning trains them."""
         rank_zero_warn(fault)
+
+    def stage_of_hooks(self, stage: str) -> TrainerFn:
+        """Return what `setup` and `teardown` are given as their stage, which is equal to the word."""
+        return TrainerFn(stage)
+
+    def validation_check(self) -> Callable[[], bool] | None:
+        """Return the loop's check of when to validate, where a program has replaced it."""
+        return self.fit_loop.epoch_loop.own_check()
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 from datetime import timedelta
+from types import MethodType
 
 import lightning.pytorch as real
 import pytest
@@ -49,6 +50,110 @@ def loader(count=8):
 def elsewhere(tmp_path, monkeypatch):
     """Run in a folder of the test's own, which is where Lightning writes."""
     monkeypatch.chdir(tmp_path)
+
+
+def course(package, prepare=lambda trainer: None, **arguments):
+    """Return what a fit of 5 batches an epoch does with these arguments, and what is seen of it."""
+    seen = []
+
+    class Told(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def setup(self, stage):
+            seen.append(("setup", f"{stage}", stage is self.trainer.state.fn, stage == "fit"))
+
+        def teardown(self, stage):
+            seen.append(("teardown", stage.name, type(stage).__name__))
+
+        def training_step(self, batch, batch_idx):
+            seen.append("train")
+            return self.layer(batch).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            seen.append(("validate", self.trainer.sanity_checking, self.trainer.evaluating, self.trainer.global_step))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    for hook in ("on_train_start", "on_train_epoch_end", "on_train_end", "on_fit_end"):
+        setattr(Told, hook, lambda self, hook=hook: seen.append(hook))
+    trainer = package.Trainer(**(SILENT | {"max_epochs": 2} | arguments))
+    prepare(trainer)
+    trainer.fit(Told(), loader(10), loader(10))
+    shown = ("max_epochs", "max_steps", "limit_train_batches", "limit_val_batches", "global_step", "current_epoch")
+    return seen, [getattr(trainer, name) for name in shown]
+
+
+FORMS = [
+    {"limit_train_batches": 0},
+    {"limit_train_batches": True},
+    {"limit_train_batches": 3.0},
+    {"max_epochs": 0},
+    {"max_epochs": None, "max_steps": 0},
+    {"max_epochs": None, "max_steps": 3},
+    {"max_steps": 3.0},
+    {"accumulate_grad_batches": 2.0},
+    {"overfit_batches": 2},
+    {"overfit_batches": 0.4},
+    {"val_check_interval": 2.0},
+    {"check_val_every_n_epoch": None},
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arguments", FORMS, ids=str)
+def test_forms_of_arguments_mean_what_they_mean_to_lightning(arguments):
+    assert course(pl, **arguments) == course(real, **arguments)
+
+
+def test_a_limit_that_leaves_no_batch_is_refused():
+    with pytest.raises(ConfigError, match=r"limit_val_batches=0\.1 of 5 batches is none: say 0 for none, or 0\.2"):
+        course(pl, limit_val_batches=0.1)
+
+
+def by_steps(loop, data_fetcher):
+    """Decide when to validate, as programs replace the loop's own check."""
+    if loop.trainer.should_stop and loop.trainer.fit_loop._can_stop_early:
+        return True
+    every = loop.trainer.val_check_batch
+    return loop._should_check_val_epoch() and loop.global_step % every == 0 and not loop._should_accumulate()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2},
+        {"val_check_interval": 2},
+        {},
+    ],
+    ids=str,
+)
+def test_a_program_may_replace_the_check_of_when_to_validate(arguments, own):
+    asked = []
+
+    def prepare(trainer):
+        loop = trainer.fit_loop.epoch_loop
+        inner = MethodType(by_steps, loop) if own else loop._should_check_val_fx
+
+        def check(data_fetcher):
+            asked.append((loop.batch_idx, loop.batch_progress.is_last_batch))
+            return inner(data_fetcher)
+
+        loop._should_check_val_fx = check
+
+    found = course(pl, prepare, **arguments)
+    ours = asked.copy()
+    asked.clear()
+    wanted = course(real, prepare, **arguments)
+    if "accumulate_grad_batches" in arguments and not own:  # Lightning validates within a window, Legato after it
+        assert ours == [(1, False), (3, False), (4, True)] * 2
+    else:
+        assert found == wanted
+        assert [one for one in asked if one in ours] == ours
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

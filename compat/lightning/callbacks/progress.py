@@ -434,12 +434,12 @@ class TQDMProgressBar(DrawnProgressBar):
         bar.refresh()
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
-        """Print above the bar that is shown, or where there is none."""
+        """Print above the bar that is shown, or where none is yet; nothing where bars are switched off."""
         bars = self._train_progress_bar, self._val_progress_bar, self._test_progress_bar, self._predict_progress_bar
         shown = next((bar for bar in bars if bar is not None and not bar.disable), None)
-        if shown is None:
+        if shown is None and self.is_enabled:
             print(*args, sep=sep, **kwargs)
-        else:
+        elif shown is not None:
             shown.write(sep.join(map(str, args)), **kwargs)
 
 
