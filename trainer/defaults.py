@@ -190,6 +190,12 @@ class TrainerDefaults(TrainerView):
         """Return what the task's configure_optimizers returns."""
         return task.configure_optimizers()
 
+    def tell_caller(self, request: Any) -> Any:
+        """Return what rank 0 tells the process that started it besides the results of the run."""
+
+    def hear_worker(self, request: Any, told: Any) -> None:
+        """Take what rank 0 has told, in the process that started it."""
+
     def note_failure(self) -> None:
         """Called when a call has failed, before the hooks that hear of it."""
 

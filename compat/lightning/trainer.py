@@ -26,7 +26,7 @@ from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
-from ...trainer.run import Call
+from ...trainer.run import Call, Request
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark
@@ -54,6 +54,7 @@ from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
+from .returned import attributes_of, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES, Strategy
 
@@ -339,6 +340,14 @@ class Trainer(TrainerAttributes):
         if found is None:
             rank_zero_warn(f"{type(task).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
         return without_unknown(found)
+
+    def tell_caller(self, request: Request) -> Any:
+        """Return the attributes of the module, the data module and callbacks: under Lightning the script is rank 0."""
+        return attributes_of([request.task, request.datamodule, *self.callbacks, self])
+
+    def hear_worker(self, request: Request, told: Any) -> None:
+        """Take these attributes."""
+        take_attributes([request.task, request.datamodule, *self.callbacks, self], told)
 
     def note_failure(self) -> None:
         """Let `on_exception` find the trainer interrupted."""

@@ -327,3 +327,34 @@ def test_a_finetuning_within_an_epoch(tmp_path):
         groups.append([len(group["params"]) for group in trainer.optimizers[0].param_groups])
     assert groups[0] == groups[1]
     assert len(groups[0]) == 2
+
+
+def test_a_bar_by_rich_of_ones_own_beside_that_of_training(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import RichProgressBar
+
+    written = io.StringIO()
+
+    class Bar(RichProgressBar):
+        epochs_id = None
+
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            self.epochs_id = self._add_task(trainer.max_epochs, "All rounds")
+
+        def on_train_epoch_start(self, trainer, pl_module):
+            if self.train_progress_bar_id is None:
+                self._initialize_train_progress_bar_id()
+                assert self.train_progress_bar.total == self.total_train_batches
+            else:
+                self.progress.reset(self.train_progress_bar_id, total=self.total_train_batches, visible=True)
+
+        def on_train_epoch_end(self, trainer, pl_module):
+            super().on_train_epoch_end(trainer, pl_module)
+            self._update(self.epochs_id, trainer.current_epoch + 1)
+            self.done = self.progress.tasks[self.epochs_id].completed
+
+    bar = Bar(console_kwargs={"file": written, "force_terminal": True, "width": 100})
+    quiet_fit(tmp_path, bar)
+    assert bar.done == 2
+    assert "All rounds" in written.getvalue()
+    assert "Epoch 0" in written.getvalue()

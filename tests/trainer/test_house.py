@@ -77,6 +77,7 @@ LIGHTNINGS = {
     "_accelerator_connector",
     "_accelerator_flag",
     "_accumulated_batches_reached",
+    "_add_task",
     "_apply_batch_transfer_handler",
     "_automatic_optimization",
     "_batches_that_stepped",
@@ -95,6 +96,7 @@ LIGHTNINGS = {
     "_fs",
     "_get_next_version",
     "_get_optimizer_stats",
+    "_initialize_train_progress_bar_id",
     "_initialized",
     "_logged_metrics",
     "_logger_connector",
@@ -114,6 +116,7 @@ LIGHTNINGS = {
     "_should_check_val_fx",
     "_should_update",
     "_store",
+    "_update",
     "_verify_is_manual_optimization",
     "_version",
 }

@@ -117,8 +117,17 @@ class CustomProgress(Progress):
 
 
 def bar_id(name: str, words: str) -> property:
-    """Return a property of RichProgressBar: the id of one of its bars."""
-    return property(lambda bars: bars._bars.get(name), doc=f"The id of the bar of {words}; None if there is none.")
+    """Return a property of RichProgressBar: the id of one of its bars, which a subclass may set to that of its own."""
+
+    def choose(bars: "RichProgressBar", task_id: Any) -> None:
+        bars._bars.pop(name, None)
+        if task_id is not None:
+            bars._bars[name] = task_id
+            bars.progress.update(task_id, shows_metrics=name == "train")
+
+    return property(
+        lambda bars: bars._bars.get(name), choose, doc=f"The id of the bar of {words}; None if there is none."
+    )
 
 
 class RichProgressBar(DrawnProgressBar):
@@ -209,9 +218,19 @@ class RichProgressBar(DrawnProgressBar):
         if self.progress is not None and name in self._bars:
             self.progress.update(self._bars.pop(name), visible=False)
 
-    def _update(self, name: str, done: int) -> None:
-        if self.progress is not None and name in self._bars:
-            self.progress.update(self._bars[name], completed=done)
+    def _add_task(self, total_batches: int | float, description: str, visible: bool = True) -> Any:
+        # private in Lightning, and called by programs that show bars of their own
+        total = None if math.isinf(total_batches) else total_batches
+        return self.progress.add_task(description, total=total, visible=visible)
+
+    def _initialize_train_progress_bar_id(self) -> None:
+        self.train_progress_bar_id = self._add_task(
+            self.total_train_batches, self._get_train_description(self.trainer.current_epoch)
+        )
+
+    def _update(self, progress_bar_id: Any, current: float, visible: bool = True, hard: bool = False) -> None:
+        if self.progress is not None and progress_bar_id is not None:
+            self.progress.update(progress_bar_id, completed=current, visible=visible)
 
     def _update_metrics(self, trainer: "Trainer", task: "Task") -> None:
         if self._metric_component is not None:
@@ -272,7 +291,7 @@ class RichProgressBar(DrawnProgressBar):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
-        self._update("train", batch_idx + 1)
+        self._update(self.train_progress_bar_id, batch_idx + 1)
         now = time.monotonic()
         if self.is_enabled and now - self._updated_at >= 1.0 / self.refresh_rate:
             self._updated_at = now
@@ -320,7 +339,7 @@ class RichProgressBar(DrawnProgressBar):
     ) -> None:
         """Count the batch."""
         for name in ("val", "test", "predict"):
-            self._update(name, batch_idx + 1)
+            self._update(self._bars.get(name), batch_idx + 1)
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 

@@ -1,0 +1,96 @@
+"""Attributes that a run in workers has set on a program's objects, brought back to the process that started it.
+
+Under Lightning the script itself is rank 0, so that a program reads after `fit` what hooks have kept: losses in a list,
+the data sets that `setup` has made. Here the script starts all ranks, and its own objects have not seen the run.
+"""
+
+import io
+import logging
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from ...trainer.trainer import Trainer
+from .module import LightningModule
+
+log = logging.getLogger("legato")
+
+LIMIT = 2**26
+"""Bytes of an attribute at most: larger ones stay in the worker."""
+ROOM = __name__.partition(".")[0]
+
+
+class _TooLarge(Exception):
+    """An attribute has more bytes than the limit."""
+
+
+class _Limited(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > LIMIT:
+            raise _TooLarge
+        return super().write(data)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles what is a program's own; of the parts of the run, such as the trainer, it writes which one it is."""
+
+    def __init__(self, file: Any, parts: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.parts = {id(part): number for number, part in enumerate(parts) if part is not None}
+
+    def persistent_id(self, value: Any) -> int | None:
+        number = self.parts.get(id(value))
+        if number is None and isinstance(value, (Trainer, LightningModule)):
+            raise pickle.PicklingError("a part of another run")
+        return number
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what `_Pickler` has written, with the parts of the run that this process has."""
+
+    def __init__(self, file: Any, parts: Sequence[Any]) -> None:
+        super().__init__(file)
+        self.parts = parts
+
+    def persistent_load(self, number: int) -> Any:
+        return self.parts[number]
+
+
+def packed(value: Any, parts: Sequence[Any] = ()) -> bytes | None:
+    """Return a value as bytes; None if it cannot be pickled or is too large."""
+    file = _Limited()
+    try:
+        _Pickler(file, parts).dump(value)
+    except Exception:  # whatever a class of the program's own raises: its attribute stays where it is
+        return None
+    return file.getvalue()
+
+
+def attributes_of(parts: Sequence[Any]) -> list[tuple[str, dict[str, bytes]]]:
+    """Return the class and the public attributes of each part of a run, as far as they can be sent; not a trainer's."""
+    found = []
+    for one in parts:
+        legatos = isinstance(one, Trainer) or type(one).__module__.partition(".")[0] == ROOM
+        own = {} if legatos or one is None else vars(one)
+        values = {name: packed(value, parts) for name, value in own.items() if not name.startswith("_")}
+        found.append((type(one).__qualname__, {name: value for name, value in values.items() if value is not None}))
+    return found
+
+
+def take_attributes(parts: Sequence[Any], sent: Sequence[tuple[str, dict[str, bytes]]]) -> None:
+    """Give the parts of a run the attributes that a worker has sent; lists, dicts and sets are changed in place."""
+    for one, (kind, values) in zip(parts, sent, strict=False):
+        for name, value in values.items() if type(one).__qualname__ == kind else ():
+            try:
+                found = _Unpickler(io.BytesIO(value), parts).load()
+            except Exception as error:  # of a class that this process cannot import
+                log.debug("%s.%s stays as it was: %s", kind, name, error)
+                continue
+            before = vars(one).get(name)
+            if isinstance(before, list) and isinstance(found, list):
+                before[:] = found
+            elif type(before) is type(found) and isinstance(before, (dict, set)):
+                before.clear()
+                before.update(found)
+            else:
+                vars(one)[name] = found

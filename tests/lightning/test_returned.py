@@ -1,0 +1,118 @@
+"""Attributes that a run in workers has set on a program's objects: they come back to the script."""
+
+import threading
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import legato.compat.lightning as L
+from legato.compat.lightning import returned
+
+
+class Data(L.LightningDataModule):
+    def setup(self, stage):
+        self.numbers = TensorDataset(torch.ones(8, 2))
+        self.lock = threading.Lock()  # which cannot be pickled
+
+    def train_dataloader(self):
+        return DataLoader(self.numbers, batch_size=2)
+
+    def val_dataloader(self):
+        return DataLoader(self.numbers, batch_size=4)
+
+
+class Keeps(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.losses, self.seen, self.newest = [], {}, None
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean() * 0
+        self.losses.append(loss.item() + batch_idx)
+        return loss
+
+    def on_validation_epoch_end(self):
+        self.seen[self.current_epoch] = self.global_step
+        self.newest = torch.tensor([float(self.global_step)])
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class History(L.Callback):
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.epochs.append(trainer.current_epoch)
+        self.module, self.trainer, self.data, self._hidden = pl_module, trainer, [trainer.datamodule], 1
+
+
+class Own(L.Trainer):
+    """A Trainer of the program's own, whose attributes stay."""
+
+    def fit(self, *arguments, **options):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().fit(*arguments, **options)
+
+
+@pytest.mark.slow
+def test_attributes_come_back_from_workers(tmp_path):
+    epochs, module, data = [], Keeps(), Data()
+    history, losses = History(epochs), module.losses
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Own(
+        **quiet,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=2,
+        num_sanity_val_steps=0,
+        callbacks=[history],
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(module, data)
+    assert losses is module.losses
+    assert losses == [0.0, 1.0] * 2
+    assert module.seen == {0: 2, 1: 4}
+    assert module.newest.tolist() == [4.0]
+    assert epochs is history.epochs
+    assert epochs == [0, 1]
+    assert history.module is module
+    assert history.trainer is trainer
+    assert history.data == [data]
+    assert not hasattr(history, "_hidden")
+    assert len(data.numbers) == 8
+    assert not hasattr(data, "lock")
+    assert trainer.calls == 1
+
+
+def test_what_is_too_large_or_leads_to_another_run_stays(monkeypatch):
+    assert returned.packed([1, 2]) is not None
+    assert returned.packed(L.Trainer(logger=False, enable_progress_bar=False)) is None
+    assert returned.packed([Keeps()]) is None
+    assert returned.packed(lambda: 1) is None
+    monkeypatch.setattr(returned, "LIMIT", 1000)
+    assert returned.packed(torch.ones(10)) is not None
+    assert returned.packed(torch.ones(1000)) is None
+
+
+def test_an_attribute_whose_class_is_unknown_here_stays_as_it_was():
+    history = History([1])
+    sent = [("History", {"epochs": b"cnowhere\nClass\n.", "more": returned.packed(2)}), ("Other", {"more": b""})]
+    returned.take_attributes([history, None], sent)
+    assert (history.epochs, history.more) == ([1], 2)
+
+
+@pytest.mark.parametrize("before", [[0], {0: 0}, {0}, None, (0,)])
+@pytest.mark.parametrize("after", [[1], {1: 1}, {1}, None, (1,)])
+def test_containers_are_changed_in_place(before, after):
+    history = History(before)
+    returned.take_attributes([history], [("History", {"epochs": returned.packed(after)})])
+    assert history.epochs == after
+    assert (history.epochs is before) is (type(before) is type(after) and not isinstance(after, tuple))
