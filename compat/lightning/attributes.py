@@ -268,6 +268,9 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def _loaders(self, word: str) -> Any:
         """Return the loaders of one kind as they were given; those in a CombinedLoader without it."""
         found = None if self.run is None else self.run.data.loaders.get(word)
+        if found is None and self.run is not None and word in self.lengths and not self.run.loop.open:
+            source = self.run.datamodule or self.run.task  # after workers, whose loaders ended with them
+            found = self.run.given.get(word) or getattr(source, build.LOADERS[word])()
         return found.iterables if isinstance(found, CombinedLoader) else found
 
     @property

@@ -28,6 +28,12 @@ class DataLoaderSource(Connector):
 
     @property
     def instance(self) -> Any:
+        """The loaders that were given, or else the data module or the module."""
+        given = None if self.trainer.run is None else self.trainer.run.given.get(self.word)
+        return self.owner if given is None else given
+
+    @property
+    def owner(self) -> Any:
         """The data module, or else the module."""
         return self.trainer.datamodule or self.trainer.lightning_module
 
@@ -37,13 +43,13 @@ class DataLoaderSource(Connector):
 
     def is_defined(self) -> bool:
         """Return whether there are loaders, or a method for them."""
-        return not self.is_module() or hasattr(self.instance, self.name)
+        return not self.is_module() or hasattr(self.owner, self.name)
 
     def dataloader(self) -> Any:
         """Return the loaders: those of the run, those that were given, or what the method returns."""
         run = self.trainer.run
         known = None if run is None else run.data.loaders.get(self.word) or run.given.get(self.word)
-        return getattr(self.instance, self.name)() if known is None else known
+        return getattr(self.owner, self.name)() if known is None else known
 
 
 class CheckpointConnector(Connector):

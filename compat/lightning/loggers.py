@@ -34,6 +34,12 @@ def folder_below(root: str | Path, logger: Any) -> str:
     return os.path.join(logger.save_dir or root, str(logger.name), version)
 
 
+def named(path: str) -> Any:
+    """Return a property that reads an attribute, or an item of a dict, by another name."""
+    owner, _, key = path.partition(".")
+    return property(lambda logger: getattr(logger, owner).get(key) if key else getattr(logger, owner))
+
+
 class WithoutFiles:
     """A logger that writes no files to a folder of its own; its name and version name one for checkpoints."""
 
@@ -409,6 +415,10 @@ class MLFlowLogger(WithoutFiles, mlflow.MLFlowLogger):
     """Writes to MLflow, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
+    # private in Lightning, and read by subclasses
+    _prefix, _tracking_uri, _mlflow_client, _log_batch_kwargs = map(named, ("prefix", "_uri", "_client", "_options"))
+    _initialized = property(lambda logger: logger._client is not None)
+    _checkpoint_callback: Any = None
 
     def __init__(
         self,
@@ -441,6 +451,8 @@ class WandbLogger(WithoutFiles, wandb.WandbLogger):
     """Writes to Weights & Biases, by its own package."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
+    # private in Lightning, and read by subclasses
+    _prefix, _wandb_init, _project, _id = map(named, ("prefix", "_init", "_init.project", "_init.id"))
 
     def __init__(  # noqa: PLR0913
         self,

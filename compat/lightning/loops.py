@@ -1,6 +1,6 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
@@ -358,7 +358,8 @@ class EvaluationLoop(Loop):
         own_way = type(self)._print_results is not EvaluationLoop._print_results
         results = run(verbose and not own_way)
         if verbose and own_way and self.trainer.is_global_zero:
-            self._print_results([{name: tensor(value) for name, value in one.items()} for one in results], self.stage)
+            shown = [{name: tensor(value) for name, value in one.items()} for one in results]
+            self._print_results(shown, self.stage.value)
         return results
 
     @property
@@ -366,13 +367,26 @@ class EvaluationLoop(Loop):
         """Whether it runs in inference mode."""
         return self.trainer.inference_mode
 
-    @property
-    def _data_source(self) -> "EvaluationLoop":  # private in Lightning, and asked by programs whether there is data
-        return self
+    @staticmethod
+    def _get_keys(data: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:  # private in Lightning, and called by programs
+        for name, value in data.items():
+            if isinstance(value, Mapping):
+                yield from ((name, *inner) for inner in EvaluationLoop._get_keys(value))
+            else:
+                yield (name,)
 
-    def is_defined(self) -> bool:
-        """Return whether there are loaders."""
-        return bool(self.max_batches)
+    @staticmethod
+    def _find_value(data: Any, target: Sequence[str]) -> Any:  # private in Lightning, and called by programs
+        for name in target:
+            if name not in data:
+                return None
+            data = data[name]
+        return data
+
+    @property
+    def _data_source(self) -> DataLoaderSource:  # private in Lightning, and asked by programs for what has the loaders
+        method = "test_dataloader" if self.doing == "test" else "val_dataloader"
+        return DataLoaderSource(self.trainer, self.doing, method)
 
     @property
     def max_batches(self) -> list[int | float]:

@@ -116,6 +116,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "get_filesystem": Entry("same", ".utilities"),
         "_load": Entry("same", ".utilities:load_file"),
         "_is_local_file_protocol": Entry("same", ".utilities:is_local_file_protocol"),
+        "_is_dir": Entry("same", ".utilities:is_dir"),
     },
     "fabric.utilities.data": {
         "has_iterable_dataset": Entry("same", ".utilities"),

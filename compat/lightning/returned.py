@@ -4,11 +4,14 @@ Under Lightning the script itself is rank 0, so that a program reads after `fit`
 the data sets that `setup` has made. Here the script starts all ranks, and its own objects have not seen the run.
 """
 
+import inspect
 import io
 import logging
 import pickle
 from collections.abc import Sequence
 from typing import Any
+
+from torch.nn import Module
 
 from ...trainer.trainer import Trainer
 from .module import LightningModule
@@ -66,13 +69,28 @@ def packed(value: Any, parts: Sequence[Any] = ()) -> bytes | None:
     return file.getvalue()
 
 
+def names_used_by(kind: type) -> set[str]:
+    """Return the names that methods of a program's own classes use, of attributes and of all else."""
+    found: set[str] = set()
+    for own in kind.__mro__:
+        if own.__module__.partition(".")[0] not in (ROOM, "torch", "builtins"):
+            for method in vars(own).values():
+                code = getattr(getattr(method, "fget", None) or inspect.unwrap(method), "__code__", None)
+                found.update(code.co_names if code is not None else ())
+    return found - vars(Module()).keys()
+
+
 def attributes_of(parts: Sequence[Any]) -> list[tuple[str, dict[str, bytes]]]:
-    """Return the class and the public attributes of each part of a run, as far as they can be sent; not a trainer's."""
+    """Return the class of each part of a run and the attributes of a program's own, as far as they can be sent.
+
+    Those are the public ones, and private ones that its classes name; of a trainer none.
+    """
     found = []
     for one in parts:
         legatos = isinstance(one, Trainer) or type(one).__module__.partition(".")[0] == ROOM
-        own = {} if legatos or one is None else vars(one)
-        values = {name: packed(value, parts) for name, value in own.items() if not name.startswith("_")}
+        own, used = ({}, set[str]()) if legatos or one is None else (vars(one), names_used_by(type(one)))
+        chosen = {name: value for name, value in own.items() if not name.startswith("_") or name in used}
+        values = {name: packed(value, parts) for name, value in chosen.items()}
         found.append((type(one).__qualname__, {name: value for name, value in values.items() if value is not None}))
     return found
 

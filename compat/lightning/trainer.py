@@ -342,12 +342,13 @@ class Trainer(TrainerAttributes):
         return without_unknown(found)
 
     def tell_caller(self, request: Request) -> Any:
-        """Return the attributes of the module, the data module and callbacks: under Lightning the script is rank 0."""
-        return attributes_of([request.task, request.datamodule, *self.callbacks, self])
+        """Return whether an epoch is cut, and attributes of the parts of the run: under Lightning a script has them."""
+        return self.epoch_is_cut, attributes_of([request.task, request.datamodule, *self.callbacks, self])
 
     def hear_worker(self, request: Request, told: Any) -> None:
         """Take these attributes."""
-        take_attributes([request.task, request.datamodule, *self.callbacks, self], told)
+        self.epoch_is_cut, attributes = told
+        take_attributes([request.task, request.datamodule, *self.callbacks, self], attributes)
 
     def note_failure(self) -> None:
         """Let `on_exception` find the trainer interrupted."""

@@ -694,6 +694,13 @@ def is_local_file_protocol(path: str | Path) -> bool:
     return "://" not in str(path) or str(path).startswith("file://")
 
 
+def is_dir(fs: Any, path: str | Path, strict: bool = False) -> bool:
+    """Return whether a path is a folder of an fsspec filesystem; without `strict` any path of an object store is."""
+    remote = {"gs", "gcs", "s3", "s3a", "abfs", "abfss", "adl", "az"}
+    kinds = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+    return bool(fs.isdir(str(path))) or (kinds & remote != set() and not strict)
+
+
 def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: float = 3) -> bool:
     """Return whether all machines see one folder: rank 0 writes a file there, and the others look for it.
 

@@ -5,9 +5,17 @@ import torch
 
 import legato.compat.lightning as L
 from legato.callbacks.callback import Callback as CoreCallback
+from legato.compat.lightning.loops import EvaluationLoop
 from legato.compat.lightning.placeholders import UnsupportedError
-from legato.compat.lightning.pytorch.callbacks import BasePredictionWriter, EarlyStopping, ModelCheckpoint, Timer
-from legato.compat.lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from legato.compat.lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    Timer,
+    WeightAveraging,
+)
+from legato.compat.lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from legato.compat.lightning.pytorch.plugins import MixedPrecision
 from legato.compat.lightning.pytorch.strategies import DDPStrategy
 from legato.trainer.hooks import overrides
@@ -567,3 +575,74 @@ def test_parts_of_a_programs_own_that_change_no_inner_method_are_taken(tmp_path)
     trainer = quiet(tmp_path, strategy=Named(find_unused_parameters=False), plugins=[])
     trainer.fit(Linear(), loader())
     assert trainer.global_step == 4
+
+
+# --- what subclasses of a program's own read --------------------------------------------------------------------------
+def test_a_checkpoint_keeps_what_a_hook_adds_as_none(tmp_path):
+    class Adds(Linear):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["identity"] = None
+
+    trainer = quiet(tmp_path)
+    trainer.fit(Adds(), loader())
+    assert trainer._checkpoint_connector.dump_checkpoint()["identity"] is None
+
+
+def test_parts_of_the_table_of_a_test():
+    keys, find = EvaluationLoop._get_keys, EvaluationLoop._find_value
+    results = {"a": 1, "b": {"c": 2, "d": {"e": 3}}}
+    assert list(keys(results)) == [("a",), ("b", "c"), ("b", "d", "e")]
+    assert [find(results, target) for target in keys(results)] == [1, 2, 3]
+    assert find(results, ("b", "x")) is None
+
+
+def test_the_source_of_an_evaluations_data(tmp_path):
+    found, given = [], loader()
+
+    class Asks(Linear):
+        def on_validation_epoch_end(self):
+            source = self.trainer.validate_loop._data_source
+            found.append((source.instance, source.is_defined(), source.dataloader()))
+
+    trainer, module = quiet(tmp_path), Asks()
+    trainer.validate(module, given)
+    assert found == [(given, True, given)]
+
+
+def test_averaging_by_several_weights_at_once(tmp_path):
+    from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
+
+    weights = []
+    for options in ({"multi_avg_fn": get_ema_multi_avg_fn(0.5)}, {"avg_fn": get_ema_avg_fn(0.5)}):
+        torch.manual_seed(0)
+        module = Linear()
+        quiet(tmp_path, callbacks=[WeightAveraging(**options)], max_epochs=2).fit(module, loader())
+        weights.append(module.layer.weight.detach().clone())
+    torch.testing.assert_close(*weights)
+    with pytest.raises(UnsupportedError, match="avg_fn"):
+        WeightAveraging(avg_fn=get_ema_avg_fn(), multi_avg_fn=get_ema_multi_avg_fn())
+
+
+def test_the_averages_of_a_run_as_a_module(tmp_path):
+    found = []
+
+    class Asks(StochasticWeightAveraging):
+        def on_train_epoch_end(self, trainer, pl_module):
+            super().on_train_epoch_end(trainer, pl_module)
+            found.append((self._model_contains_batch_norm, self._average_model.layer.weight, pl_module.layer.weight))
+            assert self._average_model.state_dict().keys() == pl_module.state_dict().keys()
+
+    callback = Asks(0.05, swa_epoch_start=1)
+    assert callback._average_model is None
+    quiet(tmp_path, callbacks=[callback], max_epochs=3).fit(Linear(), loader())
+    assert [contains for contains, _, _ in found] == [False] * 3
+    assert all(average is not own for _, average, own in found)
+
+
+def test_what_a_subclass_of_mlflows_logger_reads(tmp_path):
+    pytest.importorskip("mlflow")
+    logger = MLFlowLogger(save_dir=str(tmp_path), prefix="p", synchronous=True)
+    assert (logger._prefix, logger._initialized, logger._mlflow_client) == ("p", False, None)
+    assert logger._tracking_uri.endswith(str(tmp_path))
+    assert logger._log_batch_kwargs == {"synchronous": True}
+    assert logger._checkpoint_callback is None

@@ -139,8 +139,8 @@ def test_the_loaders_of_training_are_found_where_programs_look_for_them(tmp_path
     trainer = L.Trainer(accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **quiet)
     assert trainer.fit_loop._combined_loader is None
     given = torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
-    trainer.fit(module := Looks(torch.nn.Tanh()), given)
-    assert seen == [given, module]
+    trainer.fit(Looks(torch.nn.Tanh()), given)
+    assert seen == [given, given]
 
 
 def test_a_loop_of_ones_own_shows_the_results_of_a_test(tmp_path, capsys):

@@ -12,7 +12,7 @@ from legato.compat.lightning import returned
 
 class Data(L.LightningDataModule):
     def setup(self, stage):
-        self.numbers = TensorDataset(torch.ones(8, 2))
+        self.numbers = self._same = TensorDataset(torch.ones(8, 2))
         self.lock = threading.Lock()  # which cannot be pickled
 
     def train_dataloader(self):
@@ -86,7 +86,9 @@ def test_attributes_come_back_from_workers(tmp_path):
     assert history.module is module
     assert history.trainer is trainer
     assert history.data == [data]
-    assert not hasattr(history, "_hidden")
+    assert history._hidden == 1
+    assert len(data._same) == 8
+    assert trainer.train_dataloader.dataset is data.numbers  # made again: those of the run ended with its processes
     assert len(data.numbers) == 8
     assert not hasattr(data, "lock")
     assert trainer.calls == 1

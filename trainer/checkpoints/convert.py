@@ -196,7 +196,7 @@ def as_lightning(contents: Mapping[str, Any]) -> dict[str, Any]:
     """
     if is_lightning(contents):
         return dict(contents)
-    found = {key: value for key, value in contents.items() if key not in OWN_KEYS and value is not None}
+    found = {key: value for key, value in contents.items() if key not in OWN_KEYS}
     found = {key: value for key, value in found.items() if value or not key.endswith("hyper_parameters")}
     found = {key: value for key, value in found.items() if not key.endswith(LEFT_OUT)}
     for prefix in ("", "datamodule_"):

@@ -1,5 +1,6 @@
 """Callbacks that change training, with Lightning's names and arguments."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -139,9 +140,40 @@ class StochasticWeightAveraging(swa.StochasticWeightAveraging, Callback):
 
     _max_epochs: int | None = None
 
+    _module: torch.nn.Module | None = None
+
     @property
     def _initialized(self) -> bool:  # private in Lightning, and asked by programs whether averaging has begun
         return self._last_epoch >= 0
+
+    @property
+    def _model_contains_batch_norm(self) -> bool:  # private in Lightning, and read by programs
+        return self._module is not None and self.pl_module_contains_batch_norm(self._module)
+
+    @property
+    def _average_model(self) -> torch.nn.Module | None:  # private in Lightning, and called by programs: a copy
+        return None if self._module is None else self.averaged_copy(self._module)
+
+    def averaged_copy(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return a copy of a module with the averages so far."""
+        trainer = module.__dict__.pop("_trainer", None)
+        try:
+            copied = copy.deepcopy(module)
+        finally:
+            module.__dict__["_trainer"] = trainer
+        own = copied.state_dict()
+        for name, average in self.averaged_state_dict().items():
+            own[name].copy_(average)
+        return copied
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Refuse optimizers that it cannot average, and keep the module that it averages."""
+        super().on_fit_start(trainer, task)
+        self._module = task
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the module, which its run has."""
+        return {**vars(self), "_module": None}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Find the first and the last epoch."""
@@ -188,13 +220,14 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
     def __init__(
         self, device: Any = None, use_buffers: bool = True, avg_fn: Callable[..., Any] | None = None, **kwargs: Any
     ) -> None:
-        if kwargs:
+        multi_avg_fn = kwargs.pop("multi_avg_fn", None)
+        if kwargs or (avg_fn is not None and multi_avg_fn is not None):
             raise UnsupportedError(
-                f"WeightAveraging({', '.join(kwargs)}): averages are computed by Legato and not by AveragedModel; give "
-                f"avg_fn, or override average(averages, weights)."
+                f"WeightAveraging({', '.join(kwargs) or 'avg_fn, multi_avg_fn'}): averages are computed by Legato and "
+                f"not by AveragedModel; give avg_fn or multi_avg_fn, or override average(averages, weights)."
             )
         super().__init__(use_buffers)
-        self._avg_fn = avg_fn
+        self._avg_fn, self._multi_avg_fn = avg_fn, multi_avg_fn
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Return whether to average after this step, counted from 0, or at the end of this epoch."""
@@ -213,7 +246,9 @@ class WeightAveraging(weight_averaging.WeightAveraging, Callback):
 
     def average(self, averages: Any, weights: Any) -> None:
         """Update averages in place by new weights."""
-        if self._avg_fn is None:
+        if self._multi_avg_fn is not None:
+            self._multi_avg_fn([averages], [weights], self.updates)
+        elif self._avg_fn is None:
             super().average(averages, weights)
         else:
             averages.copy_(self._avg_fn(averages, weights, self.updates))
