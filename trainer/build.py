@@ -171,7 +171,7 @@ def set_owners(call: Call) -> None:
     call.task.trainer = trainer
     if call.datamodule is not None:
         call.datamodule.trainer = trainer
-    trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
+    trainer.callbacks = trainer.ordered(with_callbacks_of(call.task, trainer.callbacks))
     for callback in trainer.callbacks:
         check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
         callback.set_task(call.task)
@@ -464,7 +464,9 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         add_left_out(saved, task.on_save_checkpoint)
-        call.hooks.call("on_load_checkpoint", saved)
+        # the task first, which may bring the contents into the form that callbacks know
+        for hook in call.hooks.of_task["on_load_checkpoint"] + call.hooks.of_callbacks["on_load_checkpoint"]:
+            hook(saved)
         if stage == "fit" and convert.is_lightning(saved):
             convert.take_over(trainer, saved)
         other_dtypes = fingerprint.other_dtypes(task, saved)

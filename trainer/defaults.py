@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..callbacks.callback import Callback
 from ..tasks.hyperparameters import Hyperparameters
 from ..tasks.task import Task
 from . import strategies
@@ -189,6 +190,10 @@ class TrainerDefaults(TrainerView):
     def configured(self, task: Task) -> Any:
         """Return what the task's configure_optimizers returns."""
         return task.configure_optimizers()
+
+    def ordered(self, callbacks: list[Callback]) -> list[Callback]:
+        """Return callbacks in the order in which their hooks are called."""
+        return callbacks
 
     def tell_caller(self, request: Any) -> Any:
         """Return what rank 0 tells the process that started it besides the results of the run."""

@@ -273,7 +273,7 @@ class Trainer(TrainerAttributes):
         super().__init__(**arguments)
         self._show_short_run(arguments, wants_loggers)
         refuse_same_keys(self.callbacks)
-        self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
+        self.callbacks = self.ordered(self.callbacks)
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
@@ -340,6 +340,10 @@ class Trainer(TrainerAttributes):
         if found is None:
             rank_zero_warn(f"{type(task).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
         return without_unknown(found)
+
+    def ordered(self, callbacks: list[Callback]) -> list[Callback]:
+        """Return callbacks as Lightning calls them: those that search first, those that save last."""
+        return sorted(callbacks, key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
 
     def tell_caller(self, request: Request) -> Any:
         """Return whether an epoch is cut, and attributes of the parts of the run: under Lightning a script has them."""

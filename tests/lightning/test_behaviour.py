@@ -674,3 +674,23 @@ def test_averages_of_weights_begin_after_the_first_step_of_accumulated_batches()
         fitted(package, module, callbacks=[averaging], accumulate_grad_batches=2)
         seen.append(numbers({name: value.sum() for name, value in module.state_dict().items()}))
     assert seen[0] == seen[1]
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+def test_the_module_looks_at_a_checkpoint_before_callbacks_do(tmp_path):
+    def on_load_checkpoint(self, checkpoint):
+        checkpoint["seen"] = ["module"]
+
+    found = []
+    for package in (real, room):
+
+        class Looks(package.Callback):
+            def on_load_checkpoint(self, trainer, pl_module, checkpoint):
+                found.append(checkpoint["seen"])
+
+        saved = tmp_path / f"{package.__name__}.ckpt"
+        first, _ = fitted(package, small(package, on_load_checkpoint=on_load_checkpoint))
+        first.save_checkpoint(saved)
+        trainer = package.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=3, callbacks=[Looks()])
+        trainer.fit(small(package, on_load_checkpoint=on_load_checkpoint), loader(), ckpt_path=saved)
+    assert found == [["module"]] * 2

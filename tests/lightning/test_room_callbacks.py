@@ -269,6 +269,19 @@ def test_checkpoint_callbacks_come_last_in_the_list():
     assert trainer.callbacks == [given[2], given[1], given[0]]
 
 
+def test_callbacks_of_a_module_come_before_those_that_save(tmp_path):
+    from legato.compat.lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+    class Brings(type(make_module(L))):
+        def configure_callbacks(self):
+            return [EarlyStopping("loss", strict=False)]
+
+    trainer = make_trainer(L, tmp_path, [ModelCheckpoint(tmp_path / "kept")], max_epochs=1)
+    trainer.fit(Brings(), loader())
+    kinds = [type(one).__name__ for one in trainer.callbacks]
+    assert kinds.index("EarlyStopping") < kinds.index("ModelCheckpoint") == len(kinds) - 1
+
+
 def test_bars_by_rich_may_be_started_and_named_by_a_subclass(tmp_path):
     from legato.compat.lightning.pytorch.callbacks import RichProgressBar
     from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import Console, CustomProgress

@@ -129,7 +129,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
         if outcome.run_dir is not None:
             logger.follow(folder or outcome.run_dir)
-    trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
+    trainer.callbacks = trainer.ordered(build.with_callbacks_of(request.task, trainer.callbacks))
     for callback in trainer.checkpoint_callbacks:
         callback.find_folder(trainer)
     for callback in trainer.callbacks:
