@@ -464,9 +464,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         add_left_out(saved, task.on_save_checkpoint)
-        # the task first, which may bring the contents into the form that callbacks know
-        for hook in call.hooks.of_task["on_load_checkpoint"] + call.hooks.of_callbacks["on_load_checkpoint"]:
-            hook(saved)
+        show_checkpoint(call, saved)
         if stage == "fit" and convert.is_lightning(saved):
             convert.take_over(trainer, saved)
         other_dtypes = fingerprint.other_dtypes(task, saved)
@@ -670,6 +668,12 @@ def require_batches(data: EvaluationData, name: str) -> None:
     for index, length in enumerate(data.lengths):
         if length and data.limit and data.count(index) == 0:
             raise ConfigError(f"{name}={data.limit} of {length} batches is none: say 0 for none, or {1 / length:.2g}.")
+
+
+def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
+    """Call on_load_checkpoint of the task, which may turn the contents into what callbacks know; then theirs."""
+    for hook in call.hooks.of_task["on_load_checkpoint"] + call.hooks.of_callbacks["on_load_checkpoint"]:
+        hook(saved)
 
 
 def step_collectives(call: Call) -> StepCollectives | None:
