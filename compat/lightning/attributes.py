@@ -270,7 +270,8 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         found = None if self.run is None else self.run.data.loaders.get(word)
         if found is None and self.run is not None and word in self.lengths and not self.run.loop.open:
             source = self.run.datamodule or self.run.task  # after workers, whose loaders ended with them
-            found = self.run.given.get(word) or getattr(source, build.LOADERS[word])()
+            given = self.run.given.get(word)  # held against None: one of a stream has no length, and so no truth value
+            found = self.run.data.loaders[word] = getattr(source, build.LOADERS[word])() if given is None else given
         return found.iterables if isinstance(found, CombinedLoader) else found
 
     @property

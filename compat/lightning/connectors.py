@@ -48,8 +48,10 @@ class DataLoaderSource(Connector):
     def dataloader(self) -> Any:
         """Return the loaders: those of the run, those that were given, or what the method returns."""
         run = self.trainer.run
-        known = None if run is None else run.data.loaders.get(self.word) or run.given.get(self.word)
-        return getattr(self.owner, self.name)() if known is None else known
+        known = () if run is None else (run.data.loaders.get(self.word), run.given.get(self.word))
+        # held against None: a loader of a stream has no length, and so no truth value
+        found = next((one for one in known if one is not None), None)
+        return getattr(self.owner, self.name)() if found is None else found
 
 
 class CheckpointConnector(Connector):

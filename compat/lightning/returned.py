@@ -9,6 +9,7 @@ import io
 import logging
 import pickle
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 from torch.nn import Module
@@ -75,8 +76,9 @@ def names_used_by(kind: type) -> set[str]:
     for own in kind.__mro__:
         if own.__module__.partition(".")[0] not in (ROOM, "torch", "builtins"):
             for method in vars(own).values():
-                code = getattr(getattr(method, "fget", None) or inspect.unwrap(method), "__code__", None)
-                found.update(code.co_names if code is not None else ())
+                function = getattr(method, "fget", None) or getattr(method, "__func__", method)
+                if isinstance(function, FunctionType):  # and nothing else, whose attributes may be anything
+                    found.update(inspect.unwrap(function).__code__.co_names)
     return found - vars(Module()).keys()
 
 

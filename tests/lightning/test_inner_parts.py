@@ -609,6 +609,21 @@ def test_the_source_of_an_evaluations_data(tmp_path):
     assert found == [(given, True, given)]
 
 
+def test_the_source_of_a_stream_given_as_a_loader(tmp_path):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.ones(4, 2))
+
+    found, given = [], torch.utils.data.DataLoader(Stream(), batch_size=2)  # whose length is not known
+
+    class Asks(Linear):
+        def on_train_epoch_start(self):
+            found.append(self.trainer.fit_loop._data_source.dataloader())
+
+    quiet(tmp_path).fit(Asks(), given)
+    assert found == [given]
+
+
 def test_averaging_by_several_weights_at_once(tmp_path):
     from torch.optim.swa_utils import get_ema_avg_fn, get_ema_multi_avg_fn
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato.compat.lightning as L
 from legato.compat.lightning import returned
@@ -20,6 +20,11 @@ class Data(L.LightningDataModule):
 
     def val_dataloader(self):
         return DataLoader(self.numbers, batch_size=4)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([(torch.ones(2),)] * 4)
 
 
 class Keeps(L.LightningModule):
@@ -89,9 +94,35 @@ def test_attributes_come_back_from_workers(tmp_path):
     assert history._hidden == 1
     assert len(data._same) == 8
     assert trainer.train_dataloader.dataset is data.numbers  # made again: those of the run ended with its processes
+    assert trainer.train_dataloader is trainer.train_dataloader
+    trainer.max_epochs, given = 3, DataLoader(Stream(), batch_size=2)  # whose length is not known
+    trainer.fit(module, given)
+    assert trainer.train_dataloader is given
     assert len(data.numbers) == 8
     assert not hasattr(data, "lock")
-    assert trainer.calls == 1
+    assert trainer.calls == 2
+
+
+def test_names_are_read_of_functions_alone():
+    class Anything:
+        def __getattr__(self, name):  # as `unittest.mock.call` has it, which is wrapped in itself for ever
+            return self
+
+    class Odd:
+        anything = Anything()
+
+        def first(self):
+            self._one = 1
+
+        @staticmethod
+        def second(other):
+            other._two = 2
+
+        @property
+        def third(self):
+            return self._three
+
+    assert returned.names_used_by(Odd) >= {"_one", "_two", "_three"}
 
 
 def test_what_is_too_large_or_leads_to_another_run_stays(monkeypatch):
