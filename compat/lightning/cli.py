@@ -1,5 +1,6 @@
 """LightningCLI: a command line for a module, a data module and a trainer, by jsonargparse where it is installed."""
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -25,6 +26,7 @@ from .module import INSTANTIATOR, LightningDataModule, LightningModule, hyperpar
 from .names import VERSION
 from .rank_zero import rank_zero_warn
 from .trainer import Trainer
+from .tree import ROOT, lightnings_path, stands_for_lightning
 from .utilities import is_overridden, seed_everything
 
 try:
@@ -33,6 +35,9 @@ try:
 except ModuleNotFoundError:
     jsonargparse, ArgumentParser, Namespace = None, object, dict
 
+
+OWN_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
+"""The path of a class of this package, in a config that is written."""
 
 LOADED = early_stopping, monitors, rich_progress, training
 """Modules of callbacks, loaded since jsonargparse finds a class by its bare name only where it is there already."""
@@ -109,6 +114,11 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         """Add the arguments of a scheduler class; a tuple of classes allows all their subclasses."""
         self._add_made_later(lr_scheduler_class, nested_key, "optimizer")
         self.scheduler_keys[nested_key] = (lr_scheduler_class, link_to)
+
+    def dump(self, *args: Any, **kwargs: Any) -> str:
+        """Return a config as text, in which classes of this package have Lightning's paths where these mean it."""
+        text: str = super().dump(*args, **kwargs)
+        return OWN_PATH.sub(lambda found: lightnings_path(found[0]), text) if stands_for_lightning() else text
 
     def _add_made_later(self, kinds: Any, key: str, first: str) -> None:
         options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {first}}

@@ -40,6 +40,19 @@ def find_entry(path: str, name: str) -> tuple[str, Entry] | None:
     return below[0], NAMES[below[0]][name]
 
 
+def stands_for_lightning() -> bool:
+    """Return whether `lightning` means this package in this process."""
+    return getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
+
+
+def lightnings_path(path: str) -> str:
+    """Return the shortest path below `lightning` of a public name of this package; any other path as it is."""
+    name = path.rpartition(".")[2]
+    places = [place for place in {**NAMES, **EXPORTS} if name in names_of(place)]
+    public = sorted((place for place in places if place.startswith("pytorch")), key=lambda place: (len(place), place))
+    return f"lightning.{public[0]}.{name}" if public else path
+
+
 def names_of(path: str) -> list[str]:
     """Return the public names of a module, given as a path below ROOT."""
     return sorted({*NAMES.get(path, {}), *EXPORTS.get(path, "").split()})

@@ -334,3 +334,16 @@ def test_a_subclass_is_built_again_if_it_is_imported(tmp_path):
     assert (type(loaded), loaded.hparams.width) == (Model, 3)
     with pytest.raises(ValueError, match="no imported subclass of Nested"):
         Nested.load_from_checkpoint(path)
+
+
+def test_a_config_names_the_classes_as_lightning_does_where_a_program_means_legato_by_it(tmp_path, monkeypatch):
+    words = ["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=loss", "--trainer.logger=CSVLogger"]
+    words += [f"--trainer.logger.save_dir={tmp_path}", f"--model={__name__}.Model"]
+    cli = LightningCLI(args=[*QUIET, *words], run=False)
+    inner = cli.parser.dump(cli.config)
+    assert yaml.safe_load(inner)["trainer"]["logger"]["class_path"].startswith("legato.compat.lightning.")
+    monkeypatch.setitem(sys.modules, "lightning", sys.modules["legato.compat.lightning"])
+    written = yaml.safe_load(cli.parser.dump(cli.config))
+    assert written["trainer"]["logger"]["class_path"] == "lightning.pytorch.loggers.CSVLogger"
+    assert written["trainer"]["callbacks"][0]["class_path"] == "lightning.pytorch.callbacks.EarlyStopping"
+    assert written["model"]["class_path"] == f"{__name__}.Model"
