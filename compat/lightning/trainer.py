@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +35,10 @@ from .attributes import TrainerAttributes
 from .callbacks.callback import Callback as CallbackOfLightning
 from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
-from .callbacks.model_summary import ModelSummary
+from .callbacks.model_summary import ModelSummary, RichModelSummary
 from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar
+from .callbacks.rich_progress import RichProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
 from .exceptions import MisconfigurationException, require_checkpoint
@@ -375,10 +377,11 @@ class Trainer(TrainerAttributes):
         return CLASSES.get(name) or super().strategy_class(name)
 
     def default_callbacks(self) -> list[tuple[bool, type[Callback], dict[str, Any]]]:
-        """Return the callbacks that the arguments ask for; none of them logs anything."""
+        """Return the callbacks that the arguments ask for, those by rich where it is installed; none logs anything."""
+        by_rich = find_spec("rich") is not None
         return [
-            (self.enable_progress_bar, TQDMProgressBar, {}),
-            (self.enable_model_summary, ModelSummary, {}),
+            (self.enable_progress_bar, RichProgressBar if by_rich else TQDMProgressBar, {}),
+            (self.enable_model_summary, RichModelSummary if by_rich else ModelSummary, {}),
             (self.max_time is not None, Timer, {"duration": self.max_time}),
             (self.enable_checkpointing, ModelCheckpoint, {}),
         ]

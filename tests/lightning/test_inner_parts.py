@@ -13,6 +13,7 @@ from legato.compat.lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
     Timer,
+    TQDMProgressBar,
     WeightAveraging,
 )
 from legato.compat.lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
@@ -276,7 +277,7 @@ def test_counts_of_steps_in_manual_optimization_may_be_advanced(tmp_path):
 
 
 def test_hooks_of_callbacks_may_be_called_with_the_trainer_alone(tmp_path):
-    from legato.compat.lightning.pytorch.callbacks import LearningRateMonitor, TQDMProgressBar
+    from legato.compat.lightning.pytorch.callbacks import LearningRateMonitor
 
     class Clock(Timer):
         def on_train_batch_end(self, trainer, *args, **kwargs):
@@ -377,7 +378,12 @@ def test_each_of_two_processes_counts_its_own_batches_of_an_evaluation(tmp_path,
                 with written.open("a") as file:
                     file.write(f"{trainer.global_rank} {trainer.num_sanity_val_batches} {trainer.sanity_checking}\n")
 
-    options = {"devices": 2, "strategy": "ddp_spawn", "enable_progress_bar": True, "callbacks": [Looks()]}
+    options = {
+        "devices": 2,
+        "strategy": "ddp_spawn",
+        "enable_progress_bar": True,
+        "callbacks": [Looks(), TQDMProgressBar()],
+    }
     trainer = quiet(tmp_path, **options)
     evaluated = torch.utils.data.DataLoader(torch.ones(16, 2), batch_size=2)
     trainer.fit(Evaluated(), loader(), evaluated)

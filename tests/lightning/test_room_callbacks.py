@@ -152,8 +152,9 @@ def test_finders_search_before_the_fit(tmp_path):
             kind(mode="guess")
 
 
-def test_the_callbacks_that_a_trainer_adds(tmp_path):
+def test_the_callbacks_that_a_trainer_adds(tmp_path, monkeypatch):
     callbacks = L.pytorch.callbacks
+    monkeypatch.setattr("legato.compat.lightning.trainer.find_spec", lambda name: None)  # as where rich is missing
     trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", max_time="00:01:00:00", logger=False)
     kinds = [callbacks.TQDMProgressBar, callbacks.ModelSummary, callbacks.Timer, callbacks.ModelCheckpoint]
     assert [type(callback) for callback in trainer.callbacks] == kinds
@@ -162,6 +163,13 @@ def test_the_callbacks_that_a_trainer_adds(tmp_path):
     trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", callbacks=[bar], logger=False)
     assert trainer.progress_bar_callback is bar
     assert not any(isinstance(callback, callbacks.TQDMProgressBar) for callback in trainer.callbacks)
+
+
+def test_bar_and_summary_are_by_rich_where_it_is_installed(tmp_path):
+    pytest.importorskip("rich")
+    trainer = L.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_checkpointing=False)
+    kinds = L.pytorch.callbacks
+    assert [type(callback) for callback in trainer.callbacks] == [kinds.RichProgressBar, kinds.RichModelSummary]
 
 
 @pytest.mark.slow
