@@ -271,7 +271,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             return
         run.loop.doing = "sanity_check"
         run.hooks.call("on_sanity_check_start")
-        self.evaluate("validation", None if batches == -1 else batches)
+        self.evaluate("validation", None if batches in (-1, float("inf")) else batches)
         run.hooks.call("on_sanity_check_end")
         self.callback_metrics, self.logged_metrics, self.progress_bar_metrics = {}, {}, {}
 

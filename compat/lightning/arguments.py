@@ -68,6 +68,8 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         is_count = isinstance(value, float) and value.is_integer() and (value > 1 or name in COUNTS)
         if is_count or isinstance(value, bool):
             found[name] = int(value)  # 10.0 is a count, and True is 1
+    if isinstance(found["val_check_interval"], float) and found["val_check_interval"] == 0.0:
+        found["val_check_interval"] = 1  # no share of an epoch is less than a batch
     root = os.fspath(given["default_root_dir"] or os.getcwd())
     logger = found["logger"]
     found["logger"] = True if logger is None else list(logger) if is_several(logger) else logger

@@ -33,6 +33,9 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     epoch_is_cut = False
     """Whether training has ended within an epoch, which Lightning counts."""
+    in_epoch = False
+    """Whether an epoch of training is under way."""
+    _model_registry = None  # private in Lightning, as the next two are, and read by programs
     logged_ahead = 0
     """Steps by which loggers' x-axis is ahead of the steps done."""
     _own_values: "dict[str, tuple[Tensor, Tensor | None]]"
@@ -97,6 +100,16 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
             in_epoch = int(self.num_training_batches)
         return in_epoch, state.rounds + more, inside
 
+    @property
+    def step_is_ending(self) -> bool:
+        """Whether a step is counted, and its last batch is not: in on_train_batch_end, and in validations of a fit."""
+        run, state = self.run, self.state
+        if run is None or not self.in_epoch or not state.epoch_steps:
+            return False
+        metrics = run.metrics
+        in_hooks = metrics.stage == "train" and metrics.in_step and metrics.step == state.global_step - 1
+        return in_hooks or run.loop.doing == "validation"
+
     def evaluation_batches_done(self, doing: str) -> int:
         """Return how many batches of an evaluation are done."""
         return 0 if self.run is None else self.run.metrics.batches.get(doing, 0)
@@ -106,7 +119,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         """Whether the epoch's last batch is under way, or done."""
         if self.run is None:
             return False
-        return (self.state.rounds > 0 and not self.running) or super().is_last_batch
+        return (self.state.rounds > 0 and not (self.in_epoch or self.epoch_is_cut)) or super().is_last_batch
 
     # --- the run's parts --------------------------------------------------------------------------------------------
     @property
@@ -310,15 +323,13 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def num_sanity_val_batches(self) -> list[int | float]:
         """Batches of each validation loader in the sanity check."""
         most = self.num_sanity_val_steps
-        rounds = float("inf") if most == -1 else -(-most // self.state.replicas)
+        rounds = most if most == float("inf") else -(-most // self.state.replicas)
         return [min(rounds, count) for count in self.num_val_batches]
 
     @property
     def val_check_batch(self) -> int | float | None:
         """After how many batches validation runs; None before a run, and where it runs by time."""
-        if self.run is None or not self.enable_validation:
-            return None
-        if self.run.data.validation_seconds is not None:
+        if self.run is None or self.run.data.validation_seconds is not None:
             return None
         rounds = self.run.data.validation_rounds
         return self.num_training_batches if rounds is None else rounds
@@ -371,6 +382,14 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
     def device_ids(self) -> list[int]:
         """The indices of this machine's devices."""
         return [device.index or index for index, device in enumerate(self.device_list)]
+
+    @property
+    def _detect_anomaly(self) -> bool:
+        return self.detect_anomaly
+
+    @property
+    def _val_check_time_interval(self) -> float | None:
+        return None if self.run is None else self.run.data.validation_seconds
 
     @property
     def precision_plugin(self) -> Precision:

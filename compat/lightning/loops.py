@@ -76,8 +76,8 @@ class StepTracker(TrainerTracker):
         trainer.state.optimizer_steps = value
 
 
-def _tracker(done: int, begun: bool) -> Tracker:
-    return Tracker(done + begun, done, done + begun, done)
+def _tracker(done: int, begun: bool, ending: bool = False) -> Tracker:
+    return Tracker(done + begun, done - ending, done + begun, done)
 
 
 class Loop(OwnParts):
@@ -147,15 +147,16 @@ class FitLoop(Loop):
     @property
     def epoch_progress(self) -> Progress:
         """Epochs done."""
-        done, run = self.trainer.current_epoch, self.trainer.run
-        inside = run is not None and run.loop.open and run.stage == "fit" and not run.loop.ended
-        tracker = EpochTracker(done + inside, done, done + inside, done, self.trainer)
+        trainer, run, done, inside = self.trainer, self.trainer.run, self.trainer.current_epoch, self.trainer.in_epoch
+        in_batch, some = run is not None and run.metrics.in_step, trainer.state.epoch_steps > 0
+        begun, at_end = inside and (in_batch or some), inside and some and not in_batch and trainer.training
+        tracker = EpochTracker(done + inside, done, done + begun, done + at_end, trainer)
         return Progress(tracker, tracker)
 
     @property
     def done(self) -> bool:
         """Whether a limit is reached."""
-        limit, epochs = self.trainer.max_epochs, self.trainer.current_epoch
+        limit, epochs = self.trainer.max_epochs, self.epoch_progress.current.processed
         steps = self.trainer.max_steps
         return (limit not in (None, -1) and epochs >= (limit or 0)) or (
             steps != -1 and self.trainer.global_step >= steps
@@ -230,8 +231,8 @@ class TrainingEpochLoop(Loop):
 
     @property
     def batches_that_stepped(self) -> int:
-        """Batches after which optimizers stepped: the x-axis of logs."""
-        return self.trainer.state.global_step + self.trainer.logged_ahead
+        """Batches after which optimizers stepped: the x-axis of logs. Counted after the hooks of a batch's end."""
+        return self.trainer.state.global_step - self.trainer.step_is_ending + self.trainer.logged_ahead
 
     @property
     def _batches_that_stepped(self) -> int:  # private in Lightning, and read by many programs
@@ -239,7 +240,7 @@ class TrainingEpochLoop(Loop):
 
     @_batches_that_stepped.setter
     def _batches_that_stepped(self, value: int) -> None:
-        self.trainer.logged_ahead = value - self.trainer.state.global_step
+        self.trainer.logged_ahead += value - self.batches_that_stepped
 
     def _should_accumulate(self) -> bool:  # private in Lightning, and asked by programs with steps of their own
         return not self._accumulated_batches_reached() and not self._num_ready_batches_reached()
@@ -273,7 +274,8 @@ class TrainingEpochLoop(Loop):
         """Batches done."""
         trainer = self.trainer
         in_epoch, of_run, begun = trainer.batches_done()
-        return Progress(_tracker(of_run, begun), _tracker(in_epoch, begun), trainer.is_last_batch)
+        ending = trainer.step_is_ending and trainer.training
+        return Progress(_tracker(of_run, begun, ending), _tracker(in_epoch, begun, ending), trainer.is_last_batch)
 
     @property
     def batch_idx(self) -> int:
@@ -293,8 +295,7 @@ class TrainingEpochLoop(Loop):
     @property
     def done(self) -> bool:
         """Whether the epoch's batches are done, or a limit is reached."""
-        current = self.batch_progress.current
-        return current.completed >= self.trainer.num_training_batches or FitLoop(self.trainer).done
+        return self._num_ready_batches_reached() or FitLoop(self.trainer).done
 
 
 class Optimizing(Loop):

@@ -91,6 +91,9 @@ class TrainerState(State):
         """Whether the last call is over."""
         return self.status.stopped
 
+    def __repr__(self) -> str:
+        return f"TrainerState(status={self.status!r}, fn={self.fn!r}, stage={self.stage!r})"
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave the trainer out: processes send the state alone."""
         return {**self.__dict__, "trainer": None}

@@ -7,6 +7,7 @@ from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,6 +73,10 @@ def uncompiled(model: Any) -> Any:
         if name not in vars(module) and overrides(module, Task, name):
             setattr(module, name, model.dynamo_ctx(getattr(module, name)))
     return module
+
+
+def drop(*_: Any) -> None:
+    """Take a value that nobody keeps."""
 
 
 def is_other(first: Any, second: Any) -> bool:
@@ -273,7 +278,7 @@ class Trainer(TrainerAttributes):
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
-        self._show_short_run(arguments, wants_loggers)
+        self._show_arguments(arguments, wants_loggers)
         refuse_same_keys(self.callbacks)
         self.callbacks = self.ordered(self.callbacks)
         self.accelerator = KINDS[self.device_list[0].type]()
@@ -281,8 +286,12 @@ class Trainer(TrainerAttributes):
         self.take_profiler(make_profiler(profiler))
         self.untrained, self._made = set(), True
 
-    def _show_short_run(self, arguments: dict[str, Any], wants_loggers: bool) -> None:
-        """Have what a program asks for under fast_dev_run, though nothing is written, and under overfit_batches."""
+    def _show_arguments(self, arguments: dict[str, Any], wants_loggers: bool) -> None:
+        """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
+        if not self.fast_dev_run:
+            self.max_epochs = arguments["max_epochs"]
+            if self.num_sanity_val_steps == -1:
+                self.num_sanity_val_steps = inf  # type: ignore[assignment]
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
         if self.fast_dev_run and wants_loggers:
@@ -333,7 +342,7 @@ class Trainer(TrainerAttributes):
         kept = ("global_step", "optimizer_steps", "rounds", "samples_seen", "replicas", "seed")
         state = TrainerState(**{name: getattr(last, name) for name in kept}, epoch=self.current_epoch)
         state.fn, state.status = TrainerFn.FITTING, TrainerStatus.RUNNING
-        self.epoch_is_cut, self.has_data = False, True
+        self.epoch_is_cut, self.has_data, self.in_epoch = False, True, False
         return state
 
     def configured(self, task: Task) -> Any:
@@ -444,11 +453,18 @@ class Trainer(TrainerAttributes):
             raise MisconfigurationException(
                 f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
             )
+        self._drop_values()
         super().sanity_check()
+
+    def _drop_values(self) -> None:
+        """Have the run keep no logged values, where the Trainer is a barebones one."""
+        if self.barebones:
+            metrics: Any = self.current_run.metrics
+            metrics.log = metrics.log_dict = drop
 
     def begin_epoch(self) -> None:
         """Begin an epoch, or go on in the middle of one; where a reloaded train_dataloader has no more, end the run."""
-        self.epoch_is_cut = False
+        self.epoch_is_cut, self.in_epoch = False, True
         try:
             super().begin_epoch()
         except StopIteration:
@@ -460,6 +476,7 @@ class Trainer(TrainerAttributes):
             epoch = self.state.epoch
             super().end_epoch()
             self.epoch_is_cut = self.state.epoch == epoch
+        self.in_epoch = False
 
     def is_done(self) -> bool:
         """Return whether the run has reached its end, or that of its data."""
@@ -494,6 +511,7 @@ class Trainer(TrainerAttributes):
 
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Pass once over the loaders; a fit validates under no_grad, within which a step can turn gradients on."""
+        self._drop_values()
         kept = self.inference_mode
         self.inference_mode = kept and self.current_run.stage != "fit"
         try:
@@ -513,6 +531,7 @@ class Trainer(TrainerAttributes):
     ) -> None:
         """Train a module. Files are read with weights_only=True in any case."""
         with self._status(TrainerFn.FITTING):
+            self._choose_limits()
             model, source = uncompiled(model), self._checkpoint(ckpt_path)
             if str(source) in self.untrained:
                 model.load_state_dict(load_file(source, weights_only=True)["state_dict"])
@@ -619,6 +638,13 @@ class Trainer(TrainerAttributes):
             self.state.status = TrainerStatus.INTERRUPTED
             raise
         self.state.status = TrainerStatus.FINISHED
+
+    def _choose_limits(self) -> None:
+        """Choose the limits of epochs that were not given."""
+        if self.max_epochs is None:
+            self.max_epochs = 1000 if self.max_steps == -1 and self.max_time is None else -1
+        if self.min_epochs is None:
+            self.min_epochs = int(self.min_steps is not None)
 
     def _prepare(self, method: str, model: Any, **data: Any) -> None:
         """Tell the strategy the module, and let callbacks search for a setting of the run that is asked for."""

@@ -246,7 +246,6 @@ class Optimization:
             return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure), **options)
         if self.automatic:
             return strategy.optimizer_step(optimizer, closure, **options)
-        self.state.optimizer_steps += 1
         # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
         strategy.reducer.average(optimizer_parameters(optimizer))
         if self.guard is not None:
@@ -256,7 +255,9 @@ class Optimization:
             if optimizer in self.stepped:
                 self.update_scale()
             self.stepped.append(optimizer)
-        return strategy.optimizer_step(optimizer, closure, **options)
+        found = strategy.optimizer_step(optimizer, closure, **options)
+        self.state.optimizer_steps += 1
+        return found
 
     def update_scale(self) -> None:
         """Update the loss scale, once all optimizers have used the scaled gradients.
