@@ -17,6 +17,7 @@ from .checkpoints.left_out import logged_hyperparameters
 from .data.dealing import EvaluationData
 from .errors import TaskError
 from .metrics.reduce import Reduced
+from .optimization.optimizers import ManualOptimizer
 from .state import State
 from .view import TrainerView
 
@@ -163,6 +164,8 @@ class TrainerDefaults(TrainerView):
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     skips_ended_training: ClassVar[bool] = False
     """Whether a fit in which nothing is left to train leaves out the hooks around training."""
+    optimizer_wrapper: ClassVar[type[ManualOptimizer]] = ManualOptimizer
+    """Class of what a task gets from `optimizers()`."""
     logs_hyperparameters: bool = True
     """Whether loggers are given the hyperparameters when a run begins."""
 

@@ -418,7 +418,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "HyperparametersMixin": Entry("same", "legato.tasks.hyperparameters:Hyperparameters", ""),
     },
     "pytorch.core.module": {
-        "MODULE_OPTIMIZERS": Entry("same", ".types_of_modules", ""),
+        "MODULE_OPTIMIZERS": Entry("same", ".optimizers", ""),
         "LightningModule": Entry(
             "adapter",
             ".module",
@@ -427,8 +427,8 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.core.optimizer": {
-        "do_nothing_closure": Entry("same", ".types_of_modules", ""),
-        "LightningOptimizer": Entry("same", "legato.trainer.optimization.optimizers:ManualOptimizer", ""),
+        "do_nothing_closure": Entry("same", ".optimizers", ""),
+        "LightningOptimizer": Entry("same", ".optimizers", ""),
     },
     "pytorch.core.saving": {
         "CHECKPOINT_PAST_HPARAMS_KEYS": Entry("same", ".saving"),

@@ -135,6 +135,10 @@ class Strategy(strategy.Strategy):
         return [] if self.task is None else list(self.task.trainer.lr_scheduler_configs)
 
     @property
+    def _lightning_optimizers(self) -> list[Any]:  # private in Lightning, and read by programs
+        return [] if self.task is None else list(self.task.trainer.manual_optimizers)
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this is rank 0."""
         return self.place.rank == 0

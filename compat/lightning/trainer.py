@@ -53,6 +53,7 @@ from .loggers import (
     folder_below,
 )
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
+from .optimizers import LightningOptimizer
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
@@ -219,6 +220,7 @@ class Trainer(TrainerAttributes):
     reads_streams_whole = True
     marks_output = False
     skips_ended_training = True
+    optimizer_wrapper = LightningOptimizer
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True
     """Whether a train_dataloader that is called again has gone on giving loaders."""

@@ -4,15 +4,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...trainer.optimization.optimizers import ManualOptimizer
-
-MODULE_OPTIMIZERS = torch.optim.Optimizer | ManualOptimizer | list[torch.optim.Optimizer] | list[ManualOptimizer]
 TBroadcast = TypeVar("TBroadcast")
 TReduce = TypeVar("TReduce")
-
-
-def do_nothing_closure() -> None:
-    """Do nothing."""
 
 
 def check_finite_loss(loss: Any) -> None:

@@ -134,3 +134,60 @@ def test_a_barebones_trainer_keeps_no_values(tmp_path):
     trainer.fit(Module(), data, data)
     assert trainer.callback_metrics == trainer.logged_metrics == {}
     assert trainer.validate(Module(), data) == [{}]
+
+
+class GAN:
+    """Two optimizers by hand, of which one does not count; mixed into a module of each package."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization, self.seen = False, []
+        self.generator, self.critic = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        first, second = self.optimizers()
+        second._on_before_step = lambda: self.trainer.profiler.start("optimizer_step")
+        second._on_after_step = lambda: self.trainer.profiler.stop("optimizer_step")
+        for optimizer, part in ((first, self.generator), (second, self.critic)):
+            optimizer.zero_grad()
+            self.manual_backward(part(batch).sum())
+            optimizer.step()
+        self.seen.append((batch_idx, self.global_step))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.generator.parameters(), 0.01), torch.optim.Adam(self.critic.parameters(), 0.01)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_of_two_counts_the_steps():
+    found = []
+    for package in (room, real):
+        module = type("Module", (GAN, package.LightningModule), {})()
+        trainer = package.Trainer(**QUIET, max_steps=5)
+        trainer.fit(module, DataLoader(torch.ones(16, 2), batch_size=2))
+        found.append((module.seen, trainer.global_step))
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_has_lightnings_class_and_torchs():
+    found = []
+    for package in (room, real):
+        kind = package.core.optimizer.LightningOptimizer
+
+        class Module(GAN, package.LightningModule):
+            def on_train_start(self):
+                for one in self.optimizers():
+                    raw = one.optimizer
+                    classes = isinstance(one, kind), isinstance(one, type(raw))  # noqa: B023
+                    found[-1].append((type(one).__name__, one.__class__.__name__, *classes))
+                    assert one._optimizer is raw
+                    assert one.param_groups is raw.param_groups
+                    assert kind._to_lightning_optimizer(one, self.trainer.strategy) is one  # noqa: B023
+                assert self.optimizers()[0] is self.trainer.strategy._lightning_optimizers[0]
+
+        found.append([])
+        package.Trainer(**QUIET, max_steps=1).fit(Module(), DataLoader(torch.ones(4, 2), batch_size=2))
+        plain = kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
+        found[-1].append((type(plain).__name__, isinstance(plain, torch.optim.SGD)))
+    assert found[0] == found[1]

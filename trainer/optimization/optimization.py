@@ -1,7 +1,7 @@
 """Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,6 +30,7 @@ class OptimizingTrainer(Protocol):
     state: State
     strategy: "Strategy"
     callback_metrics: dict[str, Tensor]
+    optimizer_wrapper: ClassVar[type[ManualOptimizer]]
 
     @property
     def agreed_metrics(self) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ class Optimization:
         self.trainer, self.task, self.hooks, self.metrics = trainer, task, hooks, metrics
         self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
-        self.manual_optimizers = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
+        self.manual_optimizers = [trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
         self.own_scheduler_step = overrides(task, Task, "lr_scheduler_step")
@@ -111,7 +112,7 @@ class Optimization:
     def take_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Go on with other optimizers, of the same parameters."""
         self.optimizers[:] = optimizers
-        self.manual_optimizers[:] = [ManualOptimizer(optimizer, self) for optimizer in optimizers]
+        self.manual_optimizers[:] = [self.trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
 
     # --- automatic --------------------------------------------------------------------------------------------------
     def zero_gradients(self, step: StepInput, late: bool = False) -> None:
