@@ -1,7 +1,7 @@
 """Loops: progress of a trainer under the names that programs read; they run nothing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partialmethod
 from typing import Any
 
@@ -12,12 +12,40 @@ from ...trainer.data.combined import CombinedLoader
 from ...trainer.run import LoopState
 from .attributes import TrainerAttributes
 from .connectors import DataLoaderSource
-from .placeholders import OwnParts, UnsupportedError
+from .placeholders import OwnParts, UnsupportedError, refuse_overrides
 from .states import RunningStage, TrainerFn
 
 
+class Counts:
+    """Base of counts: they have a state, which is theirs as a dict."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counts."""
+        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take counts over."""
+        for name, value in state_dict.items():
+            own = getattr(self, name, None)
+            if isinstance(own, Counts):
+                own.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any]) -> Any:
+        """Make an object with these counts."""
+        found = cls()
+        found.load_state_dict(state_dict)
+        return found
+
+
+def _plain(value: Any) -> Any:
+    return value.state_dict() if isinstance(value, Counts) else value
+
+
 @dataclass
-class Tracker:
+class Tracker(Counts):
     """Counts of one kind of thing: how many were made ready, started, processed and completed."""
 
     ready: int = 0
@@ -25,14 +53,31 @@ class Tracker:
     started: int = 0
     processed: int = 0
 
+    def reset(self) -> None:
+        """Set all to 0."""
+        self.ready = self.completed = self.started = self.processed = 0
+
+    def reset_on_restart(self) -> None:
+        """Go back to the number completed."""
+        self.ready = self.started = self.processed = self.completed
+
+    def increment_by(self, n: int) -> None:
+        """Count `n` more."""
+        self.ready, self.completed = self.ready + n, self.completed + n
+        self.started, self.processed = self.started + n, self.processed + n
+
 
 @dataclass
-class Progress:
+class Progress(Counts):
     """Counts over the run, and since the epoch, or the call, began."""
 
     total: Tracker = field(default_factory=Tracker)
     current: Tracker = field(default_factory=Tracker)
-    is_last_batch: bool = False
+
+    @classmethod
+    def from_defaults(cls, tracker_cls: type[Tracker], **kwargs: int) -> Any:
+        """Make an object with the same counts twice."""
+        return cls(tracker_cls(**kwargs), tracker_cls(**kwargs))
 
     def _increment(self, name: str) -> None:
         for tracker in {id(one): one for one in (self.total, self.current)}.values():
@@ -42,6 +87,31 @@ class Progress:
     increment_started = partialmethod(_increment, "started")
     increment_processed = partialmethod(_increment, "processed")
     increment_completed = partialmethod(_increment, "completed")
+
+    def increment_by(self, n: int) -> None:
+        """Count `n` more."""
+        self.total.increment_by(n)
+        self.current.increment_by(n)
+
+    def reset(self) -> None:
+        """Set all to 0."""
+        self.total.reset()
+        self.current.reset()
+
+    def reset_on_run(self) -> None:
+        """Set those of the call to 0."""
+        self.current.reset()
+
+    def reset_on_restart(self) -> None:
+        """Go back to the number completed in the call."""
+        self.current.reset_on_restart()
+
+
+@dataclass
+class BatchProgress(Progress):
+    """Counts of batches."""
+
+    is_last_batch: bool = False
 
 
 @dataclass
@@ -80,12 +150,17 @@ def _tracker(done: int, begun: bool, ending: bool = False) -> Tracker:
     return Tracker(done + begun, done - ending, done + begun, done)
 
 
+CALLED_BY_LIGHTNING = ("run", "advance", "on_run_start", "on_advance_start", "on_advance_end", "on_run_end", "reset")
+"""Methods of a loop that a run of Lightning's calls, and one of Legato's does not."""
+
+
 class Loop(OwnParts):
     """Base of the loops."""
 
     restarting = is_resuming = False
 
     def __init__(self, trainer: TrainerAttributes) -> None:
+        refuse_overrides(self, CALLED_BY_LIGHTNING, "hooks of a callback or of the module change what a run does.")
         self.trainer = trainer
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -270,12 +345,13 @@ class TrainingEpochLoop(Loop):
         return lambda: bool(self._should_check_val_fx(None))
 
     @property
-    def batch_progress(self) -> Progress:
+    def batch_progress(self) -> BatchProgress:
         """Batches done."""
         trainer = self.trainer
         in_epoch, of_run, begun = trainer.batches_done()
         ending = trainer.step_is_ending and trainer.training
-        return Progress(_tracker(of_run, begun, ending), _tracker(in_epoch, begun, ending), trainer.is_last_batch)
+        trackers = _tracker(of_run, begun, ending), _tracker(in_epoch, begun, ending)
+        return BatchProgress(*trackers, trainer.is_last_batch)
 
     @property
     def batch_idx(self) -> int:

@@ -31,7 +31,7 @@ Self = TypeVar("Self", bound="LightningModule")
 DataSelf = TypeVar("DataSelf", bound="LightningDataModule")
 
 
-class _OfClass(classmethod):  # type: ignore[type-arg]
+class OfClass(classmethod):  # type: ignore[type-arg]
     """A class method that an object refuses to call, since it would leave the object as it is."""
 
     def __get__(self, instance: Any, kind: Any = None) -> Any:
@@ -392,7 +392,7 @@ class LightningModule(InitialHyperparameters, Task):
                 del module.__dict__["_is_exported"]
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
-    @_OfClass
+    @OfClass
     def load_from_checkpoint(
         cls: type[Self],
         checkpoint_path: Any,
@@ -461,7 +461,7 @@ class LightningDataModule(InitialHyperparameters, DataModule):
             for stage, method in (("Train", "train"), ("Validation", "val"), ("Test", "test"), ("Predict", "predict"))
         )
 
-    @_OfClass
+    @OfClass
     def load_from_checkpoint(
         cls: type[DataSelf],
         checkpoint_path: Any,

@@ -26,23 +26,25 @@ VERSION = "2.6.6"
 
 NAMES: dict[str, dict[str, Entry]] = {
     "fabric.accelerators.cuda": {
+        "CUDAAccelerator": Entry("adapter", ".accelerators"),
+        "is_cuda_available": Entry("same", "torch.cuda:is_available"),
         "find_usable_cuda_devices": Entry("same", ".accelerators", ""),
         "num_cuda_devices": Entry("same", ".utilities"),
     },
     "fabric.plugins.io.checkpoint_io": {
         "CheckpointIO": Entry(
-            "placeholder",
-            "",
-            "Checkpoints are directories in Legato's format, written whole or not at all; subclass "
-            "ModelCheckpoint to change where and when.",
+            "adapter",
+            ".strategies",
+            "A Trainer is given none: checkpoints are directories in Legato's format, written whole or not at all; "
+            "subclass ModelCheckpoint to change where and when.",
         ),
     },
     "fabric.plugins.io.torch_io": {
         "TorchCheckpointIO": Entry(
-            "placeholder",
-            "",
-            "Checkpoints are directories in Legato's format, written whole or not at all; subclass "
-            "ModelCheckpoint to change where and when.",
+            "adapter",
+            ".strategies",
+            "A Trainer is given none: checkpoints are directories in Legato's format, written whole or not at all; "
+            "subclass ModelCheckpoint to change where and when.",
         ),
     },
     "fabric.plugins.io.xla": {
@@ -113,12 +115,14 @@ NAMES: dict[str, dict[str, Entry]] = {
         "apply_to_collection": Entry("same", ".utilities"),
     },
     "fabric.utilities.cloud_io": {
+        "_atomic_save": Entry("same", ".inner_functions:atomic_save"),
         "get_filesystem": Entry("same", ".utilities"),
         "_load": Entry("same", ".utilities:load_file"),
         "_is_local_file_protocol": Entry("same", ".utilities:is_local_file_protocol"),
         "_is_dir": Entry("same", ".utilities:is_dir"),
     },
     "fabric.utilities.data": {
+        "_set_sampler_epoch": Entry("same", ".inner_functions:set_sampler_epoch"),
         "has_iterable_dataset": Entry("same", ".utilities"),
         "sized_len": Entry("same", ".utilities"),
         "has_len": Entry("same", ".utilities"),
@@ -126,6 +130,12 @@ NAMES: dict[str, dict[str, Entry]] = {
         "AttributeDict": Entry("same", ".module"),
     },
     "fabric.utilities.distributed": {
+        "_sync_ddp": Entry("same", ".inner_functions:sync_ddp"),
+        "_sync_ddp_if_available": Entry("same", ".inner_functions:sync_ddp_if_available"),
+        "_all_gather_ddp_if_available": Entry("same", ".inner_functions:all_gather_ddp_if_available"),
+        "_get_default_process_group_backend_for_device": Entry("same", ".inner_functions:default_backend"),
+        "_suggested_max_num_threads": Entry("same", ".inner_functions:suggested_threads"),
+        "_gather_all_tensors": Entry("same", "torchmetrics.utilities.distributed:gather_all_tensors"),
         "group": Entry("same", ".utilities"),
         "is_shared_filesystem": Entry("same", ".utilities"),
         "DistributedSamplerWrapper": Entry("same", ".utilities"),
@@ -149,6 +159,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "LightningEnum": Entry("same", ".utilities"),
     },
     "fabric.utilities.rank_zero": {
+        "_get_rank": Entry("same", ".utilities:launched_rank"),
         "rank_zero_deprecation": Entry("same", ".rank_zero"),
         "rank_zero_info": Entry("same", ".rank_zero"),
         "rank_zero_warn": Entry("same", ".rank_zero"),
@@ -164,6 +175,8 @@ NAMES: dict[str, dict[str, Entry]] = {
         "WarningCache": Entry("same", ".rank_zero"),
     },
     "fabric.utilities.seed": {
+        "_collect_rng_states": Entry("same", ".inner_functions:collect_rng_states"),
+        "_set_rng_states": Entry("same", ".inner_functions:set_rng_states"),
         "max_seed_value": Entry("same", ".utilities"),
         "min_seed_value": Entry("same", ".utilities"),
         "seed_everything": Entry("same", ".utilities"),
@@ -427,10 +440,13 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.core.optimizer": {
+        "_init_optimizers_and_lr_schedulers": Entry("same", ".inner_functions:init_optimizers"),
         "do_nothing_closure": Entry("same", ".optimizers", ""),
         "LightningOptimizer": Entry("same", ".optimizers", ""),
     },
     "pytorch.core.saving": {
+        "_load_state": Entry("same", ".inner_functions:load_state"),
+        "pl_load": Entry("same", ".utilities:load_file"),
         "CHECKPOINT_PAST_HPARAMS_KEYS": Entry("same", ".saving"),
         "update_hparams": Entry("same", ".saving"),
         "load_hparams_from_tags_csv": Entry("same", ".saving"),
@@ -522,6 +538,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.loops.fit_loop": {
+        "_FitLoop": Entry("adapter", ".loops:FitLoop", "It has the progress to read, and runs nothing."),
         "RestartStage": Entry(
             "placeholder",
             "",
@@ -530,6 +547,9 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.loops.optimization.automatic": {
+        "_AutomaticOptimization": Entry(
+            "adapter", ".loops:Optimizing", "It has the progress to read, and runs nothing."
+        ),
         "ClosureResult": Entry(
             "placeholder",
             "",
@@ -558,6 +578,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.loops.optimization.manual": {
+        "_ManualOptimization": Entry("adapter", ".loops:Optimizing", "It has the progress to read, and runs nothing."),
         "ManualResult": Entry(
             "placeholder",
             "",
@@ -566,6 +587,9 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.loops.training_epoch_loop": {
+        "_TrainingEpochLoop": Entry(
+            "adapter", ".loops:TrainingEpochLoop", "It has the progress to read, and runs nothing."
+        ),
         "RestartStage": Entry(
             "placeholder",
             "",
@@ -574,22 +598,15 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.loops.utilities": {
+        "_is_max_limit_reached": Entry("same", ".inner_functions:is_max_limit_reached"),
         "check_finite_loss": Entry("same", ".types_of_modules", ""),
     },
     "pytorch.overrides.distributed": {
         "prepare_for_backward": Entry(
             "placeholder", "", "Strategy ddp prepares for backward itself: return the loss, or call manual_backward."
         ),
-        "UnrepeatedDistributedSampler": Entry(
-            "placeholder",
-            "",
-            "Every sample is evaluated and predicted once on any number of processes: give the plain loader.",
-        ),
-        "UnrepeatedDistributedSamplerWrapper": Entry(
-            "placeholder",
-            "",
-            "Every sample is evaluated and predicted once on any number of processes: give the plain loader.",
-        ),
+        "UnrepeatedDistributedSampler": Entry("same", ".inner_functions"),
+        "UnrepeatedDistributedSamplerWrapper": Entry("same", ".inner_functions"),
     },
     "pytorch.plugins.io.async_plugin": {
         "AsyncCheckpointIO": Entry(
@@ -818,6 +835,7 @@ NAMES: dict[str, dict[str, Entry]] = {
         "to_uncompiled": Entry("same", ".utilities"),
     },
     "pytorch.utilities.data": {
+        "_is_dataloader_shuffled": Entry("same", ".inner_functions:is_shuffled"),
         "BType": Entry("same", ".types"),
         "extract_batch_size": Entry("same", ".utilities"),
         "has_len_all_ranks": Entry(
@@ -881,6 +899,8 @@ NAMES: dict[str, dict[str, Entry]] = {
         ),
     },
     "pytorch.utilities.model_helpers": {
+        "_ModuleMode": Entry("same", ".inner_functions:ModuleMode"),
+        "_restricted_classmethod": Entry("same", ".module:OfClass"),
         "is_overridden": Entry("same", ".utilities"),
         "get_torchvision_model": Entry("same", ".utilities"),
     },
@@ -979,6 +999,73 @@ NAMES: dict[str, dict[str, Entry]] = {
     "fabric.utilities.imports": {
         "package_available": Entry("same", ".utilities"),
     },
+    "pytorch.loops.prediction_loop": {
+        "_PredictionLoop": Entry("adapter", ".loops:PredictionLoop", "It has the progress to read, and runs nothing."),
+    },
+    "pytorch.loops.loop": {
+        "_Loop": Entry("adapter", ".loops:Loop", "It has the progress to read, and runs nothing."),
+    },
+    "pytorch.loops.progress": {
+        "_BaseProgress": Entry("same", ".loops:Counts"),
+        "_Progress": Entry("same", ".loops:Progress"),
+        "_BatchProgress": Entry("same", ".loops:BatchProgress"),
+        "_ReadyCompletedTracker": Entry("same", ".loops:Tracker"),
+        "_StartedTracker": Entry("same", ".loops:Tracker"),
+        "_ProcessedTracker": Entry("same", ".loops:Tracker"),
+    },
+    "fabric.utilities.optimizer": {
+        "_optimizer_to_device": Entry("same", ".inner_functions:optimizer_to_device"),
+        "_optimizers_to_device": Entry("same", ".inner_functions:optimizers_to_device"),
+    },
+    "fabric.utilities.init": {
+        "_has_meta_device_parameters_or_buffers": Entry("same", ".inner_functions:has_meta_device"),
+    },
+    "fabric.plugins.precision.utils": {
+        "_convert_fp_tensor": Entry("same", ".inner_functions:convert_fp_tensor"),
+    },
+    "fabric.accelerators.accelerator": {
+        "Accelerator": Entry("adapter", ".accelerators", "Kinds of devices of one's own are refused."),
+    },
+    "fabric.accelerators.cpu": {
+        "CPUAccelerator": Entry("adapter", ".accelerators"),
+    },
+    "fabric.accelerators.mps": {
+        "MPSAccelerator": Entry("adapter", ".accelerators"),
+    },
+    "pytorch.trainer.call": {
+        "_call_callback_hooks": Entry("same", ".inner_functions:call_callback_hooks"),
+        "_call_lightning_module_hook": Entry("same", ".inner_functions:call_module_hook"),
+        "_call_lightning_datamodule_hook": Entry("same", ".inner_functions:call_datamodule_hook"),
+        "_call_strategy_hook": Entry("same", ".inner_functions:call_strategy_hook"),
+        "_call_callbacks_state_dict": Entry("same", ".inner_functions:callbacks_state_dict"),
+    },
+    "pytorch.plugins.precision": {
+        "PrecisionPlugin": Entry("adapter", ".plugins:Precision"),
+        "MixedPrecisionPlugin": Entry("adapter", ".plugins:MixedPrecision"),
+        "DoublePrecisionPlugin": Entry("adapter", ".plugins:DoublePrecision"),
+        "HalfPrecisionPlugin": Entry("adapter", ".plugins:HalfPrecision"),
+        "FSDPPrecisionPlugin": Entry("adapter", ".plugins:FSDPPrecision"),
+        "FSDPMixedPrecisionPlugin": Entry("adapter", ".plugins:FSDPPrecision"),
+    },
+    "pytorch._graveyard.tpu": {
+        "TPUAccelerator": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
+        "SingleTPUStrategy": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'."
+        ),
+    },
+    "pytorch._graveyard.hpu": {
+        "HPUAccelerator": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on HPUs: say accelerator='auto'."
+        ),
+        "HPUParallelStrategy": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on HPUs: say accelerator='auto'."
+        ),
+        "SingleHPUStrategy": Entry(
+            "placeholder", "", "Legato runs on CPU, CUDA and MPS devices, not on HPUs: say accelerator='auto'."
+        ),
+    },
     "pytorch.utilities.apply_func": {
         "apply_to_collection": Entry("same", ".utilities"),
         "move_data_to_device": Entry("same", ".utilities"),
@@ -1016,6 +1103,7 @@ EXPORTS: dict[str, str] = {
     """,
     "pytorch.accelerators": """
         find_usable_cuda_devices Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator
+        TPUAccelerator HPUAccelerator
     """,
     "pytorch.callbacks": """
         BatchSizeFinder Callback Checkpoint DeviceStatsMonitor EarlyStopping BackboneFinetuning
@@ -1034,6 +1122,8 @@ EXPORTS: dict[str, str] = {
         CheckpointIO ClusterEnvironment TorchCheckpointIO XLACheckpointIO AsyncCheckpointIO LayerSync
         TorchSyncBatchNorm MixedPrecision BitsandbytesPrecision DeepSpeedPrecision DoublePrecision
         FSDPPrecision HalfPrecision Precision TransformerEnginePrecision XLAPrecision
+        PrecisionPlugin MixedPrecisionPlugin DoublePrecisionPlugin HalfPrecisionPlugin FSDPPrecisionPlugin
+        FSDPMixedPrecisionPlugin
     """,
     "pytorch.plugins.environments": """
         ClusterEnvironment KubeflowEnvironment LightningEnvironment LSFEnvironment MPIEnvironment
@@ -1048,7 +1138,8 @@ EXPORTS: dict[str, str] = {
     "pytorch.serve": "ServableModule ServableModuleValidator",
     "pytorch.strategies": """
         DDPStrategy DeepSpeedStrategy FSDPStrategy ModelParallelStrategy ParallelStrategy
-        SingleDeviceStrategy SingleDeviceXLAStrategy Strategy XLAStrategy
+        SingleDeviceStrategy SingleDeviceXLAStrategy Strategy XLAStrategy SingleTPUStrategy HPUParallelStrategy
+        SingleHPUStrategy
     """,
     "pytorch.trainer": "seed_everything Trainer",
     "pytorch.tuner": "Tuner",
@@ -1068,14 +1159,28 @@ EXPORTS: dict[str, str] = {
         rank_zero_only rank_zero_info rank_zero_warn rank_zero_debug rank_zero_deprecation
         LightningDeprecationWarning rank_prefixed_message WarningCache
     """,
-    "fabric": "Fabric seed_everything",
+    "fabric": "Fabric seed_everything disable_possible_user_warnings package_available",
+    "fabric.accelerators": """
+        Accelerator CPUAccelerator CUDAAccelerator MPSAccelerator XLAAccelerator find_usable_cuda_devices
+        _register_classes
+    """,
+    "fabric.plugins": "CheckpointIO ClusterEnvironment TorchCheckpointIO XLACheckpointIO",
+    "fabric.plugins.environments": """
+        ClusterEnvironment KubeflowEnvironment LightningEnvironment LSFEnvironment MPIEnvironment
+        SLURMEnvironment TorchElasticEnvironment XLAEnvironment
+    """,
+    "fabric.plugins.io": "CheckpointIO TorchCheckpointIO XLACheckpointIO",
+    "pytorch.loops": "_EvaluationLoop _FitLoop _Loop _PredictionLoop _TrainingEpochLoop",
+    "pytorch.loops.optimization": "_AutomaticOptimization _ManualOptimization",
+    "pytorch.plugins.io.torch_plugin": "TorchCheckpointIO",
+    "pytorch.plugins.io.checkpoint_plugin": "CheckpointIO",
     "fabric.utilities": """
         disable_possible_user_warnings is_shared_filesystem measure_flops move_data_to_device
         suggested_max_num_workers LightningEnum rank_zero_deprecation rank_zero_info rank_zero_only rank_zero_warn
         apply_to_collection
     """,
     "pytorch.utilities.warnings": "PossibleUserWarning",
-    "pytorch.utilities.seed": "seed_everything reset_seed pl_worker_init_function",
+    "pytorch.utilities.seed": "seed_everything reset_seed pl_worker_init_function _collect_rng_states _set_rng_states",
     "pytorch.utilities.cloud_io": "get_filesystem _load _is_local_file_protocol",
     "pytorch.utilities.distributed": "rank_zero_only rank_zero_info rank_zero_warn rank_zero_deprecation",
     "pytorch.core.saving": "get_filesystem",
@@ -1085,6 +1190,9 @@ EXPORTS: dict[str, str] = {
 }
 
 INTERNAL = """
+    fabric._graveyard fabric._graveyard.tpu fabric.utilities.consolidate_checkpoint pytorch._graveyard
+    pytorch._graveyard._torchmetrics pytorch._graveyard.precision pytorch.utilities.consolidate_checkpoint
+    pytorch.__about__ fabric.__about__
     fabric.accelerators.accelerator fabric.accelerators.cpu fabric.accelerators.mps fabric.accelerators.registry
     fabric.accelerators.xla fabric.cli fabric.connector fabric.loggers fabric.loggers.csv_logs fabric.loggers.logger
     fabric.loggers.tensorboard fabric.plugins.collectives fabric.plugins.collectives.collective
@@ -1130,6 +1238,7 @@ IMPORTED = {
     "functools": "lru_cache partial update_wrapper",
     "io": "BytesIO",
     "pathlib": "Path",
+    "lightning_utilities.core.imports": "RequirementCache compare_version module_available",
     "rich": "get_console reconfigure",
     "rich.console": "Console",
     "rich.progress": "BarColumn Progress ProgressColumn Task TaskID TextColumn",
@@ -1139,12 +1248,13 @@ IMPORTED = {
     "torch.nn": "Module ModuleDict Parameter",
     "torch.optim": "LBFGS Optimizer",
     "torch.optim.lr_scheduler": "LRScheduler",
-    "torch.optim.swa_utils": "SWALR AveragedModel",
+    "torch.optim.swa_utils": "SWALR AveragedModel get_ema_avg_fn",
     "torch.utils.data": "BatchSampler DataLoader Dataset DistributedSampler IterableDataset RandomSampler Sampler "
     "SequentialSampler",
     "torchmetrics": "Metric MetricCollection",
     "tqdm": "tqdm",
-    "typing": "Any Callable Generic IO Literal Optional Protocol TextIO TypeVar Union cast get_args overload",
+    "typing": "TYPE_CHECKING Any Callable Concatenate Generic IO Literal Optional ParamSpec Protocol TextIO "
+    "TypeGuard TypeVar Union cast get_args overload runtime_checkable",
     "typing_extensions": "NotRequired Required Self TypedDict override",
     "weakref": "proxy",
 }

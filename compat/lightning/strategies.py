@@ -1,5 +1,6 @@
 """Strategies with Lightning's arguments and attributes, on Legato's."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -97,9 +98,9 @@ class Strategy(strategy.Strategy):
         return {} if self.lightning_module is None else self.lightning_module.state_dict()
 
     @property
-    def checkpoint_io(self) -> "Files":
+    def checkpoint_io(self) -> "TorchCheckpointIO":
         """Reads and writes files in Lightning's form."""
-        return Files()
+        return TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a dict as torch.save does, whole or not at all, on rank 0."""
@@ -273,7 +274,26 @@ class Strategy(strategy.Strategy):
         return self.device if self.device.type != "cpu" else nullcontext()
 
 
-class Files:
+class CheckpointIO(ABC):
+    """Base of what reads and writes files; a Trainer is given none, since Legato writes its checkpoints itself."""
+
+    @abstractmethod
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write a checkpoint's contents."""
+
+    @abstractmethod
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return a checkpoint's contents."""
+
+    @abstractmethod
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint."""
+
+    def teardown(self) -> None:  # noqa: B027 (a subclass may do without)
+        """Leave nothing behind."""
+
+
+class TorchCheckpointIO(CheckpointIO):
     """Reads and writes files in Lightning's form, for programs that hold a checkpoint's contents themselves."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:

@@ -1,10 +1,14 @@
 """Modules made from the table of names, so that each of Lightning's public modules can be imported."""
 
+import operator
+import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from logging import getLogger
 from pathlib import Path
@@ -24,6 +28,8 @@ MODULES = _FILLED | ABOVE
 
 CONSTANTS = {"_IS_INTERACTIVE": hasattr(sys, "ps1"), "_IS_WINDOWS": sys.platform == "win32"}
 """Private constants that several modules of Lightning's have."""
+VERSION_ASKED = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(?:_\d+)*)")
+"""Private constants that tell of a version, such as _TORCH_GREATER_EQUAL_2_1."""
 
 resolved: dict[str, Entry] = {}
 """The names that the program has asked for, by full path: `pytorch.callbacks.timer.Timer`."""
@@ -110,13 +116,28 @@ def _internal(path: str, name: str) -> Any:
         return getLogger(f"lightning.{path}")
     if name.endswith("_AVAILABLE"):
         return find_spec(name.removesuffix("_AVAILABLE").strip("_").lower()) is not None
-    if name.startswith("_TORCH_GREATER_EQUAL"):
-        return True  # Legato's oldest torch is newer than what Lightning asks after
+    asked = VERSION_ASKED.fullmatch(name)
+    if asked is not None:
+        return _compare(*asked.groups())
+    if name == "warning_cache":
+        return import_module(".rank_zero", ROOT).WarningCache()
     inner = path in _INTERNAL or path.startswith("fabric")
     if not inner and (not name.startswith("_") or name.isupper()):
         raise AttributeError(f"module 'lightning{path and '.' + path}' has no public name {name!r}")
     way_out = "It is a part of Lightning's inner workings, and Legato has other ones; use the public names."
     return make_placeholder(f"{ROOT}.{path}", name, way_out)
+
+
+def _compare(package: str, relation: str, number: str) -> bool:
+    """Return whether a package's version, or Python's, stands in a relation to a number such as "2_1_0"."""
+    try:
+        own = platform.python_version() if package == "PYTHON" else version(package.lower())
+    except PackageNotFoundError:
+        return False
+    wanted = [int(part) for part in number.split("_")]
+    found = [int(part) for part in re.findall(r"\d+", own)[: len(wanted)]]
+    compare = {"GREATER_EQUAL": operator.ge, "LESS_EQUAL": operator.le, "EQUAL": operator.eq}[relation]
+    return bool(compare(found, wanted))
 
 
 def fill(module_name: str) -> None:

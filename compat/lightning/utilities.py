@@ -78,7 +78,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     if not min_seed_value <= seed <= max_seed_value:
         raise ValueError(f"{seed} is not in bounds, numpy accepts from {min_seed_value} to {max_seed_value}")
     if verbose:
-        log.info(rank_prefixed_message(f"Seed set to {seed}", _launched_rank()))
+        log.info(rank_prefixed_message(f"Seed set to {seed}", launched_rank()))
     set_variable("PL_GLOBAL_SEED", str(seed))
     set_variable("PL_SEED_WORKERS", str(int(workers)))
     random.seed(seed)
@@ -87,7 +87,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return seed
 
 
-def _launched_rank() -> int | None:
+def launched_rank() -> int | None:
+    """Return the rank that a launcher's variables give this process; None without a launcher."""
     return next((int(rank) for rank in map(get_variable, ("RANK", "LOCAL_RANK", "SLURM_PROCID")) if rank), None)
 
 
