@@ -100,9 +100,13 @@ class WeightAveraging(Callback):
 
     def on_fit_end(self, trainer: "Trainer", task: "Task") -> None:
         """Leave the averages in the task."""
+        self.leave_averages(task)
+        self._unsharded = {name: _full_tensor(average).cpu() for name, average in self.averages.items()}
+
+    def leave_averages(self, task: "Task") -> None:
+        """Let the task hold the averages for good."""
         self._swap_in(task)
         self._trained = {}
-        self._unsharded = {name: _full_tensor(average).cpu() for name, average in self.averages.items()}
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Leave the trained weights in the task."""

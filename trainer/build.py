@@ -671,7 +671,11 @@ def require_batches(data: EvaluationData, name: str) -> None:
 
 
 def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
-    """Call on_load_checkpoint of the task, which may turn the contents into what callbacks know; then theirs."""
+    """Call on_load_checkpoint of the task, which may turn the contents into what callbacks know; then theirs.
+
+    Both find the weights that the trainer takes.
+    """
+    saved["state_dict"] = call.trainer.weights_of(saved)
     for hook in call.hooks.of_task["on_load_checkpoint"] + call.hooks.of_callbacks["on_load_checkpoint"]:
         hook(saved)
 

@@ -4,7 +4,7 @@ A Trainer for programs that were written for another library overrides these; th
 and help() show the docstring of the class for the Trainer, which has none of its own.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -224,6 +224,10 @@ class TrainerDefaults(TrainerView):
             (self.max_time is not None, known.Timer, {"duration": self.max_time}),
             (self.enable_checkpointing, known.Checkpoint, {}),
         ]
+
+    def weights_of(self, saved: Mapping[str, Any]) -> Any:
+        """Return the weights of a checkpoint from which a run begins."""
+        return saved.get("state_dict")
 
     def new_run_dir(self) -> Path | None:
         """Return the directory of a new run, made now; None where nothing is to be written."""

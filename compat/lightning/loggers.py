@@ -20,6 +20,7 @@ from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...trainer.loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
+from .aliases import alias, item
 from .placeholders import UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn
 from .utilities import get_filesystem, package_available
@@ -32,12 +33,6 @@ def folder_below(root: str | Path, logger: Any) -> str:
     """Return the folder that Lightning names by a logger's save_dir (or `root`), name and version."""
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     return os.path.join(logger.save_dir or root, str(logger.name), version)
-
-
-def named(path: str) -> Any:
-    """Return a property that reads an attribute, or an item of a dict, by another name."""
-    owner, _, key = path.partition(".")
-    return property(lambda logger: getattr(logger, owner).get(key) if key else getattr(logger, owner))
 
 
 class WithoutFiles:
@@ -144,18 +139,6 @@ class DummyLogger(Logger):
         return lambda *args, **kwargs: None
 
 
-def part_of(owner: str, name: str) -> Any:
-    """Return a property that is an attribute of an attribute, `owner.name`."""
-
-    def read(logger: Any) -> Any:
-        return getattr(getattr(logger, owner), name)
-
-    def assign(logger: Any, value: Any) -> None:
-        setattr(getattr(logger, owner), name, value)
-
-    return property(read, assign)
-
-
 class FolderOfLogger(LogFolder):
     """The folder of a logger, made of the logger's attributes, which subclasses override as properties.
 
@@ -195,16 +178,9 @@ class FolderParts:
 
     folder: LogFolder | None
     prefix: str
-    _save_dir, _name, _version = (part_of("folder", name) for name in ("save_dir", "name", "_version"))
-    _root_dir = part_of("folder", "root_dir")
-
-    @property
-    def _prefix(self) -> str:
-        return self.prefix
-
-    @_prefix.setter
-    def _prefix(self, value: str) -> None:
-        self.prefix = value
+    _save_dir, _name, _version, _root_dir, _prefix = map(
+        alias, ("folder.save_dir", "folder.name", "folder._version", "folder.root_dir", "prefix")
+    )
 
     @property
     def _fs(self) -> Any:
@@ -237,13 +213,8 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
 
     group_separator = "/"
 
-    @property
-    def _experiment(self) -> Any:  # private in Lightning, and asked by programs whether it is open
-        return self._writer
-
-    @_experiment.setter
-    def _experiment(self, value: Any) -> None:
-        self._writer = value
+    # private in Lightning, and read by programs
+    _experiment, _kwargs, _sub_dir = alias("_writer"), alias("_writer_options"), alias("sub_dir")
 
     @staticmethod
     def _sanitize_params(params: Any) -> dict[str, Any]:  # private in Lightning, and called by programs
@@ -416,7 +387,7 @@ class MLFlowLogger(WithoutFiles, mlflow.MLFlowLogger):
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
     # private in Lightning, and read by subclasses
-    _prefix, _tracking_uri, _mlflow_client, _log_batch_kwargs = map(named, ("prefix", "_uri", "_client", "_options"))
+    _prefix, _tracking_uri, _mlflow_client, _log_batch_kwargs = map(alias, ("prefix", "_uri", "_client", "_options"))
     _initialized = property(lambda logger: logger._client is not None)
     _checkpoint_callback: Any = None
 
@@ -452,7 +423,8 @@ class WandbLogger(WithoutFiles, wandb.WandbLogger):
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
     # private in Lightning, and read by subclasses
-    _prefix, _wandb_init, _project, _id = map(named, ("prefix", "_init", "_init.project", "_init.id"))
+    _prefix, _wandb_init = alias("prefix"), alias("_init")
+    _project, _id = item("_init", "project"), item("_init", "id")
 
     def __init__(  # noqa: PLR0913
         self,

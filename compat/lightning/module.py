@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
+from ...trainer.checkpoints import store
+from ...trainer.checkpoints.convert import averaged_weights
 from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
 from ...trainer.errors import ConfigError
-from .checkpoint_files import load_file
+from .checkpoint_files import is_checkpoint, load_file
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .placeholders import UnsupportedError
@@ -410,6 +412,10 @@ class LightningModule(InitialHyperparameters, Task):
             saved = load_file(checkpoint_path, map_location, weights_only=weights_only is not False)
             return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
         require_checkpoint(checkpoint_path)
+        if is_checkpoint(checkpoint_path):
+            saved = store.read_checkpoint(Path(checkpoint_path))
+            saved["state_dict"] = averaged_weights(saved)
+            return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
         found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
         return found
 

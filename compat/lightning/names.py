@@ -363,7 +363,7 @@ NAMES: dict[str, dict[str, Entry]] = {
     "pytorch.callbacks.stochastic_weight_avg": {
         "StochasticWeightAveraging": Entry(
             "better",
-            ".callbacks.training",
+            ".callbacks.averaging",
             "The averages are in checkpoints, so that an interrupted run ends with the same weights; batch norms "
             "are measured by one pass without the hooks and logs of an epoch.",
         ),
@@ -387,15 +387,15 @@ NAMES: dict[str, dict[str, Entry]] = {
     "pytorch.callbacks.weight_averaging": {
         "WeightAveraging": Entry(
             "better",
-            ".callbacks.training",
-            "A checkpoint has the trained weights as the model's and the averages as the callback's state; "
-            "validation and test use the averages. A batch norm's count of batches is not averaged.",
+            ".callbacks.averaging",
+            "A validation before the first update measures the trained weights, not the first ones. A batch norm's "
+            "count of batches is not averaged.",
         ),
         "EMAWeightAveraging": Entry(
             "better",
-            ".callbacks.training",
-            "A checkpoint has the trained weights as the model's and the averages as the callback's state; "
-            "validation and test use the averages. A batch norm's count of batches is not averaged.",
+            ".callbacks.averaging",
+            "A validation before the first update measures the trained weights, not the first ones. A batch norm's "
+            "count of batches is not averaged.",
         ),
     },
     "pytorch.cli": {

@@ -1,7 +1,7 @@
 """Trainer, with Lightning's arguments, defaults and methods."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -16,6 +16,7 @@ import torch
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...tasks.task import Task
+from ...trainer.checkpoints.convert import averaged_weights
 from ...trainer.checkpoints.left_out import plain_containers
 from ...trainer.checkpoints.saver import Saver
 from ...trainer.checkpoints.store import newest_complete
@@ -38,7 +39,7 @@ from .callbacks.finders import Finder
 from .callbacks.model_checkpoint import ModelCheckpoint
 from .callbacks.model_summary import ModelSummary, RichModelSummary
 from .callbacks.monitors import Timer
-from .callbacks.progress import TQDMProgressBar
+from .callbacks.progress import TQDMProgressBar, refuse_bars
 from .callbacks.rich_progress import RichProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CheckpointConnector, LoggerConnector
@@ -275,20 +276,20 @@ class Trainer(TrainerAttributes):
         arguments = read_arguments({name: one for name, one in locals().items() if name not in ("self", "__class__")})
         if arguments["logger"] is True:
             arguments["logger"] = TensorBoardLogger(arguments["default_root_dir"], "lightning_logs")
-        wants_loggers = bool(arguments["logger"])
         set_benchmark(benchmark, deterministic)
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
-        self._show_arguments(arguments, wants_loggers)
+        self._show_arguments(arguments)
         refuse_same_keys(self.callbacks)
+        refuse_bars(self.callbacks, self.enable_progress_bar)
         self.callbacks = self.ordered(self.callbacks)
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
         self.untrained, self._made = set(), True
 
-    def _show_arguments(self, arguments: dict[str, Any], wants_loggers: bool) -> None:
+    def _show_arguments(self, arguments: dict[str, Any]) -> None:
         """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
         if not self.fast_dev_run:
             self.max_epochs = arguments["max_epochs"]
@@ -296,7 +297,7 @@ class Trainer(TrainerAttributes):
                 self.num_sanity_val_steps = inf  # type: ignore[assignment]
         if self.overfit_batches:
             self.limit_train_batches = self.limit_val_batches = self.overfit_batches
-        if self.fast_dev_run and wants_loggers:
+        if self.fast_dev_run and arguments["logger"]:
             self.loggers = [DummyLogger()]
         if self.fast_dev_run and arguments["enable_checkpointing"]:
             given = [one for one in arguments["callbacks"] if isinstance(one, ModelCheckpoint)]
@@ -396,6 +397,10 @@ class Trainer(TrainerAttributes):
             (self.max_time is not None, Timer, {"duration": self.max_time}),
             (self.enable_checkpointing, ModelCheckpoint, {}),
         ]
+
+    def weights_of(self, saved: Mapping[str, Any]) -> Any:
+        """Return the averages of a run that averaged its weights, unless a callback of this run goes on with them."""
+        return averaged_weights(saved, [one.state_key for one in self.callbacks])
 
     def new_run_dir(self) -> Path | None:
         """Return the first logger's folder, or the next lightning_logs/version_N; None without loggers."""
@@ -657,6 +662,7 @@ class Trainer(TrainerAttributes):
         for callback in [one for one in self.callbacks if isinstance(one, Finder)]:
             if callback.searches_before(method):
                 callback.search(self, module, method, **data)
+                callback.has_searched = True
 
     def _checkpoint(self, path: Any) -> Any:
         """Return the checkpoint that a word or path means, or the one that was set. None: none."""

@@ -52,9 +52,8 @@ def test_bars_and_tables_by_rich(tmp_path, capsys):
     written = io.StringIO()
     console = {"file": written, "force_terminal": True, "width": 120}
     bar = Bar(theme=RichProgressBarTheme(metrics_format=".2e"), leave=True, console_kwargs=console)
-    trainer = fit(
-        L, tmp_path, [bar, RichModelSummary(max_depth=-1)], make_module(L, (0.5,)), enable_checkpointing=False
-    )
+    shows = {"enable_checkpointing": False, "enable_progress_bar": True}
+    trainer = fit(L, tmp_path, [bar, RichModelSummary(max_depth=-1)], make_module(L, (0.5,)), **shows)
     assert trainer.progress_bar_callback is bar
     assert (bar.ids[0] is None, bar.ids[2]) == (False, None)
     trainer.validate(dataloaders=loader(1), verbose=False)
@@ -64,7 +63,7 @@ def test_bars_and_tables_by_rich(tmp_path, capsys):
     assert "own: 5.00e-01" in text
     assert "Validation" in text
     assert bar.asked >= 6
-    assert bar.progress is None
+    assert bar._progress_stopped
     shown = capsys.readouterr().out
     assert "backbone" in shown
     assert "Total params: 19" in shown
@@ -102,15 +101,16 @@ def test_a_bar_prints_above_itself_and_is_left_out_where_it_is_disabled(tmp_path
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.progress_bar_callback.print("batch", batch_idx)
 
-    fit(L, tmp_path, [bar, Prints()], max_epochs=1, enable_checkpointing=False)
+    shows = {"max_epochs": 1, "enable_checkpointing": False, "enable_progress_bar": True}
+    fit(L, tmp_path, [bar, Prints()], **shows)
     out = capsys.readouterr().out
     assert "batch 3" in out
     assert "4/4" in out
     assert "Epoch 0" in out
     bar.disable()
-    fit(L, tmp_path, [bar, Prints()], max_epochs=1, enable_checkpointing=False)
+    fit(L, tmp_path, [bar, Prints()], **shows)
     assert capsys.readouterr().out == ""
-    assert make_trainer(L, tmp_path, [bar]).progress_bar_callback is bar
+    assert make_trainer(L, tmp_path, [bar], **shows).progress_bar_callback is bar
 
 
 class Sized(L.LightningModule):
@@ -313,10 +313,10 @@ def test_bars_by_rich_may_be_started_and_named_by_a_subclass(tmp_path):
 
     bar = Bar(leave=True, console_kwargs={"file": written, "force_terminal": True, "width": 80})
     quiet_fit(tmp_path, bar)
-    assert bar.started == 1
+    assert bar.started == 2  # once for each epoch, whose bar stays
     assert "Round 2" in written.getvalue()
     quiet_fit(tmp_path, bar)
-    assert bar.started == 2
+    assert bar.started == 4
 
 
 def test_a_finetuning_within_an_epoch(tmp_path):

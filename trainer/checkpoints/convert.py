@@ -7,7 +7,7 @@ optimizers are known. `as_lightning` makes the other direction, from a checkpoin
 import ast
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -156,6 +156,21 @@ def read_state(callback: "Callback", key: str, state: Any) -> Any:
     return state
 
 
+def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Mapping[str, Any] | None:
+    """Return the state of the callback with whose averages a run is evaluated; `but`: keys of states left out."""
+    states = [one for key, one in contents.get("callbacks", {}).items() if key not in but and isinstance(one, Mapping)]
+    # the averages of StochasticWeightAveraging, whose state has more, are evaluated when training is over
+    return next((one for one in states if one.get("averages") and "rates_before" not in one), None)
+
+
+def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
+    """Return a checkpoint's weights, with the averages where it holds any: what Lightning's file has as its weights."""
+    state, weights = averaging_state(contents, but), contents.get("state_dict")
+    if state is None or weights is None:
+        return weights
+    return {name: state["averages"].get(name, value).to(value.dtype) for name, value in weights.items()}
+
+
 def _average_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the average of Lightning's weight averaging as the state of an ExponentialMovingAverage."""
     if TRAINED not in saved:
@@ -215,12 +230,10 @@ def as_lightning(contents: Mapping[str, Any]) -> dict[str, Any]:
         key: one for key, one in contents["callbacks"].items() if key.partition("[")[0] not in WITHOUT_COUNTERPART
     }
     found["callbacks"] = dict(_lightning_state(key, one) for key, one in states.items())
-    averages = next((one["averages"] for one in contents["callbacks"].values() if "averages" in one), None)
-    if averages:
-        updates = next(one["updates"] for one in contents["callbacks"].values() if "averages" in one)
-        trained = contents["state_dict"]
-        found[TRAINED], found[AVERAGING] = trained, {"n_averaged": torch.tensor(updates)}
-        found["state_dict"] = {name: averages.get(name, value).to(value.dtype) for name, value in trained.items()}
+    averaging = averaging_state(contents)
+    if averaging is not None:
+        found[TRAINED], found[AVERAGING] = contents["state_dict"], {"n_averaged": torch.tensor(averaging["updates"])}
+        found["state_dict"] = averaged_weights(contents)
     if contents.get("precision"):
         found[SCALER] = contents["precision"]
     if contents.get("datamodule") and contents.get("datamodule_name"):

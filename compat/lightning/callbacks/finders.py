@@ -1,10 +1,17 @@
 """LearningRateFinder and BatchSizeFinder: searches by the Tuner, before a run or where a subclass asks for one."""
 
-from typing import Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ....trainer.build import make_loaders
+from ..aliases import item
+from ..rank_zero import rank_zero_warn
 from ..tuner import Tuner
 from .callback import Callback
+
+if TYPE_CHECKING:
+    from ....tasks.task import Task
+    from ....trainer.trainer import Trainer
 
 
 def data_of_run(trainer: Any) -> dict[str, Any]:
@@ -20,25 +27,48 @@ def data_of_run(trainer: Any) -> dict[str, Any]:
 class Finder(Callback):
     """Base class of callbacks that search for a setting when a run is asked for, before it begins.
 
-    A subclass that overrides the hook at which Lightning searches is taken to search by itself, or not at all.
+    A subclass that overrides the hook at which Lightning searches is taken to search by itself, or not at all. One that
+    overrides the method that searches, and one that `configure_callbacks` brings, search in that hook.
     """
 
     HOOKS: ClassVar[dict[str, str]] = {"fit": "on_fit_start"}
+    SEARCH: ClassVar[str]
+    has_searched = False
+    """Whether it has searched for the run that begins."""
 
     def searches_before(self, method: str) -> bool:
         """Return whether to search before fit, validate, test or predict."""
-        hook = self.HOOKS.get(method)
-        return hook is not None and getattr(type(self), hook) is getattr(Finder, hook)
+        own = next(kind for kind in type(self).__mro__ if "SEARCH" in vars(kind))
+        names = (self.HOOKS.get(method, ""), self.SEARCH)
+        return all(hasattr(own, name) and getattr(type(self), name) is getattr(own, name) for name in names)
 
     def search(self, trainer: Any, model: Any, method: str, **data: Any) -> None:
         """Search with the data that fit, validate, test or predict was given."""
         raise NotImplementedError
+
+    def search_once(self, trainer: Any, pl_module: Any) -> None:
+        """Search within the run that begins, unless that was done before."""
+        done, self.has_searched = self.has_searched, False
+        if not done and trainer.world_size == 1:
+            getattr(self, self.SEARCH)(trainer, pl_module)
+        elif not done:
+            rank_zero_warn(f"{type(self).__name__} searches on one process only, and has not searched for this run.")
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Search."""
+        self.search_once(trainer, task)
 
 
 class LearningRateFinder(Finder):
     """Sweeps learning rates before a fit, and sets the suggested one."""
 
     SUPPORTED_MODES = ("linear", "exponential")
+    SEARCH = "lr_find"
+    # private in Lightning, and read and set by programs
+    _min_lr, _max_lr, _mode, _update_attr, _attr_name, _early_stop_threshold = map(
+        partial(item, "_options"), ("min_lr", "max_lr", "mode", "update_attr", "attr_name", "early_stop_threshold")
+    )
+    _num_training_steps = item("_options", "num_training")
 
     def __init__(
         self,
@@ -86,6 +116,12 @@ class BatchSizeFinder(Finder):
         "predict": "on_predict_start",
     }
     SUPPORTED_MODES = ("power", "binsearch")
+    SEARCH = "scale_batch_size"
+    # private in Lightning, and read and set by programs
+    _mode, _steps_per_trial, _init_val, _max_trials, _batch_arg_name, _margin, _max_val = map(
+        partial(item, "_options"),
+        ("mode", "steps_per_trial", "init_val", "max_trials", "batch_arg_name", "margin", "max_val"),
+    )
 
     def __init__(
         self,
@@ -118,3 +154,16 @@ class BatchSizeFinder(Finder):
         """Search within a run, and go on with loaders of the size found."""
         self.search(trainer, pl_module, trainer.state.fn.value, **data_of_run(trainer))
         make_loaders(trainer.run)
+
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Search, where the validation is a run of its own."""
+        if trainer.stage == "validate":
+            self.search_once(trainer, task)
+
+    def on_test_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Search."""
+        self.search_once(trainer, task)
+
+    def on_predict_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Search."""
+        self.search_once(trainer, task)

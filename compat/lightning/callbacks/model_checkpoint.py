@@ -80,32 +80,48 @@ class ModelCheckpoint(Checkpoint):
                 f"ModelCheckpoint(dirpath={str(dirpath)!r}): checkpoints are written to a file system. Mount that "
                 f"place, or copy them there in on_train_end."
             )
-        self.monitor, self.mode, self.verbose = monitor, mode, verbose
-        self.dirpath = os.path.realpath(os.path.expanduser(dirpath)) if dirpath else None
-        self.filename, self.auto_insert_metric_name = filename, auto_insert_metric_name
+        self.monitor, self.verbose = monitor, verbose
+        self.auto_insert_metric_name = auto_insert_metric_name
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only = save_weights_only
-        if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
-            every_n_epochs = 1
-        self._every_n_train_steps, self._every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
-        self._train_time_interval, self._save_on_train_epoch_end = train_time_interval, save_on_train_epoch_end
+        self._save_on_train_epoch_end = save_on_train_epoch_end
         self._enable_version_counter = enable_version_counter
-        self._dirpath_is_given = bool(dirpath)
-        self._check_arguments()
+        self.__init_monitor_mode(mode)
+        self.__init_ckpt_dir(dirpath, filename)
+        self.__init_triggers(every_n_train_steps, every_n_epochs, train_time_interval)
+        self.__validate_init_configuration()
         self.current_score: Tensor | None = None
         self.best_k_models: dict[str, Tensor] = {}
         self.kth_best_model_path = ""
-        self.kth_value = torch.tensor(float("inf") if mode == "min" else -float("inf"))
         self.best_model_score: Tensor | None = None
         self._last_global_step_saved = 0
         self._last_checkpoint_saved = ""
         self._last_time_checked: float | None = None
         self._defer_save_until_validation = False
         self._has_validated = False
+        self._error: BaseException | None = None
+        """The error by which the run ends, while `on_exception` saves."""
 
-    def _check_arguments(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise ConfigError(f"ModelCheckpoint: mode must be 'min' or 'max', got {self.mode!r}.")
+    # programs call these five, and replace them, by the names that Python makes of them, such as
+    # _ModelCheckpoint__resolve_ckpt_dir
+    def __init_monitor_mode(self, mode: str) -> None:
+        if mode not in ("min", "max"):
+            raise ConfigError(f"ModelCheckpoint: mode must be 'min' or 'max', got {mode!r}.")
+        self.mode, self.kth_value = mode, torch.tensor(float("inf") if mode == "min" else -float("inf"))
+
+    def __init_ckpt_dir(self, dirpath: str | Path | None, filename: str | None) -> None:
+        self.dirpath = os.path.realpath(os.path.expanduser(dirpath)) if dirpath else None
+        self.filename, self._dirpath_is_given = filename, bool(dirpath)
+
+    def __init_triggers(
+        self, every_n_train_steps: int | None, every_n_epochs: int | None, train_time_interval: timedelta | None
+    ) -> None:
+        if every_n_train_steps is None and every_n_epochs is None and train_time_interval is None:
+            every_n_epochs = 1
+        self._every_n_train_steps, self._every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
+        self._train_time_interval = train_time_interval
+
+    def __validate_init_configuration(self) -> None:
         if self.save_top_k < -1:
             raise ConfigError(f"ModelCheckpoint: save_top_k must be -1 or more, got {self.save_top_k}.")
         for name, count in (
@@ -192,17 +208,22 @@ class ModelCheckpoint(Checkpoint):
         """Find the folder, and warn if it is not empty."""
         self.find_folder(trainer)
         self._has_validated = False
-        if stage == "fit" and trainer.is_global_zero and self.save_top_k != 0:
-            folder = Path(self.dirpath or "")
-            if folder.is_dir() and any(entry.name[0] != "." for entry in folder.iterdir()):
-                warnings.warn(f"Checkpoint directory {folder} exists and is not empty.", stacklevel=2)
+        if stage == "fit" and trainer.is_global_zero:
+            self.__warn_if_dir_not_empty(self.dirpath or "")
+
+    def __warn_if_dir_not_empty(self, dirpath: str | Path) -> None:
+        folder = Path(dirpath)
+        if self.save_top_k != 0 and folder.is_dir() and any(entry.name[0] != "." for entry in folder.iterdir()):
+            warnings.warn(f"Checkpoint directory {folder} exists and is not empty.", stacklevel=2)
 
     def find_folder(self, trainer: "Trainer") -> None:
-        """Set `dirpath`, unless it was given or found before, as rank 0 finds it."""
-        if self.dirpath is None and trainer.running:
-            self.dirpath = trainer.broadcast(self._default_folder(trainer))
+        """Set `dirpath` as rank 0 finds it; what was given or found before stays."""
+        if trainer.running:
+            self.dirpath = trainer.broadcast(self.__resolve_ckpt_dir(trainer))
 
-    def _default_folder(self, trainer: "Trainer") -> str:
+    def __resolve_ckpt_dir(self, trainer: "Trainer") -> str:
+        if self.dirpath is not None:
+            return str(self.dirpath)
         logger = trainer.loggers[0] if trainer.loggers else None
         if logger is not None and logger.version is not None and logger.name is not None:
             return os.path.join(folder_below(trainer.default_root_dir, logger), "checkpoints")
@@ -215,17 +236,17 @@ class ModelCheckpoint(Checkpoint):
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save every n steps, or after the time interval."""
-        by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
-        if self._in_a_step(trainer) or not (by_steps | self._time_has_come(trainer)):
+        if self._in_a_step(trainer) or self._should_skip_saving_checkpoint(trainer):
             return
-        if trainer.global_step == self._last_global_step_saved:
+        by_steps = self._every_n_train_steps >= 1 and trainer.global_step % self._every_n_train_steps == 0
+        if not (by_steps | self._time_has_come(trainer)):
             return
         if self.monitor is not None:
             trainer.current_run.show_step()
         candidates = self._monitor_candidates(trainer)
         if self.monitor is not None and (self.monitor not in candidates or self._validates_next(trainer)):
             self._defer_save_until_validation = True
-        elif not self._should_skip_saving_checkpoint(trainer):
+        else:
             self._save_topk_checkpoint(trainer, candidates)
             self._save_last_checkpoint(trainer, candidates)
 
@@ -288,14 +309,19 @@ class ModelCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: "Trainer", task: "Task", exception: BaseException) -> None:
         """Save when the run ends by an exception, with `save_on_exception`."""
-        idle = trainer.fast_dev_run or trainer.sanity_checking or trainer.stage != "fit"
-        if not self.save_on_exception or idle or self._last_global_step_saved == trainer.global_step:
+        if not self._should_save_on_exception(trainer):
             return
-        path = self.format_checkpoint_name(self._monitor_candidates(trainer))
-        if trainer.saver.save_after_error(Path(path), self.save_weights_only):
-            self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, path
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-            log.info("%s: %s. The checkpoint %s was saved.", type(exception).__name__, exception, path)
+        candidates, self._error = self._monitor_candidates(trainer), exception
+        try:
+            self._save_checkpoint(trainer, self.format_checkpoint_name(metrics=candidates))
+            if self._last_global_step_saved == trainer.global_step:
+                self._save_last_checkpoint(trainer, candidates)
+        finally:
+            self._error = None
+
+    def _should_save_on_exception(self, trainer: "Trainer") -> bool:
+        idle = bool(trainer.fast_dev_run) or trainer.stage != "fit" or trainer.sanity_checking
+        return self.save_on_exception and not idle and self._last_global_step_saved != trainer.global_step
 
     def save(self, trainer: "Trainer", always: bool = False) -> None:
         """Save before the trainer ends a run that cannot go on."""
@@ -409,7 +435,12 @@ class ModelCheckpoint(Checkpoint):
 
     def _save_checkpoint(self, trainer: "Trainer", filepath: str) -> None:
         """Write a checkpoint and tell the loggers. Every rank calls it."""
-        trainer.save_checkpoint(filepath, self.save_weights_only)
+        if self._error is None:
+            trainer.save_checkpoint(filepath, self.save_weights_only)
+        elif not trainer.saver.save_after_error(Path(filepath), self.save_weights_only):
+            return
+        else:
+            log.info("%s: %s. The checkpoint %s was saved.", type(self._error).__name__, self._error, filepath)
         self._last_global_step_saved, self._last_checkpoint_saved = trainer.global_step, filepath
         for logger in trainer.loggers if trainer.is_global_zero else ():
             tell = getattr(logger, "after_save_checkpoint", None)
@@ -450,7 +481,9 @@ class ModelCheckpoint(Checkpoint):
         prefix: str | None = None,
     ) -> str:
         """Return the path of a checkpoint with these metrics; a metric that is not there counts as 0."""
-        name = self._format_checkpoint_name(filename or self.filename, metrics, prefix, self.auto_insert_metric_name)
+        name = self._format_checkpoint_name(
+            filename or self.filename, metrics, prefix=prefix, auto_insert_metric_name=self.auto_insert_metric_name
+        )
         if ver is not None:
             name = self.CHECKPOINT_JOIN_CHAR.join((name, f"v{ver}"))
         name += self.FILE_EXTENSION
@@ -488,7 +521,7 @@ class ModelCheckpoint(Checkpoint):
 
     def _find_last_checkpoints(self, trainer: "Trainer") -> set[str]:
         """Return the paths of all `last` checkpoints in the folder."""
-        folder = Path(self.dirpath or self._default_folder(trainer))
+        folder = Path(self.__resolve_ckpt_dir(trainer))
         pattern = re.compile(rf"{re.escape(self.CHECKPOINT_NAME_LAST)}(-(\d+))?")
         found = folder.iterdir() if folder.is_dir() else ()
         return {str(one) for one in found if one.suffix == self.FILE_EXTENSION and pattern.match(one.stem)}

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +12,9 @@ import torch
 
 from ....callbacks import learning_rate_monitor, timer
 from ....trainer.errors import ConfigError
+from ..aliases import alias
 from ..rank_zero import rank_zero_warn
+from ..states import RunningStage
 from ..utilities import LightningEnum
 from .callback import Callback, with_optional_arguments
 
@@ -42,7 +44,7 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         """Forget the values of the run before. Raises MisconfigurationException without a logger."""
         if not trainer.loggers:
             raise ConfigError("Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger.")
-        names = [name for key, optimizer, _ in self._optimizers(trainer) for name in self._group_names(key, optimizer)]
+        names = [name for own, *_ in self._named_optimizers(trainer) for name in own]
         self.lrs = {name: [] for name in names}
         if self.log_momentum and not any({"momentum", "betas"} & one.defaults.keys() for one in trainer.optimizers):
             rank_zero_warn("log_momentum=True, but the optimizers do not have momentum.", category=RuntimeWarning)
@@ -72,19 +74,25 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
     def _extract_stats(self, trainer: "Trainer", interval: str) -> dict[str, float]:
         """Return the values of the optimizers that are logged in an interval; "any": of all."""
         values: dict[str, float] = {}
-        for key, optimizer, own_interval in self._optimizers(trainer):
+        for names, optimizer, own_interval in self._named_optimizers(trainer):
+            self._remap_keys([names])
             # an optimizer without a scheduler is logged in either interval
             if interval == "any" or own_interval in (interval, "any"):
-                values |= self._get_optimizer_stats(optimizer, self._group_names(key, optimizer))
+                values |= self._get_optimizer_stats(optimizer, names)
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
         return values
 
     def _get_optimizer_stats(self, optimizer: "Optimizer", names: list[str]) -> dict[str, float]:
         """Return the values of an optimizer, whose parameter groups have these names."""
         values: dict[str, float] = {}
-        for name, group in zip(names, optimizer.param_groups, strict=True):
+        for name, group in zip(names, optimizer.param_groups, strict=False):
             values |= self._extract_lr(group, name)
-            values |= self._extract_momentum(group, f"{name}-momentum", "betas" in optimizer.defaults)
+            momentum: dict[str, Any] = {
+                "param_group": group,
+                "name": f"{name}-momentum",
+                "use_betas": "betas" in optimizer.defaults,
+            }
+            values |= self._extract_momentum(**momentum)
             values |= self._extract_weight_decay(group, f"{name}-weight_decay")
         return values
 
@@ -110,38 +118,93 @@ class LearningRateMonitor(learning_rate_monitor.LearningRateMonitor, Callback):
         self.last_weight_decay_values[name] = decay
         return {name: decay}
 
-    def _optimizers(self, trainer: "Trainer") -> Any:
-        """Yield (name, optimizer, interval): those of schedulers first, then the others, with interval "any"."""
-        seen: list[Any] = []
-        counts: dict[type, int] = {}
+    def _named_optimizers(self, trainer: "Trainer") -> "list[tuple[list[str], Optimizer, str]]":
+        """Return the names of each optimizer's groups, it, and its interval: those of schedulers first, then others."""
+        configs = [one for one in trainer.lr_scheduler_configs if hasattr(one.scheduler, "optimizer")]
+        names, seen, kinds = self._find_names_from_schedulers(configs)
+        found = [(own, one.scheduler.optimizer, one.interval) for own, one in zip(names, configs, strict=True)]
+        given = [getattr(one, "original", one) for one in trainer.optimizers]  # zero1 wraps what the task returned
+        names, others = self._find_names_from_optimizers(given, seen_optimizers=seen, seen_optimizer_types=kinds)
+        return found + [(own, one, "any") for own, one in zip(names, others, strict=True)]
 
-        def numbered(name: str | None, kind: type) -> str:
-            if name is None:
-                counts[kind] = counts.get(kind, 0) + 1
-            count = counts.get(kind, 0)
-            return (name or f"lr-{kind.__name__}") + (f"-{count - 1}" if count > 1 else "")
+    def _find_names_from_schedulers(
+        self, lr_scheduler_configs: list[Any]
+    ) -> "tuple[list[list[str]], list[Optimizer], defaultdict[type[Optimizer], int]]":
+        """Return the names of the schedulers' optimizers, these, and how many of each kind were named by it."""
+        seen: list[Optimizer] = []
+        kinds: defaultdict[type[Optimizer], int] = defaultdict(int)
+        names = []
+        for config in lr_scheduler_configs:
+            optimizer = config.scheduler.optimizer
+            name = f"lr-{type(optimizer).__name__}" if config.name is None else config.name
+            names.append(self._check_duplicates_and_update_name(optimizer, name, seen, kinds, config))
+        return names, seen, kinds
 
-        for config in trainer.lr_scheduler_configs:
-            optimizer = getattr(config.scheduler, "optimizer", None)
-            if optimizer is not None:
-                seen.append(optimizer)
-                yield numbered(config.name, type(optimizer)), optimizer, config.interval
-        for wrapped in trainer.optimizers:
-            optimizer = getattr(wrapped, "original", wrapped)  # strategy zero1 wraps what the task returned
-            if not any(optimizer is one for one in seen):
-                yield numbered(None, type(optimizer)), optimizer, "any"
-
-    def _group_names(self, key: str, optimizer: "Optimizer") -> list[str]:
-        groups = optimizer.param_groups
-        names = [group.get("name", f"pg{index}") for index, group in enumerate(groups, start=1)]
-        if len(set(names)) < len(names):
-            raise ConfigError(
-                f"A single `Optimizer` cannot have multiple parameter groups with identical `name` values. {key} has "
-                f"duplicated parameter group names {sorted({name for name in names if names.count(name) > 1})}"
+    def _find_names_from_optimizers(
+        self,
+        optimizers: list[Any],
+        seen_optimizers: "list[Optimizer]",
+        seen_optimizer_types: "defaultdict[type[Optimizer], int]",
+    ) -> "tuple[list[list[str]], list[Optimizer]]":
+        """Return the names of the optimizers that were not seen yet, and these."""
+        others = [one for one in optimizers if not any(one is other for other in seen_optimizers)]
+        names = [
+            self._check_duplicates_and_update_name(
+                one, f"lr-{type(one).__name__}", seen_optimizers, seen_optimizer_types, None
             )
-        if len(groups) == 1 and "name" not in groups[0]:
-            return [key]
-        return [f"{key}/{name}" for name in names]
+            for one in others
+        ]
+        return names, others
+
+    def _check_duplicates_and_update_name(
+        self,
+        optimizer: "Optimizer",
+        name: str,
+        seen_optimizers: "list[Optimizer]",
+        seen_optimizer_types: "defaultdict[type[Optimizer], int]",
+        lr_scheduler_config: Any,
+    ) -> list[str]:
+        """Return the names of an optimizer's groups. Raises ConfigError where two groups have one name."""
+        seen_optimizers.append(optimizer)
+        if lr_scheduler_config is None or lr_scheduler_config.name is None:
+            seen_optimizer_types[type(optimizer)] += 1
+        twice = self._duplicate_param_group_names(optimizer.param_groups)
+        if twice:
+            raise ConfigError(
+                f"A single `Optimizer` cannot have multiple parameter groups with identical `name` values. {name} has "
+                f"duplicated parameter group names {sorted(twice)}"
+            )
+        name = self._add_prefix(name, type(optimizer), seen_optimizer_types)
+        return [self._add_suffix(name, optimizer.param_groups, index) for index in range(len(optimizer.param_groups))]
+
+    def _duplicate_param_group_names(self, param_groups: list[dict[str, Any]]) -> set[str]:
+        """Return the names that several groups have."""
+        names = [group.get("name", f"pg{number}") for number, group in enumerate(param_groups, start=1)]
+        return {name for name in names if names.count(name) > 1}
+
+    def _add_prefix(
+        self, name: str, optimizer_cls: "type[Optimizer]", seen_optimizer_types: "defaultdict[type[Optimizer], int]"
+    ) -> str:
+        """Return a name with the number of an optimizer among those of its kind, from the second on."""
+        count = seen_optimizer_types.get(optimizer_cls, 0)
+        return f"{name}-{count - 1}" if count > 1 else name
+
+    def _add_suffix(
+        self, name: str, param_groups: list[dict[str, Any]], param_group_index: int, use_names: bool = True
+    ) -> str:
+        """Return a name with that of a group, or with its number where there are several."""
+        own = param_groups[param_group_index].get("name") if use_names else None
+        if own is None and len(param_groups) > 1:
+            own = f"pg{param_group_index + 1}"
+        return f"{name}/{own}" if own else name
+
+    def _remap_keys(self, names: list[list[str]], token: str = "/pg1") -> None:
+        """Begin the lists of new names; a lone group that is the first of several now takes its list along."""
+        for name in (name for own in names for name in own):
+            alone = name.removesuffix(token)
+            if name != alone and alone in self.lrs:
+                self.lrs[name] = self.lrs.pop(alone)
+            self.lrs.setdefault(name, [])
 
     def _log(self, trainer: "Trainer", step: int, values: dict[str, float]) -> None:
         if trainer.is_global_zero:
@@ -158,6 +221,28 @@ class Interval(LightningEnum):
 @with_optional_arguments("on_fit_start", "on_train_batch_end", "on_train_epoch_end")
 class Timer(timer.Timer, Callback):
     """Sets `trainer.should_stop` when training has taken `duration`, and measures the time of stages."""
+
+    # --- private in Lightning, and read, set and overridden by programs ---------------------------------------------
+    _duration, _verbose = alias("duration"), alias("verbose")
+    _interval = property(lambda timer: Interval(timer.interval))
+    _start_time = property(lambda timer: {**dict.fromkeys(RunningStage), **timer._starts})
+    _end_time = property(lambda timer: {**dict.fromkeys(RunningStage), **timer._ends})
+
+    @property
+    def _offset(self) -> float:
+        return self._earlier.get("train", 0)
+
+    @_offset.setter
+    def _offset(self, seconds: float) -> None:
+        self._earlier["train"] = seconds
+
+    def _check(self, trainer: "Trainer") -> None:
+        if self.duration is not None:
+            self._check_time_remaining(trainer)
+
+    def _check_time_remaining(self, trainer: "Trainer") -> None:
+        """Stop the run if its time is over."""
+        super()._check(trainer)
 
 
 class TrainingSpikeException(RuntimeError):

@@ -4,12 +4,14 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from ....callbacks.progress_bar import ProgressDisplay
+from ....trainer.errors import ConfigError
+from ....trainer.processes.environment import get_variable
 from .callback import Callback, with_optional_arguments
 
 if TYPE_CHECKING:
@@ -116,6 +118,14 @@ class ProgressBar(ProgressDisplay, Callback):
         }
 
 
+def refuse_bars(callbacks: Sequence[Any], wanted: bool) -> None:
+    """Raise ConfigError for several progress bars, and for one where none is wanted."""
+    bars = [type(one).__name__ for one in callbacks if isinstance(one, ProgressBar)]
+    if len(bars) > 1 or (bars and not wanted):
+        way_out = "keep one of them" if wanted else "enable_progress_bar=False, so leave it out"
+        raise ConfigError(f"callbacks has the progress bar{'s' * (len(bars) > 1)} {', '.join(bars)}: {way_out}.")
+
+
 def get_standard_metrics(trainer: "Trainer") -> dict[str, int | str]:
     """Return `v_num`, the version of the first logger, if there is one."""
     version = getattr(trainer.loggers[0], "version", None) if trainer.loggers else None
@@ -195,13 +205,20 @@ class TQDMProgressBar(DrawnProgressBar):
     BAR_FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}]"
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__(refresh_rate)
+        super().__init__(self._resolve_refresh_rate(refresh_rate))
         self._process_position, self._leave = process_position, leave
         self._train_progress_bar: Any = None
         self._val_progress_bar: Any = None
         self._test_progress_bar: Any = None
         self._predict_progress_bar: Any = None
         self._drawn_at = -math.inf
+
+    @staticmethod
+    def _resolve_refresh_rate(refresh_rate: int) -> int:
+        """Return the batches between two drawings: at least as many as TQDM_MINITERS says, twenty in Colab."""
+        if get_variable("COLAB_GPU") and refresh_rate == 1:
+            return 20
+        return max(int(get_variable("TQDM_MINITERS") or refresh_rate), refresh_rate)
 
     # --- what is shown ----------------------------------------------------------------------------------------------
     def _bar(self, stage: str) -> Any:

@@ -8,7 +8,7 @@ from datetime import timedelta
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .progress import DrawnProgressBar
+from .progress import DrawnProgressBar, convert_inf
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -91,7 +91,8 @@ class MetricsTextColumn(ProgressColumn):
     def __init__(
         self, trainer: "Trainer", style: Any = "italic", text_delimiter: str = " ", metrics_format: str = ".3f"
     ) -> None:
-        self._trainer, self._style, self._delimiter, self._format = trainer, style, text_delimiter, metrics_format
+        self._trainer, self._style = trainer, style
+        self._text_delimiter, self._metrics_format = text_delimiter, metrics_format
         self._metrics: dict[str, Any] = {}
         super().__init__()
 
@@ -101,33 +102,32 @@ class MetricsTextColumn(ProgressColumn):
 
     def render(self, task: Any) -> Any:
         """Return the column's text."""
-        shown = task.fields.get("shows_metrics", False)
-        return Text(self._delimiter.join(self._generate_metrics_texts()) if shown else "", style=self._style)
+        shown = task.id == getattr(self._trainer.progress_bar_callback, "train_progress_bar_id", None)
+        return Text(self._text_delimiter.join(self._generate_metrics_texts()) if shown else "", style=self._style)
 
     def _generate_metrics_texts(self) -> Iterator[str]:
         for name, value in self._metrics.items():
             try:
-                yield f"{name}: {value if isinstance(value, str) else format(value, self._format)}"
+                yield f"{name}: {value if isinstance(value, str) else format(value, self._metrics_format)}"
             except (TypeError, ValueError):
                 yield f"{name}: {value}"
 
 
 class CustomProgress(Progress):
-    """The bars that are shown together."""
+    """The bars that are shown together; one of an infinite length shows no end."""
 
+    def add_task(
+        self, description: str, start: bool = True, total: float | None = 100.0, *given: Any, **fields: Any
+    ) -> Any:
+        """Add a bar, and return its id."""
+        return super().add_task(description, start, convert_inf(total), *given, **fields)
 
-def bar_id(name: str, words: str) -> property:
-    """Return a property of RichProgressBar: the id of one of its bars, which a subclass may set to that of its own."""
+    def reset(self, task_id: Any, *, total: float | None = None, **options: Any) -> None:
+        """Begin a bar again."""
+        super().reset(task_id, total=convert_inf(total), **options)
 
-    def choose(bars: "RichProgressBar", task_id: Any) -> None:
-        bars._bars.pop(name, None)
-        if task_id is not None:
-            bars._bars[name] = task_id
-            bars.progress.update(task_id, shows_metrics=name == "train")
-
-    return property(
-        lambda bars: bars._bars.get(name), choose, doc=f"The id of the bar of {words}; None if there is none."
-    )
+    def soft_refresh(self) -> None:
+        """Leave the drawing to rich's own thread, which draws at its rate."""
 
 
 class RichProgressBar(DrawnProgressBar):
@@ -155,25 +155,20 @@ class RichProgressBar(DrawnProgressBar):
         self._leave, self._console_kwargs = leave, console_kwargs or {}
         self.theme = RichProgressBarTheme() if theme is None else theme
         self.progress: Any = None
-        self._bars: dict[str, Any] = {}
+        self._console: Any = None
+        self._reset_progress_bar_ids()
         self._metric_component: MetricsTextColumn | None = None
-        self._progress_stopped = True
+        self._progress_stopped = False
         self._updated_at = -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is shown."""
-        return {
-            **super().__getstate__(),
-            "progress": None,
-            "_bars": {},
-            "_metric_component": None,
-            "_progress_stopped": True,
-        }
+        shown = dict.fromkeys(("progress", "_console", "_metric_component", *self._ids()))
+        return {**super().__getstate__(), **shown, "_progress_stopped": False}
 
-    train_progress_bar_id = bar_id("train", "training")
-    val_progress_bar_id = val_sanity_progress_bar_id = bar_id("val", "validation")
-    test_progress_bar_id = bar_id("test", "testing")
-    predict_progress_bar_id = bar_id("predict", "predicting")
+    @staticmethod
+    def _ids() -> list[str]:
+        return [f"{name}_progress_bar_id" for name in ("train", "val_sanity", "val", "test", "predict")]
 
     def configure_columns(self, trainer: "Trainer") -> list[Any]:
         """Return the columns of the bars."""
@@ -191,106 +186,136 @@ class RichProgressBar(DrawnProgressBar):
             ProcessingSpeedColumn(style=theme.processing_speed),
         ]
 
-    # --- showing ----------------------------------------------------------------------------------------------------
+    # --- showing: private methods of Lightning's, which programs call and override ----------------------------------
     def _init_progress(self, trainer: "Trainer") -> None:
-        if self.is_disabled or self.progress is not None:
+        if self.is_disabled or not (self.progress is None or self._progress_stopped):
             return
         from rich.console import Console
 
+        self._reset_progress_bar_ids()
         theme = self.theme
         options = theme.metrics, theme.metrics_text_delimiter, theme.metrics_format
         self._metric_component = MetricsTextColumn(trainer, *options)
         columns = [*self.configure_columns(trainer), self._metric_component]
-        rate, console = min(self.refresh_rate, DRAWINGS_A_SECOND), Console(**self._console_kwargs)
-        self.progress = CustomProgress(*columns, console=console, refresh_per_second=rate)
+        rate, self._console = min(self.refresh_rate, DRAWINGS_A_SECOND), Console(**self._console_kwargs)
+        self.progress = CustomProgress(*columns, console=self._console, refresh_per_second=rate)
         self.progress.start()
         self._progress_stopped = False
 
-    def _reset_progress_bar_ids(self) -> None:  # private in Lightning, and called by programs that start their own bars
-        self._bars = {}
-
-    def _open(self, name: str, total: float, description: str, **fields: Any) -> None:
-        if self.progress is not None:
-            self._close(name)
-            self._bars[name] = self.progress.add_task(description, total=None if math.isinf(total) else total, **fields)
-
-    def _close(self, name: str) -> None:
-        if self.progress is not None and name in self._bars:
-            self.progress.update(self._bars.pop(name), visible=False)
+    def _reset_progress_bar_ids(self) -> None:
+        self.train_progress_bar_id: Any = None
+        self.val_sanity_progress_bar_id: Any = None
+        self.val_progress_bar_id: Any = None
+        self.test_progress_bar_id: Any = None
+        self.predict_progress_bar_id: Any = None
 
     def _add_task(self, total_batches: int | float, description: str, visible: bool = True) -> Any:
-        # private in Lightning, and called by programs that show bars of their own
-        total = None if math.isinf(total_batches) else total_batches
-        return self.progress.add_task(description, total=total, visible=visible)
+        style = self.theme.description
+        words = f"[{style}]{description}" if style else description
+        return self.progress.add_task(words, total=total_batches, visible=visible)
 
     def _initialize_train_progress_bar_id(self) -> None:
-        self.train_progress_bar_id = self._add_task(
-            self.total_train_batches, self._get_train_description(self.trainer.current_epoch)
-        )
+        words = self._get_train_description(self.trainer.current_epoch)
+        self.train_progress_bar_id = self._add_task(self.total_train_batches, words)
 
-    def _update(self, progress_bar_id: Any, current: float, visible: bool = True, hard: bool = False) -> None:
-        if self.progress is not None and progress_bar_id is not None:
+    def _update(self, progress_bar_id: Any, current: int, visible: bool = True, hard: bool = False) -> None:
+        if self.progress is not None and self.is_enabled and progress_bar_id is not None:
             self.progress.update(progress_bar_id, completed=current, visible=visible)
+            self.refresh(hard=hard)
 
-    def _update_metrics(self, trainer: "Trainer", task: "Task") -> None:
-        if self._metric_component is not None:
-            self._metric_component.update(self.get_metrics(trainer, task))
+    def _update_metrics(self, trainer: "Trainer", pl_module: "Task") -> None:
+        if self.is_enabled and self._metric_component is not None:
+            self._metric_component.update(self.get_metrics(trainer, pl_module))
 
     def _stop_progress(self) -> None:
         if self.progress is not None:
             self.progress.stop()
-        self.progress, self._bars, self._progress_stopped = None, {}, True
+            self._progress_stopped = True
+
+    def _hide(self, name: str) -> None:
+        shown = getattr(self, f"{name}_progress_bar_id")
+        if self.progress is not None and shown is not None:
+            self.progress.update(shown, advance=0, visible=False)
+
+    def _begin(self, name: str, total: int | float, description: str, **options: Any) -> None:
+        """Begin the bar of a loader, in place of that of the loader before."""
+        self._hide(name)
+        setattr(self, f"{name}_progress_bar_id", self._add_task(total, description, **options))
+        self.refresh()
 
     def refresh(self, hard: bool = False) -> None:
-        """Draw now."""
-        if self.progress is not None:
+        """Draw now, with `hard`; else soon."""
+        if self.progress is not None and hard:
             self.progress.refresh()
+        elif isinstance(self.progress, CustomProgress):
+            self.progress.soft_refresh()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bars."""
-        (print if self.progress is None else self.progress.console.print)(*args, **kwargs)
+        shown = self.progress is not None and not self._progress_stopped
+        (self.progress.console.print if shown else print)(*args, **kwargs)
 
     # --- training ---------------------------------------------------------------------------------------------------
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Start showing."""
         self._init_progress(trainer)
 
+    on_sanity_check_start = on_train_start
+
+    def on_sanity_check_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Hide the bar."""
+        self._hide("val_sanity")
+        self.refresh()
+
     def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
         """Begin the epoch's bar."""
-        if self._leave:
-            self._bars.pop("train", None)
-        words = self._get_train_description(trainer.current_epoch)
-        self._open("train", self.total_train_batches, words, shows_metrics=True)
+        if self.is_disabled:
+            return
+        if self.train_progress_bar_id is not None and self._leave:
+            self._stop_progress()
+            self._init_progress(trainer)
+        if self.progress is not None and self.train_progress_bar_id is None:
+            self._initialize_train_progress_bar_id()
+        elif self.progress is not None:
+            words = self._get_train_description(trainer.current_epoch)
+            total = self.total_train_batches
+            self.progress.reset(self.train_progress_bar_id, total=total, description=words, visible=True)
+        self.refresh()
 
     @property
     def train_progress_bar(self) -> Any:
         """Rich's task of training. Raises TypeError before there is one."""
-        return self._task_of("train")
+        return self._task_of(self.train_progress_bar_id)
 
     @property
     def val_progress_bar(self) -> Any:
         """Rich's task of validation. Raises TypeError before there is one."""
-        return self._task_of("val")
+        return self._task_of(self.val_progress_bar_id)
 
-    val_sanity_check_bar = val_progress_bar
+    @property
+    def val_sanity_check_bar(self) -> Any:
+        """Rich's task of the sanity check. Raises TypeError before there is one."""
+        return self._task_of(self.val_sanity_progress_bar_id)
 
     @property
     def test_progress_bar(self) -> Any:
         """Rich's task of testing. Raises TypeError before there is one."""
-        return self._task_of("test")
+        return self._task_of(self.test_progress_bar_id)
 
-    def _task_of(self, name: str) -> Any:
-        if self.progress is None or name not in self._bars:
-            raise TypeError(f"The bar {name!r} of {type(self).__name__} has not been made yet.")
-        return self.progress.tasks[self.progress.task_ids.index(self._bars[name])]
+    def _task_of(self, task_id: Any) -> Any:
+        if self.progress is None or task_id is None:
+            raise TypeError(f"This bar of {type(self).__name__} has not been made yet.")
+        return self.progress.tasks[self.progress.task_ids.index(task_id)]
 
     def _get_train_description(self, current_epoch: int) -> str:
         epochs = self.trainer.max_epochs
         last = "" if epochs in (None, -1) else f"/{int(epochs or 0) - 1}"
-        return f"Epoch {current_epoch}{last}"
+        return f"Epoch {current_epoch}{last}".ljust(len(self.validation_description))  # so that bars begin alike
 
     def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
         """Count the batch."""
+        if self.is_enabled and self.progress is not None and self.train_progress_bar_id is None:
+            self._initialize_train_progress_bar_id()  # a run that goes on within an epoch
         self._update(self.train_progress_bar_id, batch_idx + 1)
         now = time.monotonic()
         if self.is_enabled and now - self._updated_at >= 1.0 / self.refresh_rate:
@@ -316,39 +341,56 @@ class RichProgressBar(DrawnProgressBar):
         self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Begin the bar of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            words = self.sanity_check_description if trainer.sanity_checking else self.validation_description
-            self._open("val", self.total_val_batches_current_dataloader, words)
+        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
+            sanity = trainer.sanity_checking
+            words = self.sanity_check_description if sanity else self.validation_description
+            total = self.total_val_batches_current_dataloader
+            self._begin("val_sanity" if sanity else "val", total, words, visible=False)  # until a batch is done
 
     def on_test_batch_start(
         self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Begin the bar of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            self._open("test", self.total_test_batches_current_dataloader, self.test_description)
+        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
+            self._begin("test", self.total_test_batches_current_dataloader, self.test_description)
 
     def on_predict_batch_start(
         self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Begin the bar of a loader."""
-        if self.has_dataloader_changed(dataloader_idx):
-            self._open("predict", self.total_predict_batches_current_dataloader, self.predict_description)
+        if self.is_enabled and self.has_dataloader_changed(dataloader_idx):
+            self._begin("predict", self.total_predict_batches_current_dataloader, self.predict_description)
 
     def on_validation_batch_end(
         self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Count the batch."""
-        for name in ("val", "test", "predict"):
-            self._update(self._bars.get(name), batch_idx + 1)
+        shown = self.val_sanity_progress_bar_id if trainer.sanity_checking else self.val_progress_bar_id
+        self._update(shown, batch_idx + 1)
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    def on_test_batch_end(
+        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._update(self.test_progress_bar_id, batch_idx + 1)
+
+    def on_predict_batch_end(
+        self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Count the batch."""
+        self._update(self.predict_progress_bar_id, batch_idx + 1)
+
+    def on_validation_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Hide the bar, where training goes on."""
+        if self.is_enabled and trainer.stage == "fit":
+            self._hide("val")
+            self.refresh()
 
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Remove the bar, and show the values beside that of training."""
-        self.reset_dataloader_idx_tracker()
+        """Show the values beside the bar of training."""
         if trainer.stage == "fit":
-            self._close("val")
             self._update_metrics(trainer, task)
+        self.reset_dataloader_idx_tracker()
 
     def on_test_end(self, trainer: "Trainer", task: "Task") -> None:
         """Leave the bar as it is."""
