@@ -1,4 +1,4 @@
-"""Attributes that a run in workers has set on a program's objects, brought back to the process that started it.
+"""Attributes that a run in workers has set on a program's objects, and its optimizers, brought back to the script.
 
 Under Lightning the script itself is rank 0, so that a program reads after `fit` what hooks have kept: losses in a list,
 the data sets that `setup` has made. Here the script starts all ranks, and its own objects have not seen the run.
@@ -12,8 +12,12 @@ from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
+from torch.optim import Optimizer
 
+from ...trainer.data.transfer import to_host
+from ...trainer.optimization.optimizers import SchedulerConfig, read_optimizers
 from ...trainer.trainer import Trainer
 from .module import LightningModule
 
@@ -114,3 +118,31 @@ def take_attributes(parts: Sequence[Any], sent: Sequence[tuple[str, dict[str, by
                 before.update(found)
             else:
                 vars(one)[name] = found
+
+
+def pack_optimizers(optimizers: Sequence[Optimizer], configs: Sequence[SchedulerConfig]) -> bytes | None:
+    """Return the states of optimizers and schedulers as bytes; without tensors, where these are large or sharded.
+
+    None where a state cannot be had in one process, as that of ZeroRedundancyOptimizer.
+    """
+    try:
+        states = [to_host(one.state_dict()) for one in optimizers]
+        schedulers = [config.scheduler.state_dict() for config in configs]
+    except Exception as error:  # of the program's own class, or torch's
+        log.debug("The optimizers' states stay in the workers: %s", error)
+        return None
+    tensors = [one for state in states for own in state["state"].values() for one in own.values()]
+    sharded = any(isinstance(one, Tensor) and type(one) is not Tensor for one in tensors)
+    whole = None if sharded else packed((states, schedulers))
+    return whole or packed(([{**state, "state": {}} for state in states], schedulers))
+
+
+def rebuild_optimizers(returned: Any, states: bytes) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers that configure_optimizers returned, with states from `pack_optimizers`."""
+    optimizers, configs = read_optimizers(returned, automatic=False)  # which a run has checked
+    of_optimizers, of_schedulers = pickle.loads(states)
+    for optimizer, state in zip(optimizers, of_optimizers, strict=True):
+        optimizer.load_state_dict(state)
+    for config, state in zip(configs, of_schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    return optimizers, configs

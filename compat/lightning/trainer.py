@@ -59,7 +59,7 @@ from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
-from .returned import attributes_of, take_attributes
+from .returned import attributes_of, pack_optimizers, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES, Strategy
 
@@ -360,12 +360,15 @@ class Trainer(TrainerAttributes):
         return sorted(callbacks, key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
 
     def tell_caller(self, request: Request) -> Any:
-        """Return whether an epoch is cut, and attributes of the parts of the run: under Lightning a script has them."""
-        return self.epoch_is_cut, attributes_of([request.task, request.datamodule, *self.callbacks, self])
+        """Return whether an epoch is cut, attributes of the parts, and states: under Lightning a script has them."""
+        attributes = attributes_of([request.task, request.datamodule, *self.callbacks, self])
+        return self.epoch_is_cut, attributes, pack_optimizers(*self.fitted) if request.stage == "fit" else None
 
     def hear_worker(self, request: Request, told: Any) -> None:
         """Take these attributes."""
-        self.epoch_is_cut, attributes = told
+        self.epoch_is_cut, attributes, states = told
+        if request.stage == "fit":
+            self.fitted, self.fitted_states = ([], []), states
         take_attributes([request.task, request.datamodule, *self.callbacks, self], attributes)
 
     def note_failure(self) -> None:
@@ -553,7 +556,8 @@ class Trainer(TrainerAttributes):
             data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             self._prepare("fit", model, **data, datamodule=datamodule)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
-            self.fitted = list(self.optimizers), self.lr_scheduler_configs
+            if self.current_run.is_complete:  # else it was in workers
+                self.fitted, self.fitted_states = (list(self.optimizers), self.lr_scheduler_configs), None
 
     def validate(
         self,

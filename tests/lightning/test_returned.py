@@ -149,3 +149,51 @@ def test_containers_are_changed_in_place(before, after):
     returned.take_attributes([history], [("History", {"epochs": returned.packed(after)})])
     assert history.epochs == after
     assert (history.epochs is before) is (type(before) is type(after) and not isinstance(after, tuple))
+
+
+class Scheduled(Keeps):
+    configured = 0
+
+    def configure_optimizers(self):
+        self.configured += 1
+        first = torch.optim.Adam(self.layer.parameters(), lr=0.1)
+        return [first], [{"scheduler": torch.optim.lr_scheduler.StepLR(first, 1, 0.5), "interval": "step"}]
+
+
+@pytest.mark.slow
+def test_optimizers_of_a_fit_in_workers_are_made_when_asked_for(tmp_path):
+    found = []
+    for strategy, devices in (("ddp_spawn", 2), ("auto", 1)):
+        trainer = L.Trainer(
+            max_steps=4,
+            accelerator="cpu",
+            strategy=strategy,
+            devices=devices,
+            limit_val_batches=0,
+            default_root_dir=tmp_path,
+            **dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False),
+        )
+        model = Scheduled()
+        trainer.fit(model, DataLoader(TensorDataset(torch.ones(8 * devices, 2)), batch_size=2))
+        assert model.configured == 1
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        state = trainer.optimizers[0].state[model.layer.weight]
+        config = trainer.lr_scheduler_configs[0]
+        found.append((rate, float(state["step"]), config.scheduler.last_epoch, config.interval))
+        assert config.scheduler.optimizer is trainer.optimizers[0] is model.optimizers().optimizer
+        assert model.lr_schedulers() is config.scheduler
+        assert model.configured == (2 if devices == 2 else 1)
+    assert found == [(0.1 / 16, 4.0, 4, "step")] * 2
+
+
+def test_states_that_are_large_stay_and_settings_come_back(monkeypatch):
+    model = Scheduled()
+    model.layer(torch.ones(2)).sum().backward()
+    optimizers, _ = returned.read_optimizers(model.configure_optimizers())
+    optimizers[0].step()
+    optimizers[0].param_groups[0]["lr"] = 0.25
+    for limit, kept in ((2**26, 2), (1500, 0)):
+        monkeypatch.setattr(returned, "LIMIT", limit)
+        states = returned.pack_optimizers(optimizers, [])
+        again, _ = returned.rebuild_optimizers(torch.optim.Adam(model.layer.parameters()), states)
+        assert (again[0].param_groups[0]["lr"], len(again[0].state)) == (0.25, kept)
