@@ -1,9 +1,11 @@
 """Connectors: a trainer's loaders, checkpoints and values under private names of Lightning's that programs read."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...trainer.build import with_callbacks_of
 from .attributes import TrainerAttributes
 from .checkpoint_files import load
 from .placeholders import inner_part_missing
@@ -55,7 +57,50 @@ class DataLoaderSource(Connector):
 
 
 class CheckpointConnector(Connector):
-    """Contents of a checkpoint."""
+    """Contents of a checkpoint: of the run, or of a file that a program restores from within one."""
+
+    def __init__(self, trainer: TrainerAttributes) -> None:
+        super().__init__(trainer)
+        self._loaded_checkpoint: dict[str, Any] = {}  # private in Lightning, and read by programs
+
+    def resume_start(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Read a checkpoint, or none."""
+        read = {} if checkpoint_path is None else load(checkpoint_path, "cpu", weights_only=True)
+        self._loaded_checkpoint = read
+
+    def resume_end(self) -> None:
+        """Forget what was read."""
+        self._loaded_checkpoint = {}
+
+    def restore(self, checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        """Take over weights, states of callbacks, optimizers and schedulers; the counts of the run stay."""
+        self.resume_start(checkpoint_path, weights_only)
+        self.restore_model()
+        self.restore_callbacks()
+        self.restore_optimizers_and_schedulers()
+        self.resume_end()
+
+    def restore_model(self) -> None:
+        """Take over the weights of what was read."""
+        read, module = self._loaded_checkpoint, self.trainer.lightning_module
+        if read:
+            module.on_load_checkpoint(read)
+            module.load_state_dict(read["state_dict"], strict=module.strict_loading)
+
+    def restore_callbacks(self) -> None:
+        """Take over the states of callbacks."""
+        states = self._loaded_checkpoint.get("callbacks", {})
+        for callback in self.trainer.callbacks:
+            if callback.state_key in states:
+                callback.load_state_dict(deepcopy(states[callback.state_key]))
+
+    def restore_optimizers_and_schedulers(self) -> None:
+        """Take over the states of optimizers and schedulers, where what was read has some."""
+        read = self._loaded_checkpoint
+        for optimizer, state in zip(self.trainer.optimizers, read.get("optimizer_states", ()), strict=False):
+            optimizer.load_state_dict(state)
+        for config, state in zip(self.trainer.lr_scheduler_configs, read.get("lr_schedulers", ()), strict=False):
+            config.scheduler.load_state_dict(state)
 
     def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return what Lightning's file of this moment would hold; every rank calls it."""
@@ -97,10 +142,19 @@ class LoggerConnector(Connector):
         """The three, by the word for who reads them."""
         return {"callback": self.callback_metrics, "log": self.logged_metrics, "pbar": self.progress_bar_metrics}
 
+    def reset_metrics(self) -> None:
+        """Forget all values."""
+        trainer = self.trainer
+        trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
+
+    def reset_results(self) -> None:
+        """Do nothing: the sums of an epoch are forgotten with it."""
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Give values to every logger now."""
-        values = {name: float(value) for name, value in metrics.items()}
-        point = self.trainer.state.global_step + self.trainer.logged_ahead if step is None else step
+        values, trainer = {name: float(value) for name, value in metrics.items()}, self.trainer
+        own = trainer.state.global_step - trainer.step_is_ending + trainer.logged_ahead
+        point = own if step is None else step
         for logger in self.trainer.loggers if self.trainer.is_global_zero and values else []:
             logger.log_metrics(values, point)
             logger.save()
@@ -110,3 +164,48 @@ class LoggerConnector(Connector):
         """Whether values are logged after the step that is under way."""
         steps = self.trainer.state.global_step + 1
         return steps % (self.trainer.log_every_n_steps or 1) == 0 or bool(self.trainer.should_stop)
+
+
+class Results(Connector):
+    """Values logged in the stage that is under way."""
+
+    @property
+    def dataloader_idx(self) -> int | None:
+        """The index of the evaluation loader; None where there is one."""
+        metrics = self.trainer.current_run.metrics
+        return metrics.loader if metrics.loaders else None
+
+    def metrics(self, on_step: bool) -> dict[str, Any]:
+        """Return the values for callbacks, loggers and the progress bar, by Lightning's words for them."""
+        found: dict[str, Any] = LoggerConnector(self.trainer).metrics
+        return found
+
+
+class CallbackConnector(Connector):
+    """Order of callbacks, and those that a module brings."""
+
+    def _attach_model_callbacks(self) -> None:
+        module, trainer = self.trainer.lightning_module, self.trainer
+        if module is not None:
+            trainer.callbacks = trainer.ordered(with_callbacks_of(module, trainer.callbacks))
+
+    def _attach_model_logging_functions(self) -> None:
+        """Do nothing: callbacks log by the module of the run."""
+
+    def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
+        return self.trainer.ordered(callbacks)
+
+
+class SignalConnector(Connector):
+    """Signals; a run handles them itself."""
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether the run was told to end."""
+        return self.trainer.received_sigterm
+
+    def register_signal_handlers(self) -> None:
+        """Do nothing: a run does so when it begins."""
+
+    def teardown(self) -> None:
+        """Do nothing: a run gives the signals back when it ends."""

@@ -377,6 +377,15 @@ class TrainingEpochLoop(Loop):
 class Optimizing(Loop):
     """Steps of optimizers."""
 
+    def _on_before_step(self) -> None:  # called by programs that step an optimizer of torch's themselves
+        trainer: Any = self.trainer
+        trainer.profiler.start("optimizer_step")
+
+    def _on_after_step(self) -> None:
+        trainer: Any = self.trainer
+        trainer.profiler.stop("optimizer_step")
+        trainer.state.optimizer_steps += 1
+
     @property
     def optim_progress(self) -> Any:
         """Steps done, as `optimizer_steps`."""

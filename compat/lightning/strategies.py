@@ -250,6 +250,22 @@ class Strategy(strategy.Strategy):
                 "torch.distributed.init_process_group, which the run joins."
             )
 
+    def validation_step(self, *arguments: Any, **options: Any) -> Any:
+        """Return what the module's step returns, in the run's precision."""
+        return self._module_step("validation_step", *arguments, **options)
+
+    def test_step(self, *arguments: Any, **options: Any) -> Any:
+        """Return what the module's step returns, in the run's precision."""
+        return self._module_step("test_step", *arguments, **options)
+
+    def predict_step(self, *arguments: Any, **options: Any) -> Any:
+        """Return what the module's step returns, in the run's precision."""
+        return self._module_step("predict_step", *arguments, **options)
+
+    def _module_step(self, name: str, *arguments: Any, **options: Any) -> Any:
+        with self.precision.forward_context():
+            return getattr(self.lightning_module, name)(*arguments, **options)
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """Return a loader as it is."""
         return dataloader

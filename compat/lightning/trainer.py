@@ -42,7 +42,7 @@ from .callbacks.monitors import Timer
 from .callbacks.progress import TQDMProgressBar, refuse_bars
 from .callbacks.rich_progress import RichProgressBar
 from .checkpoint_files import load_file, save_untrained
-from .connectors import CheckpointConnector, LoggerConnector
+from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
 from .exceptions import MisconfigurationException, require_checkpoint
 from .loggers import (
     CSVLogger,
@@ -308,6 +308,7 @@ class Trainer(TrainerAttributes):
         self.validate_loop = EvaluationLoop(self, TrainerFn.VALIDATING, RunningStage.VALIDATING)
         self.test_loop = EvaluationLoop(self, TrainerFn.TESTING, RunningStage.TESTING)
         self._checkpoint_connector, self._logger_connector = CheckpointConnector(self), LoggerConnector(self)
+        self._callback_connector, self._signal_connector = CallbackConnector(self), SignalConnector(self)
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
@@ -326,6 +327,26 @@ class Trainer(TrainerAttributes):
             {name: deepcopy(None if name == "run" else value, memo) for name, value in vars(self).items()}
         )
         return copied
+
+    @property
+    def _evaluation_loop(self) -> EvaluationLoop:  # private in Lightning, as the next two are, and read by programs
+        within = self.fit_loop.epoch_loop.val_loop
+        loops = {"fit": within, "validate": self.validate_loop, "test": self.test_loop}
+        if self.state.fn is None or self.state.fn.value not in loops:
+            raise RuntimeError("The `Trainer._evaluation_loop` property isn't defined. Accessed outside of scope")
+        return loops[self.state.fn.value]
+
+    @property
+    def _active_loop(self) -> Any:
+        if self.training:
+            return self.fit_loop
+        if self.sanity_checking or self.evaluating:
+            return self._evaluation_loop
+        return self.predict_loop if self.predicting else None
+
+    @property
+    def _results(self) -> Results | None:
+        return Results(self) if self.running and not self.predicting else None
 
     @property
     def enable_autolog_hparams(self) -> bool:

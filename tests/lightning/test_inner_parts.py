@@ -135,8 +135,8 @@ def test_connectors_have_loaders_values_and_the_checkpoint(tmp_path):
     assert seen["loss"].item() == trainer.callback_metrics["loss"].item()
     assert trainer._accelerator_connector.use_distributed_sampler
     assert trainer._accelerator_connector.strategy is trainer.strategy
-    with pytest.raises(AttributeError, match=r"restore.*inner part of Lightning"):
-        trainer._checkpoint_connector.restore()
+    with pytest.raises(AttributeError, match=r"hpc_save_path.*inner part of Lightning"):
+        trainer._checkpoint_connector.hpc_save_path()
 
 
 def test_contents_that_a_program_holds_itself_are_written_and_read(tmp_path):

@@ -172,9 +172,9 @@ def test_a_loop_of_ones_own_shows_the_results_of_a_test(tmp_path, capsys):
 def test_an_unknown_private_name_is_answered_by_a_sentence():
     trainer = L.Trainer(accelerator="cpu", logger=False)
     for owner in (trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop):
-        with pytest.raises(AttributeError, match=rf"{type(owner).__name__}.*_callback_connector.*from-lightning.md"):
-            owner._callback_connector  # noqa: B018
-        assert not hasattr(owner, "_callback_connector")
+        with pytest.raises(AttributeError, match=rf"{type(owner).__name__}.*_data_connector.*from-lightning.md"):
+            owner._data_connector  # noqa: B018
+        assert not hasattr(owner, "_data_connector")
     with pytest.raises(AttributeError, match=r"no attribute 'max_epoch'$"):
         trainer.max_epoch  # noqa: B018
 

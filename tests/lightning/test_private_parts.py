@@ -1,0 +1,180 @@
+"""Private attributes of trainers, loops and modules that public programs read and call, beside the real package."""
+
+import warnings
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import legato.compat.lightning.pytorch as room
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as real
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
+QUIET = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+
+
+def module(package, **methods):
+    """Return a module of this package with a few methods of its own."""
+
+    class Net(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch).square().mean()
+            self.log("loss", loss, prog_bar=True)
+            return loss
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.layer(batch).square().mean())
+
+        test_step = predict_step = validation_step
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    return type("Own", (Net,), methods)()
+
+
+def loader():
+    return DataLoader(torch.arange(16.0).reshape(8, 2) / 16, batch_size=2)
+
+
+def active(trainer):
+    """Return which loop is under way, and which evaluates."""
+    names = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    loops = {name: getattr(trainer, name) for name in names} | {"within": trainer.fit_loop.epoch_loop.val_loop}
+
+    def name_of(loop):
+        return next((name for name, one in loops.items() if one is loop), None)
+
+    try:
+        evaluates = name_of(trainer._evaluation_loop)
+    except RuntimeError as error:
+        evaluates = str(error)
+    return name_of(trainer._active_loop), evaluates, trainer._results is not None
+
+
+def test_the_loop_that_is_under_way(tmp_path):
+    found = []
+    for package in (room, real):
+        seen = []
+
+        def look(self, *_, seen=seen):
+            seen.append(active(self.trainer))
+
+        hooks = ("on_train_start", "on_train_batch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_fit_end")
+        net = module(package, **dict.fromkeys(hooks, look))
+        trainer = package.Trainer(**QUIET, accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
+        seen.append(active(trainer)[:2])
+        trainer.fit(net, loader(), loader())
+        trainer.validate(net, loader(), verbose=False)
+        trainer.test(net, loader(), verbose=False)
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_a_program_restores_a_checkpoint_within_a_run(tmp_path):
+    found = []
+    for package in (room, real):
+
+        def restore(self):
+            trainer, connector = self.trainer, self.trainer._checkpoint_connector
+            if self.current_epoch == 0:
+                trainer.save_checkpoint(self.path)
+            if self.current_epoch == 1:
+                connector.resume_start(self.path)
+                assert connector._loaded_checkpoint["epoch"] == 0
+                connector.restore_model()
+                connector.restore_optimizers_and_schedulers()
+                connector.resume_end()
+                assert connector._loaded_checkpoint == {}
+
+        net = module(package, on_train_epoch_end=restore)
+        net.path = str(tmp_path / f"{package.__name__}.ckpt")
+        trainer = package.Trainer(**QUIET, accelerator="cpu", max_epochs=3, default_root_dir=tmp_path)
+        trainer.fit(net, loader())
+        found.append((trainer.optimizers[0].param_groups[0]["lr"], net.layer.weight.tolist()))
+    assert found[0] == found[1]
+
+
+class Counted(room.Callback):
+    state_key = "counted"
+
+    def __init__(self):
+        self.seen = 0
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state_dict):
+        self.seen = state_dict["seen"]
+
+
+def test_a_whole_restore_has_callbacks_too(tmp_path):
+    counted = Counted()
+    counted.seen = 3
+
+    def restore(self):
+        self.trainer.save_checkpoint(tmp_path / "a.ckpt")
+        weight = self.layer.weight.detach().clone()
+        counted.seen = 4
+        torch.nn.init.zeros_(self.layer.weight)
+        self.trainer._checkpoint_connector.restore(tmp_path / "a.ckpt")
+        assert torch.equal(self.layer.weight, weight)
+
+    trainer = room.Trainer(**QUIET, accelerator="cpu", max_epochs=1, callbacks=[counted], default_root_dir=tmp_path)
+    trainer.fit(module(room, on_train_epoch_end=restore), loader())
+    assert counted.seen == 3
+
+
+def test_connectors_of_callbacks_signals_and_values(tmp_path):
+    found = []
+    for package in (room, real):
+        seen = []
+
+        def look(self, seen=seen):
+            trainer = self.trainer
+            values = trainer._results.metrics(on_step=False)
+            seen.append((sorted(values), trainer._results.dataloader_idx, trainer._signal_connector.received_sigterm))
+            outputs = [getattr(trainer.strategy, f"{name}_step")(torch.ones(1, 2), 0) for name in ("test", "predict")]
+            seen.append((outputs, self._device, self._dtype, self._fabric))
+
+        net = module(package, on_validation_epoch_end=look)
+        trainer = package.Trainer(**QUIET, accelerator="cpu", max_epochs=1, default_root_dir=tmp_path)
+        trainer.validate(net, loader(), verbose=False)
+        assert trainer.callback_metrics.keys() == {"val_loss"}
+        trainer._logger_connector.reset_results()
+        trainer._logger_connector.reset_metrics()
+        assert trainer.callback_metrics == {}
+        saves, plain = package.callbacks.ModelCheckpoint(tmp_path), package.Callback()
+        connector = trainer._callback_connector
+        seen.append([type(one).__name__ for one in connector._reorder_callbacks([saves, plain])])
+        connector._attach_model_callbacks()
+        connector._attach_model_logging_functions()
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_a_step_by_torchs_optimizer_is_counted(tmp_path):
+    found = []
+    for package in (room, real):
+
+        def step(self, batch, batch_idx):
+            manual = self.trainer.fit_loop.epoch_loop.manual_optimization
+            manual._on_before_step()
+            self.optimizers(use_pl_optimizer=False).step()
+            manual._on_after_step()
+
+        net = module(package, training_step=step)
+        net.automatic_optimization = False
+        trainer = package.Trainer(**QUIET, accelerator="cpu", max_steps=3, default_root_dir=tmp_path)
+        trainer.fit(net, loader())
+        found.append(trainer.global_step)
+    assert found == [3, 3]
