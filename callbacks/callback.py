@@ -61,7 +61,7 @@ checks this drawing against the code.
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     import torch
@@ -91,6 +91,9 @@ class Callback:
 
     drops_steps = False
     """Whether `judge_step` may return True: then what a step changes besides the weights is kept until it is judged."""
+
+    names_are_free: ClassVar[bool] = False
+    """Whether subclasses may use the names of what is no hook for something of their own, as in another package."""
 
     @property
     def state_key(self) -> str:

@@ -45,6 +45,7 @@ from .hooks import (
     check_names,
     check_nones,
     count_arguments,
+    loop_part,
     overrides,
 )
 from .loggers.logger import Logger
@@ -174,8 +175,9 @@ def set_owners(call: Call) -> None:
     trainer.callbacks = trainer.ordered(with_callbacks_of(call.task, trainer.callbacks))
     for callback in trainer.callbacks:
         check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
-        callback.set_task(call.task)
-        call.undo.callback(callback.set_task, None)
+        set_task = loop_part(callback, "set_task")
+        set_task(call.task)
+        call.undo.callback(set_task, None)
 
 
 def evaluated_point(call: Call, saved: dict[str, Any] | None) -> tuple[int, int] | None:
@@ -405,7 +407,8 @@ def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
     """Return the folders outside of the run directory with checkpoints from which a run can resume."""
     task.trainer = trainer  # which configure_callbacks may ask
     callbacks = [one for one in with_callbacks_of(task, trainer.callbacks) if isinstance(one, CheckpointCallback)]
-    return [Path(one.dirpath) for one in callbacks if one.dirpath and one.is_elsewhere and not one.save_weights_only]
+    found = [one for one in callbacks if one.dirpath and loop_part(one, "is_elsewhere")]
+    return [Path(str(one.dirpath)) for one in found if not one.save_weights_only]
 
 
 def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Path:
@@ -743,7 +746,7 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     spare_compiler()
     optimizers, schedulers = read_optimizers(trainer.configured(task), task.automatic_optimization)
     for callback in trainer.callbacks:
-        callback.extend_optimizers(task, optimizers)
+        loop_part(callback, "extend_optimizers")(task, optimizers)
     if fault := unknown_parameters(task, optimizers):
         trainer.answer_unknown_parameters(fault)
     kernels.choose_kernels(optimizers, trainer.optimizer_kernels)
@@ -809,7 +812,7 @@ def open_loggers(run: Run) -> None:
         return
     if not trainer.is_global_zero:
         for logger in trainer.loggers:
-            logger.follow(trainer.run_dir)
+            loop_part(logger, "follow")(trainer.run_dir)
         return
     if trainer.config_text is not None:
         weights = run.source if run.stage != "fit" else None
@@ -826,7 +829,7 @@ def open_loggers(run: Run) -> None:
     if run.stage == "fit" and trainer.records_starts:
         hyperparameters = {**run_settings(run), **(hyperparameters or {})}
     for logger in trainer.loggers:
-        logger.open(trainer.run_dir, step if going_on else None)
+        loop_part(logger, "open")(trainer.run_dir, step if going_on else None)
         log.debug("%s writes to %s", type(logger).__name__, logger.log_dir or trainer.run_dir)
         if trainer.config_text is not None and type(logger).log_text is not Logger.log_text:
             logger.log_text("config", f"```yaml\n{trainer.config_text}```", step)
@@ -979,7 +982,8 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
         if not isinstance(callback, Callback):
             raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {type(callback).__name__}.")
     for wish, kind, options in trainer.default_callbacks():
-        role = next((base for base in (CheckpointCallback, ProgressDisplay) if issubclass(kind, base)), kind)
+        roles = (CheckpointCallback, ProgressDisplay, known.ModelSummary)
+        role = next((base for base in roles if issubclass(kind, base)), kind)
         if wish and (kind is known.Timer or not any(isinstance(callback, role) for callback in found)):
             try:
                 found.append(kind(**options))

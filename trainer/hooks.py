@@ -59,23 +59,25 @@ class Hooks(dict[str, Calls]):
         self.of_task: dict[str, Calls] = {}
         self.of_callbacks: dict[str, Calls] = {}
         self.late: dict[str, Calls] = {}
+        order = {id(one): loop_part(one, "late") for one in callbacks}
         for name in {*CALLBACK_HOOKS, *TASK_HOOKS}:
             overriding = [c for c in callbacks if name in CALLBACK_HOOKS and overrides(c, Callback, name)]
-            in_order = sorted(overriding, key=lambda callback: callback.late)
+            in_order = sorted(overriding, key=lambda callback: order[id(callback)])
             # those two do their work in the base class, so that they are called also where nothing overrides them
             own = name in TASK_HOOKS and (name.endswith(("_model_eval", "_model_train")) or overrides(task, Task, name))
             self.of_task[name] = (getattr(task, name),) if own else ()
-            early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late <= 0)
-            self.late[name] = tuple(partial(getattr(c, name), trainer, task) for c in in_order if c.late > 0)
+            early = tuple(partial(getattr(c, name), trainer, task) for c in in_order if order[id(c)] <= 0)
+            self.late[name] = tuple(partial(getattr(c, name), trainer, task) for c in in_order if order[id(c)] > 0)
             self.of_callbacks[name] = early + self.late[name]
             self[name] = early + self.of_task[name] + self.late[name]
         together = sorted(
-            (c for c in callbacks if c.late > 0 or c.after_every_step), key=lambda callback: callback.late
+            (c for c in callbacks if order[id(c)] > 0 or loop_part(c, "after_every_step")),
+            key=lambda callback: order[id(callback)],
         )
         asked = [c for c in together if overrides(c, Callback, "on_train_batch_end")]
         self.after_every_step: Calls = tuple(partial(c.on_train_batch_end, trainer, task) for c in asked)
         """`on_train_batch_end` calls after a step for which this process had no batch."""
-        judging = [c for c in callbacks if overrides(c, Callback, "judge_step")]
+        judging = [c for c in callbacks if overrides(c, Callback, "judge_step") and not c.names_are_free]
         self.judges: Calls = tuple(partial(c.judge_step, trainer, task) for c in judging)
         self.drops_steps = any(c.drops_steps for c in judging)
         """Whether a judge may drop the update of a step."""
@@ -89,6 +91,20 @@ class Hooks(dict[str, Calls]):
         """Call the hook `name` of everything but late callbacks."""
         for hook in self[name][: len(self[name]) - len(self.late[name])]:
             hook(*arguments)
+
+
+def loop_part(owner: Any, name: str) -> Any:
+    """Return a part of a callback or logger that the loop takes besides hooks, such as `late` or `open`.
+
+    Of a class with `names_are_free` it is that of this package's own classes: programs written for another package may
+    use the word for something else.
+    """
+    if not getattr(type(owner), "names_are_free", False):
+        return getattr(owner, name)
+    package = __name__.partition(".")[0]
+    kinds = (kind for kind in type(owner).__mro__ if kind.__module__.partition(".")[0] == package)
+    found = next(vars(kind)[name] for kind in kinds if name in vars(kind))
+    return found.__get__(owner, type(owner)) if hasattr(found, "__get__") else found
 
 
 def overrides(instance: object, base: type, name: str) -> bool:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from .checkpoints.store import CHECKPOINTS, directory_name
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
+from .hooks import loop_part
 from .processes.requeue import requeue_early, requeue_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
 from .processes.sync import Agreement
@@ -144,7 +145,7 @@ class Preemption:
         saved = False
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath == folder and not callback.save_weights_only:
-                callback.save(trainer, always=True)
+                loop_part(callback, "save")(trainer, always=True)
                 trainer.saver.wait()
                 # Waits for rank 0: the launcher takes the first exit for the end of all.
                 saved = trainer.broadcast(path.is_dir())

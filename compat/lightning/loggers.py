@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ...trainer.checkpoints.left_out import plain_containers
+from ...trainer.hooks import loop_part
 from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
 from ...trainer.loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
 from ...trainer.loggers.logger import NoExperiment
@@ -45,7 +46,7 @@ class WithoutFiles:
 class FabricLogger(WithoutFiles, logger.Logger, ABC):
     """Base class of loggers, as lightning.fabric has it: a class may derive from this one and from Logger."""
 
-    saves_points = True
+    saves_points = names_are_free = True
 
     @property
     @abstractmethod
@@ -166,6 +167,11 @@ class FolderOfLogger(LogFolder):
         version = version if isinstance(version, str) else f"version_{version}"
         return os.path.expanduser(os.path.expandvars(os.path.join(self.logger.root_dir, version)))
 
+    def next_version(self) -> int:
+        """Return the version after the newest one, or what a subclass of the logger chooses."""
+        found: int = self.logger._get_next_version()
+        return found
+
     @property
     def path(self) -> Path:
         """The same, absolute; or what a subclass has as `log_dir`."""
@@ -176,24 +182,26 @@ class FolderOfLogger(LogFolder):
 class FolderParts:
     """Names by which programs that subclass a logger read and set its folder; private in Lightning."""
 
-    folder: LogFolder | None
+    own_folder: LogFolder | None
     prefix: str
+    names_are_free = True
     _save_dir, _name, _version, _root_dir, _prefix = map(
-        alias, ("folder.save_dir", "folder.name", "folder._version", "folder.root_dir", "prefix")
+        alias, ("own_folder.save_dir", "own_folder.name", "own_folder._version", "own_folder.root_dir", "prefix")
     )
 
     @property
     def _fs(self) -> Any:
-        return get_filesystem(self.folder.root_dir if self.folder else "")
+        return get_filesystem(self.own_folder.root_dir if self.own_folder else "")
 
     def _get_next_version(self) -> int:
-        return self.folder.next_version() if self.folder else 0
+        return LogFolder.next_version(self.own_folder) if self.own_folder else 0
 
 
 class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     """Writes event files and `hparams.yaml` to `save_dir/name/version/sub_dir`; it opens when it is first used."""
 
     LOGGER_JOIN_CHAR, NAME_HPARAMS_FILE = "-", "hparams.yaml"
+    _is_opening = False
 
     def __init__(
         self,
@@ -208,7 +216,7 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     ) -> None:
         super().__init__(save_dir, name, version, sub_dir, log_graph, default_hp_metric, prefix, False, **kwargs)
         if save_dir is not None:  # else that of the run
-            self.folder = FolderOfLogger(self, TensorBoardLogger, save_dir, name, version)
+            self.own_folder = FolderOfLogger(self, TensorBoardLogger, save_dir, name, version)
         self.hparams: dict[str, Any] = {}
 
     group_separator = "/"
@@ -223,8 +231,10 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
     @property
     def experiment(self) -> Any:
         """Torch's SummaryWriter, opened when it is first asked for on rank 0."""
-        if self._writer is None and rank_zero_only.rank == 0 and self.folder is not None:
-            self.open(self.folder.path, None)
+        if self._is_opening:
+            return self.make_writer(None)
+        if self._writer is None and rank_zero_only.rank == 0 and self.own_folder is not None:
+            loop_part(self, "open")(self.own_folder.path, None)
         return super().experiment
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -246,7 +256,20 @@ class TensorBoardLogger(FolderParts, tensorboard.TensorBoardLogger):
         values = metrics if metrics is None or isinstance(metrics, Mapping) else {"hp_metric": metrics}
         if values:
             self.log_metrics(values, step)
-        super().log_hyperparams(sanitize_callables(found), values)
+        super().log_hyperparams(self._sanitize_params(flatten_dict(sanitize_callables(found))), values)
+
+    def make_writer(self, purge_step: int | None) -> Any:
+        """Return the writer of a new event file: that of a subclass's own `experiment`, if it has one."""
+        own = type(self).experiment is not TensorBoardLogger.experiment
+        if own and not self._is_opening:
+            self._is_opening, self._writer = True, None
+            try:
+                found = self.experiment
+            finally:
+                self._is_opening = False
+            if hasattr(found, "file_writer"):
+                return found
+        return super().make_writer(purge_step)
 
     def save(self) -> None:
         """Flush all events, and write `hparams.yaml` if there is none."""
@@ -281,6 +304,11 @@ class ExperimentWriter:
         self.saves_itself = type(self).save is not ExperimentWriter.save
 
     @property
+    def metrics_keys(self) -> list[str]:
+        """The columns of the file."""
+        return self._writer.columns
+
+    @property
     def hparams(self) -> dict[str, Any]:
         """The hyperparameters recorded so far."""
         return self._writer.hparams
@@ -299,7 +327,10 @@ class ExperimentWriter:
         self.metrics.append({**row, "step": step})
 
     def save(self) -> None:
-        """Sync the file to disk."""
+        """Sync the file to disk, with the rows that a subclass's own `save` has kept."""
+        for row in self.metrics if self.saves_itself else ():
+            values = {name: value for name, value in row.items() if name != "step"}
+            csv_file.CSVLogger.log_metrics(self._writer, values, row["step"])
         self.metrics = []
         self._writer.save()
 
@@ -308,6 +339,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
     """Writes `metrics.csv` and `hparams.yaml` to `save_dir/name/version`; it opens when it is first used."""
 
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
+    _flush_logs_every_n_steps = alias("flush_logs_every_n_steps")  # private in Lightning, and read by programs
 
     def __init__(
         self,
@@ -319,7 +351,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
     ) -> None:
         super().__init__(save_dir, name, version, prefix, flush_logs_every_n_steps)
         if save_dir is not None:
-            self.folder = FolderOfLogger(self, CSVLogger, save_dir, name, version)
+            self.own_folder = FolderOfLogger(self, CSVLogger, save_dir, name, version)
         self._experiment: ExperimentWriter | None = None
         self._has_written = False
 
@@ -331,7 +363,7 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         if begins and path is not None and path.exists():
             kept = next(name for name in (path.with_name(f"metrics.{n}.csv") for n in count(1)) if not name.exists())
             path.rename(kept)
-            self._columns = []
+            self.columns = []
             rank_zero_warn(f"{path.parent} has the metrics of another run, which are kept as {kept.name}.")
 
     def follow(self, run_dir: Path) -> None:
@@ -344,8 +376,8 @@ class CSVLogger(FolderParts, csv_file.CSVLogger):
         """The writer, opened when it is first asked for on rank 0."""
         if rank_zero_only.rank != 0:
             return DummyExperiment()
-        if self._path is None and self.folder is not None:
-            self.open(self.folder.path, None)
+        if self._path is None and self.own_folder is not None:
+            loop_part(self, "open")(self.own_folder.path, None)
         if self._experiment is None:
             self._experiment = ExperimentWriter(self.log_dir or "", self)
         return self._experiment

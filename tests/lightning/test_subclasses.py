@@ -316,3 +316,115 @@ def test_one_progress_bar_at_most(tmp_path):
         for given, wanted in (([bars[0](), bars[1]()], True), ([bars[0]()], False)):
             with pytest.raises(package.utilities.exceptions.MisconfigurationException, match=r"[Pp]rogress.?bar"):
                 trainer_of(package, tmp_path, given, enable_progress_bar=wanted)
+
+
+def test_a_summary_of_ones_own_is_the_only_one(tmp_path):
+    for package in PACKAGES:
+        own = type("Own", (package.callbacks.ModelSummary,), {})()
+        callbacks = trainer_of(package, tmp_path, [own], enable_model_summary=True).callbacks
+        assert [one for one in callbacks if isinstance(one, package.callbacks.ModelSummary)] == [own]
+
+
+# --- loggers ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_version_and_hyperparameters_of_ones_own(tmp_path):
+    for package in PACKAGES:
+        seen = []
+
+        class Own(package.loggers.TensorBoardLogger):
+            def _get_next_version(self):
+                return 7
+
+            @staticmethod
+            def _sanitize_params(params, seen=seen):
+                seen.append(dict(params))
+                return {name: f"<{value}>" for name, value in params.items()}
+
+        logger = Own(tmp_path / package.__name__[:6], flush_secs=9)
+        assert (logger.version, logger._kwargs, logger._sub_dir) == (7, {"flush_secs": 9}, None)
+        logger.log_hyperparams({"outer": {"inner": 1}})
+        assert seen == [{"outer/inner": 1}]
+        assert logger.hparams == {"outer": {"inner": 1}}
+        logger.finalize("success")
+        assert (tmp_path / package.__name__[:6] / "lightning_logs" / "version_7" / "hparams.yaml").exists()
+
+
+def test_a_writer_of_ones_own(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    class Counts(SummaryWriter):
+        closed = 0
+
+        def close(self):
+            type(self).closed += 1
+            super().close()
+
+    for package in PACKAGES:
+
+        class Own(package.loggers.TensorBoardLogger):
+            @property
+            def experiment(self):
+                if self._experiment is None:
+                    self._experiment = Counts(self.log_dir, **self._kwargs)
+                return self._experiment
+
+        before = Counts.closed
+        logger = Own(tmp_path, package.__name__[:6])
+        run(trainer_of(package, tmp_path, logger=logger, log_every_n_steps=1), "fit", module_of(package))
+        assert Counts.closed > before
+
+
+def test_rows_that_a_writer_of_ones_own_changes(tmp_path):
+    found = []
+    for package in PACKAGES:
+        writer = package.loggers.csv_logs.ExperimentWriter
+
+        class Doubles(writer):
+            def log_metrics(self, metrics_dict, step=None):
+                super().log_metrics({name: value * 2 for name, value in metrics_dict.items()}, step)
+
+            def save(self):
+                self.saved = sorted({*self.__dict__.get("saved", []), *(row["step"] for row in self.metrics)})
+                super().save()
+
+        class Own(package.loggers.CSVLogger):
+            @property
+            def experiment(self, kind=Doubles):
+                if self._experiment is None:
+                    self._experiment = kind(self.log_dir)
+                return self._experiment
+
+        folder = tmp_path / package.__name__[:6]
+        folder.mkdir()
+        logger = Own(folder, None, "", flush_logs_every_n_steps=1)
+        assert logger._flush_logs_every_n_steps == 1
+        for step, value in enumerate((0.5, 0.25)):
+            logger.log_metrics({"loss": value}, step)
+        logger.save()
+        rows = (folder / "metrics.csv").read_text().split()
+        found.append((rows, logger.experiment.saved, sorted(logger.experiment.metrics_keys)))
+    assert found[0] == found[1]
+
+
+def test_names_of_legatos_own_are_free(tmp_path):
+    """What a program calls so is its own, though Legato has a part of that name."""
+
+    def fails(self):
+        raise AssertionError("called by the trainer")
+
+    for package in PACKAGES:
+        free = dict.fromkeys(("set_task", "judge_step", "extend_optimizers"), fails)
+        callback = type("Own", (package.Callback,), {**free, "late": True, "drops_steps": "no"})()
+        callback.after_every_step = callback.set_task = 3
+        saves = type("Saves", (package.callbacks.ModelCheckpoint,), dict.fromkeys(("save", "find_folder"), fails))
+        logger = type("Log", (package.loggers.TensorBoardLogger,), dict.fromkeys(("open", "follow", "log_text"), fails))
+        folder = tmp_path / package.__name__[:6]
+        made = logger(folder)
+        made.folder = "mine"
+        given = [callback, saves(folder / "saved")]
+        trainer = trainer_of(package, folder, given, logger=made, enable_checkpointing=True)
+        run(trainer, "fit", module_of(package))
+        assert (callback.late, callback.set_task, made.folder) == (True, 3, "mine")
+        assert (folder / "saved" / "epoch=1-step=4.ckpt").exists()
+        assert (folder / "lightning_logs" / "version_0").is_dir()

@@ -35,29 +35,30 @@ class CSVLogger(Logger):
         flush_logs_every_n_steps: int = 100,
     ) -> None:
         super().__init__()
-        self.folder = None if save_dir is None else LogFolder(save_dir, name, version)
+        self.own_folder = None if save_dir is None else LogFolder(save_dir, name, version)
         self.prefix, self.flush_logs_every_n_steps = prefix, flush_logs_every_n_steps
         self.hparams: dict[str, Any] = {}
         self._path: Path | None = None
-        self._columns: list[str] = []
+        self.columns: list[str] = []
+        """Columns of the file."""
         self._resume_step: int | None = None
         self._recorded: set[str] = set()
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Choose the file, and remove the rows that a resume voids."""
         super().open(run_dir, resume_step)
-        if self.folder is not None:
-            self.folder.choose(resume_step is not None)
-            self._directory = self.folder.path
+        if self.own_folder is not None:
+            self.own_folder.choose(resume_step is not None)
+            self._directory = self.own_folder.path
         assert self._directory is not None
         self._directory.mkdir(parents=True, exist_ok=True)
         self._path = self._directory / METRICS_FILE
-        rows, self._columns = _read(self._path)
+        rows, self.columns = _read(self._path)
         kept = [row for row in rows if resume_step is None or int(row["step"]) <= resume_step]
         last = [row for row in kept if int(row["step"]) == resume_step]
         self._resume_step = resume_step
         self._recorded = {name for row in last for name, value in row.items() if value}
-        if self._columns:
+        if self.columns:
             self._write_anew(kept)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -70,12 +71,12 @@ class CSVLogger(Logger):
             if not row:
                 return
         row["step"] = int(step)
-        if not row.keys() <= set(self._columns) or not self._path.exists():
+        if not row.keys() <= set(self.columns) or not self._path.exists():
             rows, _ = _read(self._path)
-            self._columns = sorted({*self._columns, *row})
+            self.columns = sorted({*self.columns, *row})
             self._write_anew(rows)
         with self._path.open("a", newline="") as file:
-            csv.DictWriter(file, self._columns).writerow(row)
+            csv.DictWriter(file, self.columns).writerow(row)
             if (step + 1) % self.flush_logs_every_n_steps == 0:
                 os.fsync(file.fileno())
 
@@ -101,7 +102,7 @@ class CSVLogger(Logger):
         assert self._path is not None
         partial = self._path.with_name(f"{self._path.name}.partial")
         with partial.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self._columns)
+            writer = csv.DictWriter(file, self.columns)
             writer.writeheader()
             writer.writerows(rows)
             file.flush()

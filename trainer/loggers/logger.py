@@ -39,7 +39,7 @@ class Logger:
     calls, so that a task may use `self.logger` in every process.
     """
 
-    folder: "LogFolder | None" = None
+    own_folder: "LogFolder | None" = None
     """The logger's own folder; None: the run directory."""
     saves_points = False
     """Whether `save` is called after each point of the log, and not with checkpoints alone."""
@@ -61,30 +61,30 @@ class Logger:
 
         run_dir: the run directory, or the logger's own folder.
         """
-        if self.folder is not None:
-            self.folder.follow(Path(run_dir))
+        if self.own_folder is not None:
+            self.own_folder.follow(Path(run_dir))
         else:
             self._directory = Path(run_dir)
 
     @property
     def save_dir(self) -> str | None:
         """The parent folder of the runs; None before a run, unless it has its own."""
-        if self.folder is not None:
-            return self.folder.save_dir
+        if self.own_folder is not None:
+            return self.own_folder.save_dir
         return None if self._directory is None else str(self._directory.parent.parent)
 
     @property
     def name(self) -> str | None:
         """The run's name; None before a run, unless it has its own."""
-        if self.folder is not None:
-            return self.folder.name or ""
+        if self.own_folder is not None:
+            return self.own_folder.name or ""
         return None if self._directory is None else self._directory.parent.name
 
     @property
     def version(self) -> int | str | None:
         """N of `version_N`, or the folder's name; None before a run, unless it has its own."""
-        if self.folder is not None:
-            return self.folder.version
+        if self.own_folder is not None:
+            return self.own_folder.version
         if self._directory is None:
             return None
         found = re.fullmatch(r"version_(\d+)", self._directory.name)
@@ -93,15 +93,15 @@ class Logger:
     @property
     def log_dir(self) -> str | None:
         """The run directory; None before a run, unless it has its own."""
-        if self.folder is not None:
-            return self.folder.log_dir
+        if self.own_folder is not None:
+            return self.own_folder.log_dir
         return None if self._directory is None else str(self._directory)
 
     @property
     def root_dir(self) -> str | None:
         """The folder of all versions of the run; None before a run, unless it has its own."""
-        if self.folder is not None:
-            return self.folder.root_dir
+        if self.own_folder is not None:
+            return self.own_folder.root_dir
         return None if self._directory is None else str(self._directory.parent)
 
     @property

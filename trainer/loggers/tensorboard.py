@@ -64,7 +64,7 @@ class TensorBoardLogger(Logger):
         **writer_options: Any,
     ) -> None:
         super().__init__()
-        self.folder = None if save_dir is None else LogFolder(save_dir, name, version)
+        self.own_folder = None if save_dir is None else LogFolder(save_dir, name, version)
         self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
         self.own_metrics_last = own_metrics_last
         self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
@@ -85,8 +85,8 @@ class TensorBoardLogger(Logger):
     @property
     def log_dir(self) -> str | None:
         """The folder with the event files, for `tensorboard --logdir`; None before a run, unless own."""
-        if self.folder is not None:
-            return os.path.join(self.folder.log_dir, self.sub_dir or "").rstrip("/")
+        if self.own_folder is not None:
+            return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
         found = self._events or self._directory
         return None if found is None else str(found)
 
@@ -97,18 +97,16 @@ class TensorBoardLogger(Logger):
 
     def open(self, run_dir: Path, resume_step: int | None) -> None:
         """Start a new event file, which voids the points after `resume_step` in earlier ones."""
-        from torch.utils.tensorboard import SummaryWriter
-
         if self._writer is not None:
             self._writer.close()
         before = self._events
-        if self.folder is None:
+        if self.own_folder is None:
             self._directory = Path(run_dir)
             begun = self._directory / OLD_EVENTS
             self._events = begun if begun.is_dir() else self._directory
         else:
-            self.folder.choose(resume_step is not None)
-            self._directory = self._events = self.folder.path
+            self.own_folder.choose(resume_step is not None)
+            self._directory = self._events = self.own_folder.path
         self._events = self._events / (self.sub_dir or "")
         if before not in (
             None,
@@ -125,7 +123,13 @@ class TensorBoardLogger(Logger):
         self._session_started, self._pairs = False, {}
         # TensorBoard voids steps >= purge_step; the point of the checkpoint's own step was written before it
         purge = None if resume_step is None else resume_step + 1
-        self._writer = SummaryWriter(str(self._events), purge_step=purge, **self._writer_options)
+        self._writer = self.make_writer(purge)
+
+    def make_writer(self, purge_step: int | None) -> "SummaryWriter":
+        """Return the writer of a new event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._events), purge_step=purge_step, **self._writer_options)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Write the scalars of one step as one event, at a quarter of the cost of five `add_scalar`; skip repeats."""
@@ -263,7 +267,7 @@ class TensorBoardLogger(Logger):
         # asked again: a save in the background may have made the folder after the question above
         if self._events.is_dir() and not os.access(self._events, os.W_OK):
             raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
-        if self.folder is None and self._directory is not None and not self._directory.is_dir():
+        if self.own_folder is None and self._directory is not None and not self._directory.is_dir():
             raise run_directory_gone(self._directory)
         log.warning(
             "%s was deleted or moved while the run was writing to it. A new event file begins here.", self._events

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from ...tasks.task import Task
 from ..data.steps import StepInput
 from ..errors import ConfigError, TaskError, did_you_mean
-from ..hooks import Hooks, overrides
+from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
 from .optimizers import ManualOptimizer, SchedulerConfig, optimizer_parameters
@@ -216,7 +216,7 @@ class Optimization:
             name = str(config.monitor)
             # the mistake shows only at the end of an epoch: keep what it cost
             if self.trainer.checkpoint_callback is not None:
-                self.trainer.checkpoint_callback.save(self.trainer, always=True)
+                loop_part(self.trainer.checkpoint_callback, "save")(self.trainer, always=True)
             raise ConfigError(
                 f"The learning rate scheduler monitors {name!r}, which was never logged; logged: {sorted(known)}."
                 f"{did_you_mean(name, known)} Set strict=False in the lr_scheduler dict to go on without it."

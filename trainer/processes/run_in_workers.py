@@ -14,6 +14,7 @@ from ..checkpoints import store
 from ..checkpoints.store import check_sizes
 from ..data.transfer import to_host
 from ..elastic.membership import RunFinished
+from ..hooks import loop_part
 from ..run import Call, Request, Run
 from ..state import State
 from ..torch_private import ModuleParts, module_parts, set_module_parts
@@ -128,10 +129,10 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     trainer.should_stop = outcome.should_stop
     for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
         if outcome.run_dir is not None:
-            logger.follow(folder or outcome.run_dir)
+            loop_part(logger, "follow")(folder or outcome.run_dir)
     trainer.callbacks = trainer.ordered(build.with_callbacks_of(request.task, trainer.callbacks))
     for callback in trainer.checkpoint_callbacks:
-        callback.find_folder(trainer)
+        loop_part(callback, "find_folder")(trainer)
     for callback in trainer.callbacks:
         found = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
         if found is not None:
@@ -184,6 +185,6 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         trainer.should_stop,
         trainer.lengths,
         [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
-        [None if logger.folder is None else logger.folder.path for logger in trainer.loggers],
+        [None if logger.own_folder is None else logger.own_folder.path for logger in trainer.loggers],
         trainer.tell_caller(request),
     )

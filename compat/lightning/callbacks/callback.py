@@ -43,6 +43,8 @@ def with_lightnings_names(function: FunctionType) -> FunctionType:
 class Callback(callback.Callback):
     """A Legato callback with what programs for Lightning find on one: `log` and `log_dict` while a run is under way."""
 
+    names_are_free = True
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Give the parameters of this package's own classes, also in inherited methods, Lightning's names."""
         super().__init_subclass__(**options)
