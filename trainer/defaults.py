@@ -164,6 +164,8 @@ class TrainerDefaults(TrainerView):
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     skips_ended_training: ClassVar[bool] = False
     """Whether a fit in which nothing is left to train leaves out the hooks around training."""
+    no_output: ClassVar[dict[str, Any] | None] = None
+    """Output that on_train_batch_end gets for a batch whose training_step returned None."""
     optimizer_wrapper: ClassVar[type[ManualOptimizer]] = ManualOptimizer
     """Class of what a task gets from `optimizers()`."""
     logs_hyperparameters: bool = True

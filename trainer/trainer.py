@@ -180,7 +180,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
                     metrics.leave_out_batch()
                     strategy.leave_out(left == 0, after_forward=True)
             if left and hooks["on_train_batch_end"]:
-                hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
+                hooks.call("on_train_batch_end", as_outputs(output, self.no_output), batch, item.batch_idx)
         if item is None:
             strategy.leave_out(last=True, after_forward=False)
         if run.by_replica:
@@ -190,7 +190,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
                 strategy.optimizer_step(optimizer)
         run.count(step)
         if hooks["on_train_batch_end"]:
-            run.end_step(item, as_outputs(output), batch)
+            run.end_step(item, as_outputs(output, self.no_output), batch)
 
     # --- around the steps -------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:

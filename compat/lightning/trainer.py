@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -143,6 +143,11 @@ AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
 
 OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
 """Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
+OWN_METHODS = (
+    *("agree", "begin_epoch", "elapsed", "end_epoch", "evaluate", "is_done", "log_step", "metrics", "publish"),
+    *("sanity_check", "stage", "stops_here", "task", "train_step", "validate_now"),
+)
+"""Methods and properties that its loop calls, and that Lightning's leaves free."""
 
 
 HOOKS_OF_LIGHTNING_1 = {
@@ -222,6 +227,7 @@ class Trainer(TrainerAttributes):
     marks_output = False
     skips_ended_training = True
     optimizer_wrapper = LightningOptimizer
+    no_output: ClassVar[dict[str, Any] | None] = {}
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True
     """Whether a train_dataloader that is called again has gone on giving loaders."""
@@ -313,7 +319,7 @@ class Trainer(TrainerAttributes):
     def __init_subclass__(cls, **options: Any) -> None:
         """Let the attributes that Trainer assigns be assigned where a subclass has a read-only property instead."""
         super().__init_subclass__(**options)
-        refuse_taken(cls.__name__, [name for name in OWN_PARTS if name in vars(cls)])
+        refuse_taken(cls.__name__, [name for name in (*OWN_PARTS, *OWN_METHODS) if name in vars(cls)])
         for name, own in {name: value for base in cls.__mro__[::-1] for name, value in vars(base).items()}.items():
             inherited = getattr(Trainer, name, None)
             read_only = isinstance(own, property) and own.fset is None

@@ -191,3 +191,32 @@ def test_an_optimizer_has_lightnings_class_and_torchs():
         plain = kind(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1))
         found[-1].append((type(plain).__name__, isinstance(plain, torch.optim.SGD)))
     assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("manual", [False, True])
+def test_outputs_of_a_batch_without_a_loss(manual, tmp_path):
+    found = []
+    for package in (room, real):
+
+        class Module(package.LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.layer, self.automatic_optimization, self.seen = torch.nn.Linear(2, 1), not manual, []
+
+            def training_step(self, batch, batch_idx):
+                return self.layer(batch).sum() * 0 if batch_idx % 2 else None
+
+            def on_train_batch_end(self, outputs, batch, batch_idx):
+                self.seen.append({name: float(value) for name, value in outputs.items()})
+                outputs["own"] = 1
+
+            def configure_optimizers(self):
+                return torch.optim.SGD(self.parameters(), 0.01)
+
+        for every in (1, 2):
+            module, options = Module(), {"accumulate_grad_batches": 1 if manual else every}
+            trainer = package.Trainer(**QUIET, **options, max_epochs=1, default_root_dir=tmp_path)
+            trainer.fit(module, DataLoader(torch.ones(4, 2)))
+            found.append(module.seen)
+    assert found[:2] == found[2:] == [[{}, {"loss": 0.0}] * 2] * 2

@@ -509,6 +509,12 @@ def test_a_name_that_a_subclass_may_not_take_is_refused(name):
         Assigns(**SILENT, max_steps=1).fit(Small(), DataLoader(torch.randn(4, 2)))
 
 
+@pytest.mark.parametrize("name", ["evaluate", "metrics", "publish", "stage"])
+def test_a_method_with_the_name_of_one_of_the_loops_is_refused(name):
+    with pytest.raises(UnsupportedError, match=rf"^Takes\.{name}: .* Rename"):
+        type("Takes", (pl.Trainer,), {name: lambda self: None})
+
+
 def test_a_step_that_is_not_called_may_take_anything():
     class Unfinished(Small):
         def test_step():
