@@ -428,6 +428,8 @@ def own_names(trees):
                 found.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 found |= {node.attr} if ast.unparse(node.value) == "self" else set()
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):  # an attribute of a class
+                found.add(node.target.id)
             elif isinstance(node, ast.keyword) and node.arg:  # self.__dict__.update(_name=...)
                 found.add(node.arg)
     return found
