@@ -17,6 +17,7 @@ from ...trainer.checkpoints.restore import rebuild_task
 from ...trainer.optimization.optimizers import SchedulerConfig, read_optimizers
 from .callbacks.early_stopping import EarlyStopping
 from .callbacks.model_checkpoint import Checkpoint
+from .module import named_hook
 from .placeholders import UnsupportedError
 from .utilities import apply_to_collection, distributed_is_initialized, has_len, move_data_to_device
 
@@ -177,17 +178,12 @@ class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
 # --- hooks ------------------------------------------------------------------------------------------------------------
 def _called(trainer: Any, owner: Any, hook_name: str, what: str, *args: Any, **kwargs: Any) -> Any:
     """Call a method, measured by the trainer's profiler, while the module is told the hook's name."""
-    module, method = trainer.lightning_module, getattr(owner, hook_name)
+    method, profiler = getattr(owner, hook_name), trainer.profiler
     if not callable(method):
         return None
-    before = getattr(module, "_current_fx_name", None)
-    if module is not None:
-        module._current_fx_name = hook_name
-    with trainer.profiler.profile(f"[{what}]{type(owner).__name__}.{hook_name}"):
-        found = method(*args, **kwargs)
-    if module is not None:
-        module._current_fx_name = before
-    return found
+    name = f"[{what}]{type(owner).__name__}.{hook_name}"
+    with named_hook(trainer.lightning_module, hook_name), profiler.profile(name):
+        return method(*args, **kwargs)
 
 
 def call_module_hook(trainer: Any, hook_name: str, *args: Any, pl_module: Any = None, **kwargs: Any) -> Any:

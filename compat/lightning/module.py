@@ -438,6 +438,17 @@ class LightningModule(InitialHyperparameters, Task):
         return found
 
 
+@contextmanager
+def named_hook(module: LightningModule | None, name: str) -> Iterator[None]:
+    """Let a module know by which hook it is called, within the context."""
+    own = {} if module is None else vars(module)
+    before, own["_current_fx_name"] = own.get("_current_fx_name"), name
+    try:
+        yield
+    finally:
+        own["_current_fx_name"] = before
+
+
 # torch.jit.script compiles every other property
 LightningModule.__jit_unused_properties__ = [  # type: ignore[attr-defined]
     name for name, _ in inspect.getmembers(LightningModule, lambda member: isinstance(member, property))
