@@ -272,7 +272,8 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
                 decided.directory, decided.source = decide_directory(trainer, request, damaged)
                 decided.is_chosen = request.source_is_chosen
                 decided.goes_on = is_same_run(decided.directory, decided.source)
-                decided.identity = store.identity_of(decided.directory) or new_identity()
+                same = trainer.saver.run_id if trainer.fits_continue and trainer.global_step else ""
+                decided.identity = same or store.identity_of(decided.directory) or new_identity()
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
         decided = strategy.collectives.broadcast(decided)
@@ -679,7 +680,9 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
     Both find the weights that the trainer takes.
     """
     saved["state_dict"] = call.trainer.weights_of(saved)
-    for hook in call.hooks.of_task["on_load_checkpoint"] + call.hooks.of_callbacks["on_load_checkpoint"]:
+    skipped = call.trainer.weights_skip_callbacks and "callbacks" not in saved
+    of_callbacks = () if skipped else call.hooks.of_callbacks["on_load_checkpoint"]
+    for hook in (*call.hooks.of_task["on_load_checkpoint"], *of_callbacks):
         hook(saved)
 
 
@@ -822,7 +825,8 @@ def open_loggers(run: Run) -> None:
     if run.stage == "fit" and trainer.records_starts:
         run.status.begin(trainer.run_dir, progress(trainer))
     # also where processes were started again before there was a checkpoint: what they had logged is void
-    going_on = run.stage == "fit" and (run.source is not None or step > 0 or restart_count() > 0)
+    in_memory = step > 0 and not trainer.fits_continue  # else what was logged for later steps is void
+    going_on = run.stage == "fit" and (run.source is not None or in_memory or restart_count() > 0)
     hyperparameters = None
     if trainer.logs_hyperparameters:
         hyperparameters = trainer.hyperparameters_to_log([one for one in (run.datamodule, run.task) if one is not None])

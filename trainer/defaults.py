@@ -156,12 +156,16 @@ class TrainerDefaults(TrainerView):
     """Whether a run that is asked to stop within an epoch validates before it ends."""
     evaluates_with_states: ClassVar[bool] = False
     """Whether callbacks and the data module are given their states of a checkpoint that is evaluated, too."""
+    weights_skip_callbacks: ClassVar[bool] = False
+    """Whether callbacks neither add to a checkpoint that holds the weights alone nor look at one."""
     keeps_added_code: ClassVar[bool] = False
     """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
     marks_output: ClassVar[bool] = True
     """Whether what ranks other than 0 print begins with `[rank N]`, line by line."""
     records_starts: ClassVar[bool] = True
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
+    fits_continue: ClassVar[bool] = False
+    """Whether a second fit goes on where the first one ended, so that no point of the log is void."""
     skips_ended_training: ClassVar[bool] = False
     """Whether a fit in which nothing is left to train leaves out the hooks around training."""
     no_output: ClassVar[dict[str, Any] | None] = None

@@ -73,10 +73,10 @@ def close(run: Call, errors: Errors) -> None:
         attempt(run.strategy.finish)
     if errors.first is not None:
         tell_of_error(run, errors)
-    for hook in run.hooks.of_callbacks["teardown"]:
-        attempt(hook, stage)
     if run.datamodule is not None:
         attempt(run.datamodule.teardown, stage)
+    for hook in run.hooks.of_callbacks["teardown"]:
+        attempt(hook, stage)
     for hook in run.hooks.of_task["teardown"]:
         attempt(hook, stage)
     run.loop.open = False

@@ -165,7 +165,7 @@ class LoopState:
     samples_of_epoch: dict[str, Any] | None = None
     """The `samples` of the current epoch, if it was dealt out by other settings."""
     plateau_waits: bool = False
-    """Whether ReduceLROnPlateau is to step after the validation that follows."""
+    """Whether ReduceLROnPlateau is to step after the hooks that end the step and the validation that may follow."""
     schedulers_stepped: bool | None = None
     """Whether the epoch's schedulers have stepped already, in an epoch that a checkpoint of its end goes on from."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -391,6 +391,11 @@ class Run(JoinedCall):
             self.watchdog.require_all_leave(batch_idx)
             self.metrics.step = -2  # the step that had begun is none
             self.strategy.abandon_step()
+            if self.trainer.schedulers_count_batches:
+                self.optimization.step_schedulers("step", self.state.epoch_rounds + 1, plateau=False)
+            if self.trainer.ends_epoch_with_last_batch:
+                self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=False)
+                self.loop.schedulers_stepped = True
         return self.loop.epoch_skipped
 
     def count(self, step: StepInput) -> None:
@@ -405,7 +410,8 @@ class Run(JoinedCall):
             self.optimization.update_scale()
         if self.optimization.schedulers:
             # after the counts: a scheduler is due by the number of finished steps
-            self.loop.plateau_waits = self.trainer.schedulers_count_batches and self.validation_follows()
+            waits = self.trainer.schedulers_count_batches and self.optimization.has_plateau_by_steps
+            self.loop.plateau_waits = waits and (bool(self.hooks["on_train_batch_end"]) or self.validation_follows())
             self.step_schedulers(plateau=False if self.loop.plateau_waits else None)
             if self.trainer.ends_epoch_with_last_batch and state.epoch_rounds >= self.trainer.num_training_batches:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
@@ -460,12 +466,20 @@ class Run(JoinedCall):
             self.metrics.return_to_batch(item.replica, item.samples)
             for hook in self.hooks["on_train_batch_end"]:
                 hook(outputs, batch, item.batch_idx)
-            return
-        # a step's last batch is that of other processes: what hooks log here has no sample behind it
-        self.metrics.muted = True
-        for hook in self.hooks.after_every_step:
-            hook(None, None, self.state.epoch_rounds - 1)
-        self.metrics.muted = False
+        else:
+            # a step's last batch is that of other processes: what hooks log here has no sample behind it
+            self.metrics.muted = True
+            for hook in self.hooks.after_every_step:
+                hook(None, None, self.state.epoch_rounds - 1)
+            self.metrics.muted = False
+        if self.loop.plateau_waits and not self.validation_follows():
+            self.step_waiting()
+
+    def step_waiting(self) -> None:
+        """Step the schedulers that have waited for the hooks after a step, and for a validation that followed it."""
+        if self.loop.plateau_waits:
+            self.loop.plateau_waits = False
+            self.step_schedulers(plateau=True)
 
     def step_epoch_schedulers(self) -> None:
         """Step the schedulers that go by epochs, but for those that did so with the epoch's last batch."""
@@ -550,6 +564,8 @@ class Run(JoinedCall):
 
     def call_epoch_start(self) -> None:
         """Call the hooks that begin an epoch; what they log in a resumed epoch is dropped: its sums hold it."""
+        if self.loop.plateau_waits and not self.validation_follows():
+            self.step_waiting()  # the checkpoint was saved by a hook before it
         self.metrics.muted = self.state.epoch_steps > 0
         self.hooks.call("on_train_epoch_start")
         self.metrics.muted = False
@@ -662,9 +678,7 @@ class Run(JoinedCall):
         """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)
-        if self.loop.plateau_waits:
-            self.loop.plateau_waits = False
-            self.step_schedulers(plateau=True)
+        self.step_waiting()
         self.trainer.agree()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:

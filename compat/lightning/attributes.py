@@ -285,18 +285,19 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         self.take_own(reduced.alone)
 
     def _read_newest(self) -> None:
-        """Read what this process has logged in steps since the last look."""
+        """Read what this process has logged since the last look, but for what the steps of an evaluation have."""
         run = self.run
-        if run is None or not self.training or run.metrics.shares:
+        if run is None or run.metrics.shares or run.metrics.series is None:
             return
         metrics = run.metrics
-        if metrics.series is not None and metrics.stage == "train" and metrics.in_step:
-            reduced = metrics.own_values()
-            self.take_own(reduced.all)
-            if metrics.processes == 1:
-                metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
-            self.__dict__["_progress_bar_metrics"].update(reduced.progress_bar)
-            self.take_logged(reduced)
+        if metrics.in_step and not (self.training and metrics.stage == "train"):
+            return
+        reduced = metrics.own_values() if metrics.in_step else metrics.own_values_between_steps()
+        self.take_own(reduced.all)
+        if metrics.processes == 1:
+            metrics.measured_at.update(dict.fromkeys(reduced.all, self.state.global_step))
+        self.__dict__["_progress_bar_metrics"].update(reduced.progress_bar)
+        self.take_logged(reduced)
 
     # --- data -------------------------------------------------------------------------------------------------------
     def _loaders(self, word: str) -> Any:

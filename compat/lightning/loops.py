@@ -13,6 +13,7 @@ from ...trainer.run import LoopState
 from .attributes import TrainerAttributes
 from .connectors import DataLoaderSource
 from .placeholders import OwnParts, UnsupportedError, refuse_overrides
+from .results import logged_alone, print_results
 from .states import RunningStage, TrainerFn
 
 
@@ -435,15 +436,13 @@ class EvaluationLoop(Loop):
 
     @staticmethod
     def _print_results(results: list[dict[str, Tensor]], stage: str) -> None:  # private in Lightning, and overridden
-        """Print the results of each loader, one metric to a line."""
-        for name, value in sorted({name: value for one in results for name, value in one.items()}.items()):
-            print(f"{name}  {float(value):.6g}")
+        """Print the results of each loader."""
+        print_results(results, stage)
 
-    def show_results_of(self, run: Callable[[bool], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
-        """Run an evaluation and return its results. `run` is told whether to print them: not where a subclass does."""
-        own_way = type(self)._print_results is not EvaluationLoop._print_results
-        results = run(verbose and not own_way)
-        if verbose and own_way and self.trainer.is_global_zero:
+    def show_results_of(self, run: Callable[[], list[dict[str, float]]], verbose: bool) -> list[dict[str, float]]:
+        """Run an evaluation and return its results, printed with `verbose`."""
+        results = logged_alone(run(), self.trainer.logged_metrics)
+        if verbose and self.trainer.is_global_zero:
             shown = [{name: tensor(value) for name, value in one.items()} for one in results]
             self._print_results(shown, self.stage.value)
         return results

@@ -20,6 +20,7 @@ from ...trainer.checkpoints.convert import averaged_weights
 from ...trainer.checkpoints.left_out import plain_containers
 from ...trainer.checkpoints.saver import Saver
 from ...trainer.checkpoints.store import newest_complete
+from ...trainer.data.steps import StepInput
 from ...trainer.errors import ConfigError
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.loggers.logger import Logger
@@ -101,16 +102,6 @@ def without_unknown(returned: Any) -> Any:
         place = "optimizer configuration" if whole else "lr scheduler dict"
         rank_zero_warn(f"Found unsupported keys in the {place}: {unknown}", category=RuntimeWarning)
     return {name: without_unknown(value) for name, value in returned.items() if name in known}
-
-
-def of_epochs(results: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return results of an evaluation with one name, NAME_epoch, for what was logged in steps too."""
-
-    def twin(name: str) -> str:
-        own, mark, loader = name.partition("/dataloader_idx_")
-        return f"{own}_epoch{mark}{loader}"
-
-    return [{name: value for name, value in one.items() if twin(name) not in one} for one in results]
 
 
 def assignable(own: property, name: str, inherited: Any) -> property:
@@ -216,6 +207,7 @@ class Trainer(TrainerAttributes):
     closure_runs_step = True
     hooks_see_scaled_loss = True
     keeps_seed = False
+    weights_skip_callbacks = True
     keeps_added_code = True
     evaluates_with_states = True
     validates_when_stopped = True
@@ -228,6 +220,7 @@ class Trainer(TrainerAttributes):
     skips_ended_training = True
     optimizer_wrapper = LightningOptimizer
     no_output: ClassVar[dict[str, Any] | None] = {}
+    fits_continue = True
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True
     """Whether a train_dataloader that is called again has gone on giving loaders."""
@@ -286,7 +279,7 @@ class Trainer(TrainerAttributes):
         refuse_overrides(self, INNER_METHODS, "hooks of a callback or of the module change what a run does.")
         self.barebones, self.logs_hyperparameters, self.predictions = barebones, enable_autolog_hparams, []
         super().__init__(**arguments)
-        self._show_arguments(arguments)
+        self._show_arguments(arguments, gradient_clip_algorithm)
         refuse_same_keys(self.callbacks)
         refuse_bars(self.callbacks, self.enable_progress_bar)
         self.callbacks = self.ordered(self.callbacks)
@@ -295,8 +288,10 @@ class Trainer(TrainerAttributes):
         self.take_profiler(make_profiler(profiler))
         self.untrained, self._made = set(), True
 
-    def _show_arguments(self, arguments: dict[str, Any]) -> None:
+    def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
         """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
+        if algorithm is None:  # as hooks are told it
+            self.gradient_clip_algorithm = None  # type: ignore[assignment]
         if not self.fast_dev_run:
             self.max_epochs = arguments["max_epochs"]
             if self.num_sanity_val_steps == -1:
@@ -507,6 +502,12 @@ class Trainer(TrainerAttributes):
         except StopIteration:
             self.has_data, self.current_run.loop.epoch_skipped = False, True
 
+    def train_step(self, step: StepInput) -> None:
+        """Make a step; one in which a run of one process is asked to stop is logged."""
+        super().train_step(step)
+        if self.should_stop and self.world_size == 1:
+            self.log_step()
+
     def end_epoch(self) -> None:
         """End an epoch; one that the run ends within counts, too, also before its first step."""
         if self.has_data:
@@ -599,7 +600,7 @@ class Trainer(TrainerAttributes):
         with self._status(TrainerFn.VALIDATING):
             self._prepare("validate", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().validate, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
-            return self.validate_loop.show_results_of(lambda prints: of_epochs(run(prints, datamodule)), verbose)
+            return self.validate_loop.show_results_of(lambda: run(False, datamodule), verbose)
 
     def test(
         self,
@@ -614,7 +615,7 @@ class Trainer(TrainerAttributes):
         with self._status(TrainerFn.TESTING):
             self._prepare("test", model, dataloaders=dataloaders, datamodule=datamodule)
             run = partial(super().test, uncompiled(model), dataloaders, self._checkpoint(ckpt_path))
-            return self.test_loop.show_results_of(lambda prints: of_epochs(run(prints, datamodule)), verbose)
+            return self.test_loop.show_results_of(lambda: run(False, datamodule), verbose)
 
     def predict(  # type: ignore[override]
         self,

@@ -271,7 +271,7 @@ def test_an_exception_reaches_everyone_and_everything_is_torn_down(trainer, stag
     with pytest.raises(ZeroDivisionError):
         getattr(made, stage)(Fails(), datamodule=Data())
     told = [("callback", "now"), ("task", "now"), ("data", "now")]
-    assert calls == [*told, ("callback teardown", stage), ("data teardown", stage), ("task teardown", stage)]
+    assert calls == [*told, ("data teardown", stage), ("callback teardown", stage), ("task teardown", stage)]
     assert not made.running
 
 

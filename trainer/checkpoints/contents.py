@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 STEPS_FIRST = "ends_epoch_with_last_batch"
 """Key of whether schedulers that go by epochs have stepped once the last batch of an epoch is done."""
+PLATEAU_WAITS = "plateau_waits"
+"""Key of whether ReduceLROnPlateau has yet to make the newest step."""
 
 
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
@@ -50,6 +52,8 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     if not weights_only:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed
+        if run.loop.plateau_waits:
+            run.optimization.publish_newest()  # its step, which a resume makes, goes by these values
         # whatever is collective here is called on every rank, in this order
         found |= {
             "state": trainer.state.to_dict(),
@@ -70,9 +74,14 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         }
         if trainer.ends_epoch_with_last_batch:
             found[STEPS_FIRST] = True
+        if run.loop.plateau_waits:
+            found[PLATEAU_WAITS] = True
     # last: a hook may look at all of it, and replace some
     known = set(found)
-    run.hooks.call("on_save_checkpoint", found)
+    if weights_only and trainer.weights_skip_callbacks:
+        run.task.on_save_checkpoint(found)
+    else:
+        run.hooks.call("on_save_checkpoint", found)
     if trainer.keeps_added_code:
         leave_out_added(run.task, found, known, trainer.is_global_zero)
     return found

@@ -14,7 +14,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from ..errors import CheckpointError
-from .contents import STEPS_FIRST
+from .contents import PLATEAU_WAITS, STEPS_FIRST
 from .foreign import LIGHTNING
 from .left_out import ADDED, LEFT_OUT
 
@@ -32,7 +32,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 """Keys of Lightning's weight averaging, which stores the average as `state_dict` and the trained weights apart."""
 OWN_KEYS = {
     *("state", "run_id", "numerics", "fingerprint", "precision", "metrics", "callback_metrics", "data", "callbacks"),
-    *("datamodule", "datamodule_name", "versions", "config", ADDED, STEPS_FIRST),
+    *("datamodule", "datamodule_name", "versions", "config", ADDED, STEPS_FIRST, PLATEAU_WAITS),
 }
 """Keys of a checkpoint's contents that Lightning's files have not, or have in another form."""
 

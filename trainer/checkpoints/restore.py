@@ -16,7 +16,7 @@ from ..optimization import kernels
 from ..state import State
 from ..torch_private import mark_stepped, schedulers_within
 from . import convert, fingerprint, foreign, store
-from .contents import STEPS_FIRST
+from .contents import PLATEAU_WAITS, STEPS_FIRST
 from .fingerprint import Changes, SettingChange
 from .left_out import BUILT, LEFT_OUT, OMEGACONF, add_left_out, as_omegaconf, find_hyperparameters, names_added
 from .targets import rebuild_targets
@@ -411,6 +411,7 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     # saved after the last batch of an epoch, before its schedulers: Lightning steps them first, Legato after validation
     if state.epoch_rounds >= trainer.num_training_batches and not state.epoch_ended:
         run.loop.schedulers_stepped = bool(saved.get(STEPS_FIRST))
+    run.loop.plateau_waits = bool(saved.get(PLATEAU_WAITS))
     strategy.precision.load_state_dict(saved["precision"])
     if "metrics" in saved:
         run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))

@@ -168,6 +168,9 @@ class EvaluationData:
             DealtData(loader, dealing, 1.0, in_order) if can_deal(loader) else StreamData(loader, dealing)
             for loader in loaders
         ]
+        for source in self.sources:
+            if own_shares and isinstance(source, DealtData) and isinstance(source.source, MapLoader):
+                source.source.is_share = True
         self.replicas, self.whole = layout.replicas, True
         """`replicas` share each round; `whole` is whether each had a batch in the newest one."""
         self.lengths = [

@@ -227,6 +227,8 @@ class MapLoader:
         self.own_batches = is_own_batch_sampler(loader.batch_sampler)
         self.sampler: Any = loader.batch_sampler if self.own_batches else loader.batch_sampler.sampler  # type: ignore[union-attr]
         self.drop_last = bool(getattr(loader.batch_sampler, "drop_last", False)) and not self.own_batches
+        self.is_share = False
+        """Whether it yields the share of one process, so that a DistributedSampler must be kept."""
         self.batches: DealtBatches | None = None
         self.sibling: DataLoader[Any] | None = None
 
@@ -238,7 +240,8 @@ class MapLoader:
     @property
     def shuffled(self) -> bool | None:
         """True for a shuffle of all samples, False for all of them in order; None for any other sampler."""
-        return None if self.own_batches else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
+        kept = self.own_batches or (self.is_share and type(self.sampler) is DistributedSampler)
+        return None if kept else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch; a custom sampler draws it under generators keyed by the epoch."""

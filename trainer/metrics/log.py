@@ -416,6 +416,15 @@ class Metrics:
         found = [(one, total(one.kind, one.step)) for one in known if not one.synced or self.processes == 1]
         return sort_out(found, "_step", self.bar_names_steps)
 
+    def own_values_between_steps(self) -> Reduced:
+        """Return what this process has logged between steps since the epoch began; otherwise like `own_values`."""
+        self.flush(self.unread)
+        known = [one for one in (self.series or {}).values() if one.in_step is False and one.kind != "metric"]
+        sums = [
+            (one, joined(one.kind, one.sums, one.closing)) for one in known if not one.synced or self.processes == 1
+        ]
+        return sort_out([(one, total(one.kind, own)) for one, own in sums if own], "_epoch", self.bar_names_steps)
+
     def reduce_step(self) -> Reduced:
         """Return the newest step's values of the current stage, over all replicas. Collective."""
         return self.log_point(checks_losses=False, extra=())[0]

@@ -202,11 +202,20 @@ class Optimization:
             return
         for config in self.schedulers:
             if config.is_due(interval, count) and plateau in (None, config.reduce_on_plateau):
-                if config.reduce_on_plateau and interval == "step":  # callback_metrics may be log_every_n_steps old
-                    self.trainer.callback_metrics.update(self.metrics.newest_values().tensors())
+                if config.reduce_on_plateau and interval == "step":
+                    self.publish_newest()
                 metric = self._monitored(config) if config.reduce_on_plateau else None
                 if metric is not None or not config.reduce_on_plateau:
                     self.task.lr_scheduler_step(config.scheduler, metric)
+
+    @property
+    def has_plateau_by_steps(self) -> bool:
+        """Whether a learning rate scheduler takes a metric after steps."""
+        return any(config.reduce_on_plateau and config.interval == "step" for config in self.schedulers)
+
+    def publish_newest(self) -> None:
+        """Bring `callback_metrics`, which may be log_every_n_steps old, up to the newest step; every rank calls it."""
+        self.trainer.callback_metrics.update(self.metrics.newest_values().tensors())
 
     def _monitored(self, config: SchedulerConfig) -> Any:
         known = self.trainer.agreed_metrics

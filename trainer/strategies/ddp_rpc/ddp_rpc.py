@@ -204,7 +204,7 @@ class DDPRPCStrategy(DDPStrategy):
                 "a backward of the task's own: distributed autograd has its own",
             ),
             (
-                trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm == "norm",
+                trainer.gradient_clip_val is not None and trainer.gradient_clip_algorithm != "value",
                 "gradient_clip_algorithm=norm: no process has all gradients. Clip by value",
             ),
         ]
