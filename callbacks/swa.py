@@ -123,9 +123,14 @@ class StochasticWeightAveraging(WeightAveraging):
         else:
             averages.copy_(self.avg_fn(averages, weights, torch.tensor(self.updates, device=averages.device)))
 
-    def _set_rates(self, trainer: "Trainer") -> None:
-        """Set the epoch's learning rates, between those before and `swa_lrs`."""
-        done = trainer.current_epoch - self.swa_start
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Set the next epoch's learning rates, for what looks at them before it begins."""
+        if self._rates_before:
+            self._set_rates(trainer, trainer.current_epoch + 1)
+
+    def _set_rates(self, trainer: "Trainer", epoch: int | None = None) -> None:
+        """Set the learning rates of an epoch, by default the current one, between those before and `swa_lrs`."""
+        done = (trainer.current_epoch if epoch is None else epoch) - self.swa_start
         share = min(1.0, done / self.annealing_epochs) if self.annealing_epochs else 1.0
         share = (1 - math.cos(math.pi * share)) / 2 if self.annealing_strategy == "cos" else share
         groups = trainer.optimizers[0].param_groups

@@ -760,6 +760,8 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.use_guard(make_guard(optimization, call))
     use_closure(call, optimization)
+    if not task.automatic_optimization:
+        strategy.precision.cast_anew()
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):
         raise ConfigError(
             f"Manual optimization takes one replica a process and accumulate_grad_batches=1, since training_step steps "

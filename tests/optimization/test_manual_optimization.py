@@ -307,3 +307,27 @@ def test_options_of_a_step_reach_the_optimizer(trainer, precision):
     task = Manual(share=0.5)
     trainer(precision=precision).fit(task, make_loader())
     assert task.trainer.optimizers[0].param_groups[0]["lr"] == 0.05
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_forward_after_an_update_within_the_step_has_the_new_weights(trainer, precision):
+    class TwiceAStep(lg.Task):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.automatic_optimization, self.losses = nn.Linear(4, 1), False, []
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            for _ in range(2):
+                loss = self.layer(batch).float().square().mean()
+                self.losses.append(loss.item())
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return SGD(self.parameters(), lr=0.1)
+
+    task = TwiceAStep()
+    trainer(max_steps=1, precision=precision).fit(task, DataLoader(torch.ones(4, 4), batch_size=4))
+    assert task.losses[1] < 0.5 * task.losses[0]

@@ -260,3 +260,26 @@ def test_every_precision_trains_on_a_gpu(name):
     batches = [(image.cuda(), label.cuda()) for image, label in make_batches(20)]
     losses = train_with(precision, model, batches * 3)
     assert losses[-1] < losses[0]
+
+
+def test_a_forward_under_no_grad_leaves_the_weights_of_the_next_one_trained():
+    layer, batch = nn.Linear(4, 1), torch.ones(2, 4)
+    with Precision("bf16-mixed", "cpu").forward_context():
+        with torch.no_grad():
+            layer(batch)  # until torch 2.11 autocast keeps what this has cast
+        layer(batch).sum().backward()
+    assert layer.weight.grad.tolist() == [[2.0] * 4]
+
+
+def test_weights_are_cast_anew_once_an_optimizer_may_step_within_a_step():
+    layer, batch = nn.Linear(4, 1), torch.ones(2, 4)
+    precision = Precision("bf16-mixed", "cpu")
+    precision.cast_anew()
+    for context in (precision.forward_context, precision.forward_context):
+        with context():
+            before = layer(batch)
+            with torch.no_grad():
+                layer.weight.mul_(2)
+                layer.bias.mul_(2)
+            assert torch.equal(layer(batch), before * 2)
+        assert torch.is_autocast_cache_enabled()

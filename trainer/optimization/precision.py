@@ -9,8 +9,8 @@ https://docs.pytorch.org/docs/stable/notes/amp_examples.html):
     16-mixed               the same in float16, whose narrow range needs loss scaling
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -28,6 +28,9 @@ _WEIGHTS = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": to
 _AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _SCALER_KEYS = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"})
 _OFF = nullcontext()
+_KEEPS_CASTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 12)
+"""Whether autocast may keep the weights that it has cast. Before torch 2.12 it also keeps those cast without a
+gradient, so that a forward under no_grad leaves the weights of a later one in the same step untrained."""
 
 
 class Precision:
@@ -54,9 +57,15 @@ class Precision:
         Autocast is per thread, the default dtype per process.
         """
         if self.autocast_dtype is not None:
-            self.forward_context = partial(torch.autocast, device_type, dtype=self.autocast_dtype)
+            dtype, kept = self.autocast_dtype, _KEEPS_CASTS
+            self.forward_context = partial(torch.autocast, device_type, dtype=dtype, cache_enabled=kept)
         elif self.weights_dtype is not None:
             self.forward_context = partial(_DefaultDtype, self.weights_dtype)
+
+    def cast_anew(self) -> None:
+        """Have autocast cast weights at each use: what it keeps is old once an optimizer has stepped within a step."""
+        if self.autocast_dtype is not None:
+            self.forward_context = partial(_cast_anew, self.forward_context)
 
     def place(self, module: nn.Module) -> None:
         """Convert the floating point parameters and buffers of `module` in place, for a true precision other than 32.
@@ -134,6 +143,17 @@ class Precision:
                 f"got {dict(state)!r}. Resume from another checkpoint."
             )
         self.scaler.load_state_dict(dict(state))
+
+
+@contextmanager
+def _cast_anew(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with context():
+        kept = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(kept)
 
 
 class _DefaultDtype:
