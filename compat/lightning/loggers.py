@@ -420,7 +420,7 @@ class MLFlowLogger(WithoutFiles, mlflow.MLFlowLogger):
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
     # private in Lightning, and read by subclasses
     _prefix, _tracking_uri, _mlflow_client, _log_batch_kwargs = map(alias, ("prefix", "_uri", "_client", "_options"))
-    _initialized = property(lambda logger: logger._client is not None)
+    _initialized, _log_model = property(lambda logger: logger._client is not None), alias("_uploads.wanted")
     _checkpoint_callback: Any = None
 
     def __init__(
@@ -456,7 +456,9 @@ class WandbLogger(WithoutFiles, wandb.WandbLogger):
     LOGGER_JOIN_CHAR, group_separator = "-", "/"
     # private in Lightning, and read by subclasses
     _prefix, _wandb_init = alias("prefix"), alias("_init")
-    _project, _id = item("_init", "project"), item("_init", "id")
+    _project, _id, _name, _save_dir = (item("_init", key) for key in ("project", "id", "name", "dir"))
+    _experiment, _checkpoint_name, _log_model = map(alias, ("_run", "checkpoint_name", "_uploads.wanted"))
+    _offline = property(lambda logger: logger._init.get("mode") == "offline")
 
     def __init__(  # noqa: PLR0913
         self,
@@ -475,16 +477,16 @@ class WandbLogger(WithoutFiles, wandb.WandbLogger):
         add_file_policy: Literal["mutable", "immutable"] = "mutable",
         **kwargs: Any,
     ) -> None:
-        project = project or get_variable("WANDB_PROJECT") or "lightning_logs"
+        folder, project = save_dir or dir or ".", project or get_variable("WANDB_PROJECT") or "lightning_logs"
         super().__init__(
-            name, save_dir or dir or ".", version or id, offline, project, log_model, experiment, prefix, **kwargs
+            name, folder, version or id, offline, project, log_model, experiment, prefix, checkpoint_name, **kwargs
         )
         if anonymous:
             self._init.setdefault("anonymous", "allow")
-        if checkpoint_name is not None or add_file_policy != "mutable":
+        if log_model and add_file_policy != "mutable":
             raise UnsupportedError(
-                "WandbLogger(checkpoint_name=, add_file_policy=): checkpoints are sent as model-ID, and copied. Leave "
-                "both out, or send files by logger.experiment.log_artifact in after_save_checkpoint."
+                "WandbLogger(add_file_policy=): checkpoints are copied before they are sent. Leave it out, or send "
+                "files by logger.experiment.log_artifact in after_save_checkpoint."
             )
 
     @property

@@ -33,6 +33,7 @@ class WandbLogger(Logger):
         log_model: send checkpoints: "all" as they are saved, True the best and the last at the end.
         experiment: a run that was made already.
         prefix: is put before the name of each metric: `prefix-name`.
+        checkpoint_name: the name of the artifact that checkpoints are; model-ID by default.
         init_options: further arguments of `wandb.init`.
 
     Raises ModuleNotFoundError where the package is not installed, ConfigError for log_model offline.
@@ -48,6 +49,7 @@ class WandbLogger(Logger):
         log_model: bool | Literal["all"] = False,
         experiment: Any = None,
         prefix: str = "",
+        checkpoint_name: str | None = None,
         **init_options: Any,
     ) -> None:
         import wandb  # noqa: F401
@@ -56,7 +58,7 @@ class WandbLogger(Logger):
             raise ConfigError(
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be sent offline; leave one."
             )
-        self.prefix, self._run = prefix, experiment
+        self.prefix, self.checkpoint_name, self._run = prefix, checkpoint_name, experiment
         self._init: dict[str, Any] = {
             "name": name,
             "project": project,
@@ -178,7 +180,8 @@ class WandbLogger(Logger):
         import wandb
 
         aliases = details.pop("aliases")
-        artifact = wandb.Artifact(name=f"model-{self.experiment.id}", type="model", metadata=details)
+        name = self.checkpoint_name or f"model-{self.experiment.id}"
+        artifact = wandb.Artifact(name=name, type="model", metadata=details)
         if path.is_dir():
             artifact.add_dir(str(path))
         else:
