@@ -6,11 +6,14 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import legato as lg
 from legato.callbacks import Checkpoint
+from legato.trainer.data.dealing import EvaluationData
+from legato.trainer.data.sampling import Layout
+from legato.trainer.data.steps import Dealing
 from legato.trainer.errors import DataError
 from legato.trainer.processes.environment import run_workers
 
@@ -306,3 +309,15 @@ def test_a_stream_that_all_processes_read_is_dealt_out_by_batches(tmp_path):
     assert expected[1:3] == (8, 44)
     assert run_workers(lambda: train(strategy="ddp", devices=3), 3) == expected
     assert run_workers(lambda: train(strategy="ddp", devices=2, replicas=3), 2) == expected
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_distributed_sampler_deals_out_an_evaluation_that_brings_its_own_shares(process):
+    samples = torch.arange(8)
+    sampler = DistributedSampler(samples, num_replicas=2, rank=process, shuffle=False)
+    dealing = Dealing(Layout(2, 2), process)
+    data = EvaluationData([DataLoader(samples, 2, sampler=sampler)], dealing, own_shares=True)
+    assert [item.batch.tolist() for item in data.batches(0)] == [[process, process + 2], [process + 4, process + 6]]
+    assert data.counts() == [2]
+    dealt = EvaluationData([DataLoader(samples, 2, sampler=sampler)], dealing).batches(0)
+    assert [item.batch.tolist() for item in dealt] == [[start, start + 1] for start in (2 * process, 4 + 2 * process)]

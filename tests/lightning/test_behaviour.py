@@ -694,3 +694,38 @@ def test_the_module_looks_at_a_checkpoint_before_callbacks_do(tmp_path):
         trainer = package.Trainer(**QUIET, logger=False, enable_checkpointing=False, max_epochs=3, callbacks=[Looks()])
         trainer.fit(small(package, on_load_checkpoint=on_load_checkpoint), loader(), ckpt_path=saved)
     assert found == [["module"]] * 2
+
+
+def test_a_plateau_that_a_saving_hook_went_before_is_stepped_by_a_resume(tmp_path):
+    class Falling(room.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(2, 1)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch).square().mean()
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
+            by_steps = {"scheduler": plateau, "monitor": "loss", "interval": "step"}
+            return {"optimizer": optimizer, "lr_scheduler": by_steps}
+
+    batches = torch.randn(8, 2, generator=torch.Generator().manual_seed(1))
+
+    def run(folder, **options):
+        saving = room.callbacks.ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        trainer = room.Trainer(max_epochs=2, callbacks=[saving], logger=False, **QUIET)
+        module = Falling()
+        trainer.fit(module, DataLoader(batches, batch_size=2), **options)
+        return module.layer.weight.detach(), trainer.optimizers[0].param_groups[0]["lr"]
+
+    whole, rate = run(tmp_path / "whole")
+    assert rate < 0.5
+    for step in (1, 3, 4, 6):
+        again, again_rate = run(tmp_path / str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt")
+        assert again_rate == rate
+        assert torch.equal(again, whole)
