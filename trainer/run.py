@@ -579,6 +579,7 @@ class Run(JoinedCall):
         """Call the hooks that end a fit."""
         self.loop.ended = True
         self.hooks.call("on_fit_end")
+        self.metrics.finish()
         if self.strategy.leaves_default_group:
             self.trainer.agree()  # once more: on how many collectives these hooks have called
 

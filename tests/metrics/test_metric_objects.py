@@ -5,7 +5,9 @@ import torch
 import torchmetrics
 from tiny import Tiny, make_data, make_loader, make_trainer
 from torch import nn
+from torch.utils.data import DataLoader
 
+from legato.tasks.task import Task
 from legato.trainer.errors import TaskError
 from legato.trainer.metrics.torchmetrics import MetricStates, states_of
 from legato.trainer.processes.environment import run_workers
@@ -330,3 +332,29 @@ def test_a_metric_made_of_others_is_that_of_one_process(reproducible):
     alone = measure_composed(**options)
     assert alone == [{"both": 2.0, "mean": 1.0, "twice": 2.0}, {"both": 8.0, "mean": 2.0, "twice": 4.0}]
     assert run_workers(lambda: measure_composed(strategy="ddp", devices=2, **options), 2) == alone
+
+
+def test_an_epoch_that_a_fit_ended_within_is_not_in_the_next_fit_but_in_a_checkpoint(tmp_path, trainer):
+    class Mean(Task):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.mean = nn.Linear(1, 1), torchmetrics.MeanMetric()
+
+        def training_step(self, batch, batch_idx):
+            self.mean(batch.mean())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    task, loader = Mean(), DataLoader(torch.arange(8.0).reshape(8, 1), batch_size=2)
+    cut = trainer(max_steps=2)
+    cut.fit(task, loader)
+    cut.save_checkpoint(tmp_path / "cut")
+    whole = trainer(max_epochs=1)
+    whole.fit(task, loader)
+    assert float(whole.callback_metrics["mean"]) == 3.5
+    resumed = trainer(max_epochs=1)
+    resumed.fit(Mean(), loader, resume=tmp_path / "cut")
+    assert float(resumed.callback_metrics["mean"]) == 3.5

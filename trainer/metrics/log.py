@@ -110,6 +110,8 @@ class Metrics:
         """Training values not yet sent to other ranks, where values are shared."""
         self.exchanges = 0
         """Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead."""
+        self.state_at_end: dict[str, Any] | None = None
+        """The state of an epoch that the run ended within, whose metric objects are reset since."""
         self.bad_loss: tuple[int, float] | None = None
         """The first step of this process with a non-finite loss, and that loss."""
 
@@ -677,6 +679,8 @@ class Metrics:
 
         Where they are shared, this rank returns the values of its last exchange.
         """
+        if self.state_at_end is not None:
+            return self.state_at_end
         known = self.stages.setdefault("train", {})
         if self.shares:
             series = [
@@ -700,6 +704,17 @@ class Metrics:
             "series": [{"description": list(one.description), "sums": _sums_as_lists(sums)} for one, sums in gathered],
             "states": self.states.gather(metrics, self.collectives),
         }
+
+    def finish(self) -> None:
+        """Reset the metric objects of an epoch that the run of one process ends within, for the next fit to begin anew.
+
+        A checkpoint that is saved later has what they held.
+        """
+        metrics = [one.metric for one in self.stages.get("train", {}).values() if one.metric is not None]
+        if metrics and self.processes == 1:
+            self.state_at_end = self.state_dict()
+            for metric in metrics:
+                metric.reset()
 
     def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
         """Restore the sums of `replicas`, those of this process; where values are shared, the sums of all."""
