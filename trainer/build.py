@@ -625,8 +625,8 @@ def make_training_data(call: Call) -> None:
     require_iterable(loader, "The training loader", trainer.refuses_empty_loaders)
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
-    padded, ends = trainer.pads_shares, trainer.ends_at_length
-    shares = replace(dealing(call), whole_rounds=whole, padded=padded, ends_at_length=ends)
+    padded, ahead, ends = trainer.pads_shares, trainer.knows_last_batch, trainer.ends_at_length
+    shares = replace(dealing(call), whole_rounds=whole, padded=padded, reads_ahead=ahead, ends_at_length=ends)
     own = brings_own_shares(call, [loader])
     ranks = call.strategy.collectives if own else None
     call.data.loaders["train"] = given

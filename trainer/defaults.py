@@ -131,6 +131,8 @@ class TrainerDefaults(TrainerView):
     """Whether training and validation may log the same metric object, whose samples are then mixed."""
     ends_at_length: ClassVar[bool] = False
     """Whether an epoch of training ends at the length of a DataLoader whose IterableDataset goes on beyond it."""
+    knows_last_batch: ClassVar[bool] = False
+    """Whether a run of one process reads a stream without a length one step ahead, to know its last batch."""
     refuses_empty_loaders: ClassVar[bool] = True
     """Whether loaders without a batch are an error rather than skipped with a warning."""
     closure_runs_step: ClassVar[bool] = False

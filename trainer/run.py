@@ -413,7 +413,7 @@ class Run(JoinedCall):
             waits = self.trainer.schedulers_count_batches and self.optimization.has_plateau_by_steps
             self.loop.plateau_waits = waits and (bool(self.hooks["on_train_batch_end"]) or self.validation_follows())
             self.step_schedulers(plateau=False if self.loop.plateau_waits else None)
-            if self.trainer.ends_epoch_with_last_batch and state.epoch_rounds >= self.trainer.num_training_batches:
+            if self.trainer.ends_epoch_with_last_batch and self.epoch_is_full:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
 
     def step_schedulers(self, plateau: bool | None) -> None:
@@ -423,8 +423,14 @@ class Run(JoinedCall):
 
     def validation_follows(self) -> bool:
         """Return whether a validation follows this step, within the epoch or at its end."""
-        ends = self.state.epoch_rounds >= self.trainer.num_training_batches
-        return self.validation_is_due() or (ends and self.validation_ends_epoch(complete=True))
+        return self.validation_is_due() or (self.epoch_is_full and self.validation_ends_epoch(complete=True))
+
+    @property
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch's last step is done, as far as that is known before the data end."""
+        state, step = self.state, self.loop.step
+        known = step is not None and step.last and state.epoch_steps > 0
+        return known or state.epoch_rounds >= self.trainer.num_training_batches
 
     def leave_out(self, step: StepInput) -> None:
         """Count a step whose batches are left out; schedulers advance, as in a step that nan=skip skips."""
@@ -484,7 +490,7 @@ class Run(JoinedCall):
     def step_epoch_schedulers(self) -> None:
         """Step the schedulers that go by epochs, but for those that did so with the epoch's last batch."""
         state, trainer = self.state, self.trainer
-        done = trainer.ends_epoch_with_last_batch and state.epoch_rounds >= trainer.num_training_batches
+        done = trainer.ends_epoch_with_last_batch and self.epoch_is_full
         if self.loop.schedulers_stepped is not None:
             done, self.loop.schedulers_stepped = self.loop.schedulers_stepped, None
         self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=True if done else None)

@@ -208,7 +208,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         """End an epoch; if the run stops in the middle of one, call the hooks of its end without counting it."""
         run, state = self.current_run, self.state
         run.end_steps()
-        complete = run.loop.epoch_skipped or not self.stops_here() or state.epoch_rounds >= self.num_training_batches
+        complete = run.loop.epoch_skipped or not self.stops_here() or run.epoch_is_full
         if run.validation_ends_epoch(complete):
             self.validate_now()
         run.call_epoch_end("train")

@@ -124,6 +124,11 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         """Whether the epoch's last batch is under way, or done."""
         if self.run is None:
             return False
+        step, metrics = self.run.loop.step, self.run.metrics
+        if step is not None and step.last:  # of a stream
+            inside = metrics.step == self.state.global_step
+            if metrics.batches_of_step == len(step.batches) if inside else self.state.epoch_steps > 0:
+                return True
         return (self.state.rounds > 0 and not (self.in_epoch or self.epoch_is_cut)) or super().is_last_batch
 
     # --- the run's parts --------------------------------------------------------------------------------------------

@@ -202,6 +202,7 @@ class Trainer(TrainerAttributes):
     shares_metrics = True
     refuses_empty_loaders = False
     ends_at_length = True
+    knows_last_batch = True
     sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True

@@ -7,7 +7,7 @@ import lightning.pytorch as real
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric
 
 import legato as lg
@@ -728,4 +728,55 @@ def test_a_plateau_that_a_saving_hook_went_before_is_stepped_by_a_resume(tmp_pat
     for step in (1, 3, 4, 6):
         again, again_rate = run(tmp_path / str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt")
         assert again_rate == rate
+        assert torch.equal(again, whole)
+
+
+class Stream(IterableDataset):
+    """Samples of a stream, which does not say how many there are."""
+
+    def __iter__(self):
+        return iter(torch.randn(10, 2, generator=torch.Generator().manual_seed(1)))
+
+
+def streamed(package, folder, **options):
+    """Fit on a stream; return what was seen of its last batches and of rates, and the final weights."""
+    seen = []
+
+    class Streamed(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.drop = nn.Linear(2, 1), nn.Dropout(0.5 if package is room else 0.0)
+
+        def training_step(self, batch, batch_idx):
+            seen.append((batch_idx, self.trainer.is_last_batch))
+            return self.drop(self.layer(batch)).square().mean()
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append((self.trainer.is_last_batch, self.trainer.optimizers[0].param_groups[0]["lr"]))
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+    saving = package.callbacks.ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = package.Trainer(max_epochs=3, callbacks=[saving], logger=False, **QUIET)
+    module = Streamed()
+    trainer.fit(module, DataLoader(Stream(), batch_size=3), **options)
+    return seen, module.layer.weight.detach(), trainer.optimizers[0].param_groups[0]["lr"], trainer.global_step
+
+
+def test_the_last_batch_of_a_stream_is_known_as_under_lightning(tmp_path):
+    expected, found = (streamed(package, tmp_path / package.__name__)[0] for package in (real, room))
+    assert found == expected
+    assert found[6:8] == [(3, True), (True, 0.25)]
+
+
+def test_a_run_on_a_stream_goes_on_from_each_of_its_steps_as_if_undisturbed(tmp_path):
+    _, whole, rate, steps = streamed(room, tmp_path / "whole")
+    for step in (2, 3, 4, 5, 8):
+        _, again, again_rate, again_steps = streamed(
+            room, tmp_path / str(step), ckpt_path=tmp_path / "whole" / f"step={step}.ckpt"
+        )
+        assert (again_rate, again_steps) == (rate, steps)
         assert torch.equal(again, whole)

@@ -409,7 +409,9 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
         run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
     state = trainer.state
     # saved after the last batch of an epoch, before its schedulers: Lightning steps them first, Legato after validation
-    if state.epoch_rounds >= trainer.num_training_batches and not state.epoch_ended:
+    stream = saved.get("data", {})
+    full = state.epoch_rounds >= trainer.num_training_batches or (stream.get("ended") and stream.get("last_is_known"))
+    if full and not state.epoch_ended:
         run.loop.schedulers_stepped = bool(saved.get(STEPS_FIRST))
     run.loop.plateau_waits = bool(saved.get(PLATEAU_WAITS))
     strategy.precision.load_state_dict(saved["precision"])
