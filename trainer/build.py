@@ -133,8 +133,9 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(strategy.teardown)
-    # Hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before.
-    seed_generators(mix(trainer.seed))
+    # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
+    if not trainer.keeps_generators(alone=place.world_size == 1 or place.origin == "legato"):
+        seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
     source, goes_on, saved = find_directory(call, request)
     membership.adopt_settings()

@@ -181,6 +181,13 @@ class TrainerDefaults(TrainerView):
         """Return the state with which a fit begins."""
         return State()
 
+    def keeps_generators(self, alone: bool) -> bool:
+        """Return whether hooks that set a run up draw from the generators as the script has left them.
+
+        alone: these are the only process's, or those of every process.
+        """
+        return False
+
     def stage_of_hooks(self, stage: str) -> str:
         """Return what `setup` and `teardown` are given as their stage."""
         return stage

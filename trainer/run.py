@@ -82,6 +82,8 @@ class Request:
     """The run directory to stay in, where it is done again."""
     left_out: list[int] = field(default_factory=list)
     """Steps to leave out then, besides those that the checkpoint knows of."""
+    generators: Any = None
+    """States of the script's generators, with which workers begin; None: they are seeded."""
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
@@ -718,13 +720,13 @@ class Run(JoinedCall):
 
     def forward_training_data(self) -> None:
         """Call training_step for every batch that this process has in the next epoch; losses and logs are discarded."""
-        self.metrics.muted = True
+        self.metrics.muted = self.optimization.idle = True
         for step in self.training_data.epoch(self.state.epoch):
             for item in step.batches:
                 seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
                 batch = item.batch if self.transfer is None else self.transfer(item.batch, 0)
                 self.task.training_step(*(batch, item.batch_idx)[: self.arity])
-        self.metrics.muted = False
+        self.metrics.muted = self.optimization.idle = False
         self.strategy.align_buffers()
 
     def count_epoch(self) -> None:

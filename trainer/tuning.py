@@ -8,18 +8,17 @@ import copy
 import gc
 import logging
 import math
-import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from .checkpoints.saver import Saver
+from .data.randomness import generator_states, set_generators
 from .elastic.membership import Elasticity
 from .errors import ConfigError, DataError, WorkerError
 
@@ -267,8 +266,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
         raise ConfigError("On several processes a search for a learning rate or a batch size comes before a run.")
     modules = [one for one in data if isinstance(one, DataModule)]
     before = [(one, one.__dict__.get("trainer")) for one in modules]
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = generator_states()
     copied = copy.deepcopy(task)
     copied.__dict__["configure_callbacks"] = list  # those that the task brings are not for a trial
     try:
@@ -276,11 +274,7 @@ def trial_of(trainer: "Trainer", task: Task, *data: Any) -> Iterator[tuple["Trai
     finally:
         for module, old in before:
             module.__dict__["trainer"] = old
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-        if on_devices:
-            torch.cuda.set_rng_state_all(on_devices)
+        set_generators(states)
         # drops the last reference to the copy, so that its memory is freed below
         copied = task
         free_memory()

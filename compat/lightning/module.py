@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from ...trainer.checkpoints import store
 from ...trainer.checkpoints.convert import averaged_weights
 from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
+from ...trainer.data.transfer import map_tensors
 from ...trainer.errors import ConfigError
 from .checkpoint_files import is_checkpoint, load_file
 from .exceptions import MisconfigurationException, require_checkpoint
@@ -280,9 +281,9 @@ class LightningModule(InitialHyperparameters, Task):
             (getattr(bar, "print", print) if shown else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Return `data` of every rank, tensors stacked; on one process `data` itself."""
+        """Return `data` of every rank, tensors stacked; on one process `data` itself, numbers as tensors."""
         if self.trainer.world_size == 1:
-            return data
+            return map_tensors(data, lambda tensor: tensor, number=partial(torch.as_tensor, device=self.device))
         return super().all_gather(data, group, sync_grads)
 
     # --- optimization -----------------------------------------------------------------------------------------------

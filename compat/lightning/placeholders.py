@@ -43,11 +43,16 @@ def inner_part_missing(owner: object, name: str) -> str:
     )
 
 
-def refuse_overrides(given: object, names: Iterable[str], way_out: str) -> None:
-    """Raise UnsupportedError if a program's own class overrides methods that Lightning calls and Legato does not."""
+def overridden(given: object, names: Iterable[str]) -> list[str]:
+    """Return the methods of these names that a program's own class overrides."""
     room = __name__.partition(".")[0]
     own = {name for kind in type(given).__mro__ if kind.__module__.partition(".")[0] != room for name in vars(kind)}
-    ignored = sorted(own.intersection(names))
+    return sorted(own.intersection(names))
+
+
+def refuse_overrides(given: object, names: Iterable[str], way_out: str) -> None:
+    """Raise UnsupportedError if a program's own class overrides methods that Lightning calls and Legato does not."""
+    ignored = overridden(given, names)
     if ignored:
         raise UnsupportedError(f"{type(given).__name__}.{', '.join(ignored)} would never be called: {way_out}")
 

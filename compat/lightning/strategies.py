@@ -24,8 +24,9 @@ from ...trainer.strategies.pipeline.pipeline import PipelineMeshStrategy
 from ...trainer.strategies.single import SingleStrategy
 from .accelerators import KINDS, Accelerator
 from .checkpoint_files import is_checkpoint, load
-from .placeholders import UnsupportedError, refuse_overrides
+from .placeholders import UnsupportedError, overridden, refuse_overrides
 from .plugins import ClusterEnvironment, Precision, read_plugins
+from .rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from .module import LightningModule
@@ -402,6 +403,9 @@ CALLED_BY_LIGHTNING = (
     *("pre_backward", "post_backward", "post_training_step", "process_dataloader", "batch_to_device"),
 )
 """Methods of a strategy that make a run what it is under Lightning, and that a run of Legato's does not call."""
+LAUNCHER = "_configure_launcher"
+LAUNCHING = LAUNCHER, "setup_environment", "teardown"
+"""Methods of a strategy that starts processes in its own way."""
 OWN_STRATEGY = (
     "a strategy of one's own implements legato.trainer.strategies.Strategy; else give Trainer SingleDeviceStrategy, "
     "DDPStrategy, FSDPStrategy or ModelParallelStrategy."
@@ -639,6 +643,19 @@ class Strategies(dict[str, Any]):
         return f"Registered Strategies: {', '.join(self)}"
 
 
+def _check_overrides(wanted: Strategy) -> None:
+    """Refuse a strategy whose methods would not be called; one that starts processes in its own way is told so."""
+    launching = overridden(wanted, LAUNCHING)
+    if LAUNCHER not in launching:
+        refuse_overrides(wanted, CALLED_BY_LIGHTNING, OWN_STRATEGY)
+        return
+    refuse_overrides(wanted, set(CALLED_BY_LIGHTNING) - set(launching), OWN_STRATEGY)
+    rank_zero_warn(
+        f"{type(wanted).__name__}.{', '.join(launching)}: Legato starts the processes itself, so that these are not "
+        f"called. To start them otherwise use torchrun, or SLURM."
+    )
+
+
 StrategyRegistry = Strategies({word: CLASSES[name] for word, (name, _) in WORDS.items() if name != "auto"})
 
 
@@ -651,7 +668,7 @@ def read_strategy(wanted: Any) -> Any:
         if isinstance(wanted, Strategy) and not isinstance(wanted, (SingleStrategy, GroupStrategy)):
             raise UnsupportedError(f"{type(wanted).__name__}: {OWN_STRATEGY}")
         if isinstance(wanted, Strategy):
-            refuse_overrides(wanted, CALLED_BY_LIGHTNING, OWN_STRATEGY)
+            _check_overrides(wanted)
         if isinstance(wanted, (strategy.Strategy, dict)):
             return wanted
         raise ConfigError(f"Trainer(strategy=...) takes a word or a Strategy, got {type(wanted).__name__}.")

@@ -28,7 +28,7 @@ from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
-from ...trainer.processes.environment import find_place
+from ...trainer.processes.environment import find_place, get_variable
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
 from ...trainer.run import Call, Request
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
@@ -187,6 +187,10 @@ INNER_METHODS = (
     "_predict_impl",
 )
 """Methods of Lightning's Trainer that its own calls of fit, validate, test and predict go through."""
+
+
+HIGHEST_SEED = 1 << 32
+"""Above what programs seed with; where none was given torch draws one of 53 bits or more."""
 
 
 class Trainer(TrainerAttributes):
@@ -401,6 +405,10 @@ class Trainer(TrainerAttributes):
     def answer_unknown_parameters(self, fault: str) -> None:
         """Warn of optimizers of parameters that are not the module's: Lightning trains them."""
         rank_zero_warn(fault)
+
+    def keeps_generators(self, alone: bool) -> bool:
+        """Return whether the script has seeded them, so that `setup` draws there what it draws under Lightning."""
+        return get_variable("PL_GLOBAL_SEED") is not None or (alone and torch.initial_seed() < HIGHEST_SEED)
 
     def stage_of_hooks(self, stage: str) -> TrainerFn:
         """Return what `setup` and `teardown` are given as their stage, which is equal to the word."""

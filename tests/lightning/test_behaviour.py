@@ -780,3 +780,90 @@ def test_a_run_on_a_stream_goes_on_from_each_of_its_steps_as_if_undisturbed(tmp_
         )
         assert (again_rate, again_steps) == (rate, steps)
         assert torch.equal(again, whole)
+
+
+def drawn(package, **options):
+    """Return what hooks of the set-up draw once the script has seeded the generators."""
+
+    class Draws(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.drawn = []
+
+        def setup(self, stage):
+            self.drawn += [torch.rand(1).item(), torch.randperm(9).tolist()]
+            self.layer = nn.Linear(1, 1)
+
+        def state_dict(self, *args, **kwargs):
+            assert self.drawn, "there is nothing to save before setup"
+            return super().state_dict(*args, **kwargs)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    module = Draws()
+    package.seed_everything(3)
+    package.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, **QUIET, **options).fit(
+        module, DataLoader(torch.ones(4, 1))
+    )
+    return module.drawn, module.layer.weight.item()
+
+
+def test_hooks_of_the_set_up_draw_what_they_draw_under_lightning(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "")
+    assert drawn(room) == drawn(real)
+
+
+@pytest.mark.slow
+def test_in_workers_they_draw_the_same(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "")
+    assert drawn(room, strategy="ddp", devices=2)[1] == drawn(real)[1]
+
+
+def test_numbers_are_gathered_as_tensors_on_one_process():
+    class Gathers(room.LightningModule):
+        def test_step(self, batch, batch_idx):
+            found = self.all_gather({"a": 1.5, "b": [2, torch.ones(2)]})
+            assert (found["a"].sum().item(), found["b"][0].item(), found["b"][1].shape) == (1.5, 2, (2,))
+
+    room.Trainer(logger=False, **QUIET).test(Gathers(), DataLoader(torch.ones(2, 1)), verbose=False)
+
+
+def test_batch_norms_are_measured_under_manual_optimization_without_a_step():
+    class Manual(room.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.automatic_optimization = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)), False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            loss = self.layers(batch).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    averaging, module = room.callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1), Manual()
+    trainer = room.Trainer(max_epochs=3, callbacks=[averaging], logger=False, enable_checkpointing=False, **QUIET)
+    batches = torch.arange(16.0).reshape(8, 2)
+    trainer.fit(module, DataLoader(batches, batch_size=4))
+    assert trainer.global_step == 6
+    torch.testing.assert_close(module.layers[0].running_mean, batches.mean(0))
+
+
+def test_a_strategy_that_starts_processes_in_its_own_way_is_told_that_legato_does():
+    class Launches(room.strategies.DDPStrategy):
+        def _configure_launcher(self):
+            raise AssertionError
+
+        def setup_environment(self):
+            raise AssertionError
+
+    with pytest.warns(UserWarning, match="Legato starts the processes itself"):
+        trainer = room.Trainer(strategy=Launches(), devices=2, logger=False, **QUIET)
+    assert isinstance(trainer.strategy, Launches)

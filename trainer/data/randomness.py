@@ -61,6 +61,21 @@ def _check_seed(seed: int) -> int:
     return number
 
 
+def generator_states() -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
+    """Return the states of the generators of Python, NumPy and torch, with CUDA's where it is in use."""
+    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices
+
+
+def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) -> None:
+    """Set the generators to states that `generator_states` returned."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    if states[3] and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state_all(states[3])
+
+
 def seed_generators(key: int) -> None:
     """Seed the global generators of Python, NumPy and torch (CPU, all CUDA devices once in use, MPS) from a key.
 

@@ -87,6 +87,8 @@ class Optimization:
             or metrics.shares
         )
         """Whether anything runs right before or after an optimizer step."""
+        self.idle = False
+        """Whether backward and steps that a task calls itself do nothing, as where it only measures batch norms."""
         self.clears_late = False
         """Whether gradients stay until the forward of a step's first batch is done."""
         self.closure_step: EndOfStep | None = None
@@ -237,6 +239,8 @@ class Optimization:
         """Run backward under manual optimization."""
         if self.automatic:
             raise TaskError("manual_backward needs automatic_optimization = False; otherwise return the loss.")
+        if self.idle:
+            return
         if not loss.requires_grad:
             raise TaskError(describe_bad_loss(loss))
         # torch.amp.GradScaler keeps one scale for all optimizers: it may change only when all have used the present
@@ -252,6 +256,8 @@ class Optimization:
     def manual_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
         """Step an optimizer under manual optimization, or from a task's own optimizer_step."""
         strategy = self.strategy
+        if self.idle:
+            return None
         if self.closure_step is not None:
             return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure), **options)
         if self.automatic:

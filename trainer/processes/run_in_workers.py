@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import build, run_status
 from ..checkpoints import store
 from ..checkpoints.store import check_sizes
+from ..data.randomness import generator_states, set_generators
 from ..data.transfer import to_host
 from ..elastic.membership import RunFinished
 from ..hooks import loop_part
@@ -82,6 +83,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 
 def _run(trainer: "Trainer", request: Request) -> Any:
+    request.generators = generator_states() if trainer.keeps_generators(alone=True) else None
     build.check_task(request.task, request, trainer.refuses_near_names)
     place = environment.find_place(trainer.cluster)
     if place is not None:
@@ -150,6 +152,11 @@ def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
     task.load_state_dict(weights)
 
 
+def names_of(task: "Task") -> set[str]:
+    """Return the names of a task's weights, past a `state_dict` of its own, which may need what `setup` makes."""
+    return set(nn.Module.state_dict(task))
+
+
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if environment.restart_count() > 0 and trainer.run_dir is not None:
@@ -160,7 +167,9 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
-    task, known = request.task, request.task.state_dict().keys()
+    task, known = request.task, names_of(request.task)
+    if request.generators is not None:
+        set_generators(request.generators)
     try:
         returned = request.repeat(trainer)
     except RunFinished as error:
@@ -175,7 +184,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     return RunResult(
         returned,
         weights,
-        None if emptied or weights.keys() == known else module_parts(task),
+        None if emptied or names_of(task) == known else module_parts(task),
         trainer.state,
         trainer.run_dir,
         trainer.saver.run_id,
