@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.utils.data import IterableDataset
 
 from ..callbacks.callback import Callback
@@ -292,7 +293,7 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
             saved = read_for_all(
                 strategy.collectives,
                 decided.source,
-                call.task.state_dict().keys(),
+                names_of(call.task),
                 strategy.state_dicts.read_in_parts,
             )
         except CheckpointError as error:
@@ -666,6 +667,11 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         call.trainer.lengths[word] = call.trainer.counted(data)
         if any(call.trainer.lengths[word]):
             call.data.evaluations[word] = data
+
+
+def names_of(task: Task) -> set[str]:
+    """Return the names of a task's weights, past a `state_dict` of its own, which may need what `setup` makes."""
+    return set(nn.Module.state_dict(task))
 
 
 def require_batches(data: EvaluationData, name: str) -> None:

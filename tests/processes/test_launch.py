@@ -250,3 +250,18 @@ def test_a_workspace_of_cublas_that_leaves_the_order_open_is_refused(monkeypatch
     with environment.deterministic_cublas("cuda"):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+@pytest.mark.slow
+def test_workers_import_the_modules_beside_the_script_that_it_has_imported_for_their_effect(tmp_path):
+    (tmp_path / "patches.py").write_text("import json\n\njson.patched = True\n")
+    (tmp_path / "main.py").write_text(
+        "import json\nimport sys\n\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import patches\n"
+        "from legato.trainer.processes.environment import run_workers\n\n\n"
+        "def look():\n    import json\n\n    return json.patched\n\n\n"
+        "print(run_workers(look, 2))\n"
+    )
+    done = completed(run_script, tmp_path / "main.py")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "True")

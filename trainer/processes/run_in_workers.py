@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import build, run_status
 from ..checkpoints import store
@@ -152,11 +152,6 @@ def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
     task.load_state_dict(weights)
 
 
-def names_of(task: "Task") -> set[str]:
-    """Return the names of a task's weights, past a `state_dict` of its own, which may need what `setup` makes."""
-    return set(nn.Module.state_dict(task))
-
-
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if environment.restart_count() > 0 and trainer.run_dir is not None:
@@ -167,7 +162,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
-    task, known = request.task, names_of(request.task)
+    task, known = request.task, build.names_of(request.task)
     if request.generators is not None:
         set_generators(request.generators)
     try:
@@ -184,7 +179,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     return RunResult(
         returned,
         weights,
-        None if emptied or names_of(task) == known else module_parts(task),
+        None if emptied or build.names_of(task) == known else module_parts(task),
         trainer.state,
         trainer.run_dir,
         trainer.saver.run_id,

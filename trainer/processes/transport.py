@@ -7,6 +7,7 @@ private folder that is then removed. None is stored.
 import io
 import logging
 import multiprocessing
+import os
 import pickle
 import re
 import signal
@@ -28,6 +29,8 @@ import cloudpickle
 
 from ..errors import LegatoError, WorkerError
 from ..messages import let_be_seen
+
+log = logging.getLogger("legato")
 
 # Errors of gloo, NCCL and the store after another rank has exited; never the cause of a failure.
 _BROKEN_CONNECTION = re.compile(
@@ -154,8 +157,29 @@ def _import_or_make(name: str) -> ModuleType:
     return sys.modules.setdefault(name, ModuleType(name))
 
 
+def modules_beside_script() -> list[str]:
+    """Return the modules in the script's folder that it has imported, in that order, but for those sent by value.
+
+    One that the script imports for its effect alone, such as a patch or an entry in a registry, is otherwise never
+    imported in a worker.
+    """
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if file is None:
+        return []
+    folder, package = str(Path(file).resolve().parent) + os.sep, __name__.partition(".")[0]
+    beside = {name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] != package}
+    return [
+        name
+        for name, module in beside.items()
+        if (getattr(module, "__file__", None) or "").startswith(folder)
+        and not str(module.__file__).startswith(_INSTALLED)
+        and getattr(module, "__name__", None) == name
+        and not _needs_pickling_by_value(name, module)
+    ]
+
+
 class Settings:
-    """Settings of the caller's interpreter and of torch, for workers to copy."""
+    """Settings of the caller's interpreter and of torch, and its own modules, for workers to copy."""
 
     def __init__(self, method: str) -> None:
         import torch
@@ -176,6 +200,7 @@ class Settings:
                                   torch.is_deterministic_algorithms_warn_only_enabled())),
             (_set_cudnn, (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)),
         ]  # fmt: skip
+        self.modules = modules_beside_script()
 
     def apply(self) -> None:
         """Apply the settings to this process."""
@@ -193,6 +218,11 @@ class Settings:
             logging.getLogger(name).setLevel(level)
         for function, arguments in self.torch:
             function(*arguments)
+        for name in self.modules:
+            try:
+                import_module(name)
+            except Exception as error:  # a script whose functions do not need it runs all the same
+                log.warning("A worker cannot import %s, as the script has done: %s", name, error)
 
 
 def _set_deterministic(on: bool, warn_only: bool) -> None:
