@@ -61,7 +61,7 @@ from .processes import garbage
 from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
-from .processes.script_collectives import StepCollectives
+from .processes.script_collectives import StepCollectives, gathers
 from .quantities import parse_duration
 from .run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
 from .run_directory import is_run
@@ -661,7 +661,7 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
     given[word] = found
     if loaders:
         own = brings_own_shares(call, loaders)
-        meeting = None if own or word == "predict" else step_collectives(call)
+        meeting = None if own or word == "predict" else step_collectives(call, word)
         data = EvaluationData(loaders, dealing(call), limit, own, in_order=overfit, step_collectives=meeting)
         require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
         call.trainer.lengths[word] = call.trainer.counted(data)
@@ -693,11 +693,18 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
         hook(saved)
 
 
-def step_collectives(call: Call) -> StepCollectives | None:
-    """Return what tells whether steps of an evaluation call collectives, where samples are then repeated; else None."""
+def step_collectives(call: Call, word: str) -> StepCollectives | None:
+    """Return what tells whether steps of an evaluation call collectives, where samples are then repeated; else None.
+
+    They are repeated also where a hook that ends it gathers what its steps have kept.
+    """
     ranks = call.strategy.data_ranks
     pads = call.trainer.pads_shares and ranks.size > 1 and not call.strategy.lockstep
-    return StepCollectives(call.script_collectives) if pads and call.state.replicas % ranks.size == 0 else None
+    if not pads or call.state.replicas % ranks.size:
+        return None
+    found = StepCollectives(call.script_collectives)
+    found.seen = gathers(call.task, (f"on_{word}_epoch_end", f"on_{word}_end"))
+    return found
 
 
 def find_loader(call: Call, word: str) -> Any:

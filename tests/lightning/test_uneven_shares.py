@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato.compat.lightning.pytorch as pl
 from legato.trainer.processes.environment import run_workers
+from legato.trainer.processes.script_collectives import gathers
 
 pytestmark = pytest.mark.slow
 
@@ -249,3 +250,37 @@ def test_a_stream_is_read_whole_by_each_process(three):
     """As under Lightning: one that takes the share of its process itself would lose most of it otherwise."""
     _, found = three
     assert found["a stream"] == found["its own share"] == 7
+
+
+class Keeps(pl.LightningModule):
+    """Gathers at an epoch's end what its steps have kept, as one tensor of all ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def test_step(self, batch, batch_idx):
+        self.kept.append(batch[0][:, 0])
+
+    @torch.no_grad()
+    def on_test_epoch_end(self):
+        self.log("rows", float(self.gathered().numel()))
+
+    def gathered(self):
+        return self.all_gather(torch.cat(self.kept)).view(-1)
+
+
+def gather_at_the_end(rows):
+    trainer = pl.Trainer(**QUIET, strategy="ddp", devices=2)
+    return trainer.test(Keeps(), DataLoader(TensorDataset(ROWS[:rows]), batch_size=2), verbose=False)
+
+
+@pytest.mark.parametrize(("rows", "gathered"), [(8, 8), (9, 10), (5, 6)])
+def test_what_a_hook_gathers_when_an_evaluation_ends_is_as_much_of_each_rank(rows, gathered):
+    assert run_workers(lambda: gather_at_the_end(rows), 2) == [{"rows": float(gathered)}]
+
+
+def test_a_hook_that_gathers_is_recognized_by_the_names_in_its_code():
+    assert gathers(Keeps(), ["on_test_epoch_end"])
+    assert not gathers(Keeps(), ["on_validation_epoch_end"])
+    assert not gathers(Contrastive(), ["on_train_batch_end", "missing"])

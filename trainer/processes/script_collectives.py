@@ -5,6 +5,9 @@ with nothing of Legato's. Where the ranks meet anyway they compare how many ther
 """
 
 import time
+from collections.abc import Sequence
+from inspect import unwrap
+from types import CodeType, FunctionType
 from typing import Any
 
 from ..errors import DisagreementError
@@ -75,6 +78,33 @@ class StepCollectives:
         """Return whether a step has called one by now."""
         self.seen |= self.script.count > self.before
         return self.seen
+
+
+GATHERING = frozenset(("all_gather", "all_gather_into_tensor", "gather_all_tensors"))
+"""Functions that take as much from each rank."""
+
+
+def gathers(owner: object, hooks: Sequence[str]) -> bool:
+    """Return whether hooks of one's own, or methods of one's own that they call, name a function that gathers."""
+    package = __name__.partition(".")[0]
+    waiting, looked_at = list(hooks), set[str]()
+    while waiting:
+        name = waiting.pop()
+        function = unwrap(getattr(type(owner), name, None))  # type: ignore[arg-type]
+        own = isinstance(function, FunctionType) and function.__module__.partition(".")[0] != package
+        if not own or name in looked_at:
+            continue
+        looked_at.add(name)
+        names = _names_in(function.__code__)
+        if names & GATHERING:
+            return True
+        waiting += names
+    return False
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
 
 
 def describe_counts(counts: list[int]) -> str:
