@@ -293,7 +293,7 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
             saved = read_for_all(
                 strategy.collectives,
                 decided.source,
-                names_of(call.task),
+                weight_names(call.task),
                 strategy.state_dicts.read_in_parts,
             )
         except CheckpointError as error:
@@ -669,7 +669,7 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
             call.data.evaluations[word] = data
 
 
-def names_of(task: Task) -> set[str]:
+def weight_names(task: Task) -> set[str]:
     """Return the names of a task's weights, past a `state_dict` of its own, which may need what `setup` makes."""
     return set(nn.Module.state_dict(task))
 

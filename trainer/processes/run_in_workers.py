@@ -162,7 +162,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     if elastic_worker is not None and elastic_worker.joins:
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
-    task, known = request.task, build.names_of(request.task)
+    task, known = request.task, build.weight_names(request.task)
     if request.generators is not None:
         set_generators(request.generators)
     try:
@@ -179,7 +179,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
     return RunResult(
         returned,
         weights,
-        None if emptied or build.names_of(task) == known else module_parts(task),
+        None if emptied or build.weight_names(task) == known else module_parts(task),
         trainer.state,
         trainer.run_dir,
         trainer.saver.run_id,

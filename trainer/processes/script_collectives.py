@@ -95,16 +95,16 @@ def gathers(owner: object, hooks: Sequence[str]) -> bool:
         if not own or name in looked_at:
             continue
         looked_at.add(name)
-        names = _names_in(function.__code__)
+        names = _names_in_code(function.__code__)
         if names & GATHERING:
             return True
         waiting += names
     return False
 
 
-def _names_in(code: CodeType) -> set[str]:
+def _names_in_code(code: CodeType) -> set[str]:
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(_names_in, inner))
+    return set(code.co_names).union(*map(_names_in_code, inner))
 
 
 def describe_counts(counts: list[int]) -> str:
