@@ -892,7 +892,7 @@ def progress(trainer: "Trainer") -> dict[str, Any]:
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
     """Return the trainer's callbacks and the task's; the task's replace those of the same class."""
-    brought = task.configure_callbacks()
+    brought = task.configure_callbacks() or []  # None: it has none, or has given them to the trainer itself
     own = list(brought) if isinstance(brought, (list, tuple)) else [brought]
     kinds = {type(callback) for callback in own}
     restored = [callback for callback in callbacks if type(callback) not in kinds or callback in own]

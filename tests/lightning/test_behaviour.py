@@ -867,3 +867,16 @@ def test_a_strategy_that_starts_processes_in_its_own_way_is_told_that_legato_doe
     with pytest.warns(UserWarning, match="Legato starts the processes itself"):
         trainer = room.Trainer(strategy=Launches(), devices=2, logger=False, **QUIET)
     assert isinstance(trainer.strategy, Launches)
+
+
+def test_configure_callbacks_may_return_nothing():
+    class Brings(room.LightningModule):
+        def configure_callbacks(self):
+            self.early = room.callbacks.EarlyStopping("loss")
+
+        def test_step(self, batch, batch_idx):
+            self.log("loss", batch.mean())
+
+    module = Brings()
+    room.Trainer(logger=False, **QUIET).test(module, DataLoader(torch.ones(2, 1)), verbose=False)
+    assert module.early.monitor == "loss"
