@@ -3,11 +3,13 @@
 import os
 import runpy
 import sys
+import sysconfig
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from ...trainer.errors import ConfigError
+from ...trainer.errors import ConfigError, LegatoError
 from ...trainer.messages import STDERR
 from .file_functions import give_back_files, way_out
 from .stand_in import install
@@ -51,7 +53,7 @@ def run_lightning(arguments: Sequence[str]) -> None:
         # a script's user expects Python's own report, from the first line of the script on
         traceback = _from_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        if told := way_out(error):
+        if told := way_out(error) or of_legato(error, words):
             print(told, file=STDERR, flush=True)
         raise SystemExit(1) from None
     finally:
@@ -64,6 +66,24 @@ def _from_script(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename in (__file__, runpy.__file__, FROZEN_RUNPY):
         traceback = traceback.tb_next
     return traceback
+
+
+def of_legato(error: BaseException, words: Sequence[str]) -> str:
+    """Return what to do about an error within Legato that it does not raise on purpose; "" for others."""
+    own, installed = str(Path(__file__).parents[2]) + os.sep, tuple(sysconfig.get_paths().values())
+    frames = traceback.extract_tb(error.__traceback__)
+    there = [frame for frame in frames if frame.filename.startswith(own) or not frame.filename.startswith(installed)]
+    last = there[-1] if there else None
+    if isinstance(error, LegatoError) or last is None or not last.filename.startswith(own):
+        return ""
+    if (last.line or "").startswith("raise"):  # in words that say what to do
+        return ""
+    place = f"{Path(last.filename).relative_to(own)}:{last.lineno}"
+    return (
+        f"legato: this error arose within Legato ({place}), where the program should run as under Lightning. "
+        f"`python {' '.join(words)}` runs it under Lightning itself; docs/from-lightning.md says what differs. Please "
+        f"report it with the lines above."
+    )
 
 
 def summary() -> str:

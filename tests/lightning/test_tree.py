@@ -7,10 +7,13 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 from forked import completed, run_module
 
+import legato.compat.lightning.pytorch as pl
 from legato.compat.lightning.names import EXPORTS, NAMES
 from legato.compat.lightning.placeholders import UnsupportedError
+from legato.compat.lightning.script import of_legato
 from legato.compat.lightning.tree import ABOVE, MODULES, find_entry, names_of, resolve
 from legato.trainer.__main__ import main
 
@@ -250,3 +253,22 @@ print(trainer.global_step)
 def test_lightnings_own_demonstrations_run(tmp_path):
     done = run(tmp_path, run_module, "legato.trainer", "lightning", "train.py", script=DEMO)
     assert done.stdout.split()[-1] == "2"
+
+
+def test_an_error_within_legato_ends_in_a_sentence_and_one_of_the_program_does_not(tmp_path, monkeypatch):
+    class Fails(pl.LightningModule):
+        def test_step(self, batch, batch_idx):
+            raise ValueError("mine")
+
+    def error_of(*arguments):
+        with pytest.raises(Exception) as caught:
+            trainer.test(*arguments, verbose=False)
+        return of_legato(caught.value, ["train.py", "--fast"])
+
+    trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
+    assert error_of(Fails(), [torch.ones(2, 1)]) == ""
+    assert error_of(3) == ""  # refused in words that say what is wrong
+    monkeypatch.setattr("legato.trainer.build.make_run", None)
+    told = error_of(Fails(), [torch.ones(2, 1)])
+    assert told.startswith("legato: this error arose within Legato (trainer/build.py:")
+    assert "`python train.py --fast` runs it under Lightning itself" in told
