@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-LOADER_MARK = "/dataloader_idx_"
+from ...trainer.metrics.reduce import LOADER_MARK
+
 NARROWEST = 25
 """Characters of a column, at least."""
 
