@@ -402,7 +402,7 @@ class Run(JoinedCall):
 
     def count(self, step: StepInput) -> None:
         """Count a finished step and advance the schedulers that go by steps."""
-        state = self.state
+        state, self.optimization.updating = self.state, True  # also where a guard dropped the update
         state.global_step += 1
         state.epoch_steps += 1
         state.epoch_rounds += step.rounds
@@ -417,6 +417,7 @@ class Run(JoinedCall):
             self.step_schedulers(plateau=False if self.loop.plateau_waits else None)
             if self.trainer.ends_epoch_with_last_batch and self.epoch_is_full:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
+        self.optimization.updating = False
 
     def step_schedulers(self, plateau: bool | None) -> None:
         """Step the schedulers that go by steps; `plateau`: see `Optimization.step_schedulers`."""

@@ -187,6 +187,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             strategy.finish_backward()
         if optimization.automatic:
             for optimizer in optimization.due(step):
+                optimization.updating = True
                 strategy.optimizer_step(optimizer)
         run.count(step)
         if hooks["on_train_batch_end"]:

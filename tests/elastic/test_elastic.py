@@ -11,7 +11,7 @@ import pytest
 import torch
 from elastic_run import EPOCHS, REPLICAS, STEPS_PER_EPOCH, Guest, Killer, Net, digest, fit, loader, trainer_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from waiting import children, free_port, runs, wait_until
+from waiting import children, free_port, leave, runs, wait_until
 
 import legato as lg
 from legato.trainer.checkpoints import store
@@ -19,6 +19,7 @@ from legato.trainer.errors import ConfigError
 from legato.trainer.processes import environment
 from legato.trainer.processes.collectives import SINGLE
 from legato.trainer.processes.sync import Agreement
+from legato.trainer.strategies.ddp import DDPStrategy
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
 
@@ -101,6 +102,30 @@ def test_a_process_dies_after_backward_and_the_step_is_done_again_from_its_begin
         results.append((trainer.global_step, digest(task)))
     assert results[0] == results[1]
     assert results[0][0] == 2 * STEPS_PER_EPOCH
+
+
+class MeetsAfterUpdate(DDPStrategy):
+    """Averages weights after each update, as many strategies do; one process dies in between, once."""
+
+    def optimizer_step(self, optimizer, closure=None, **options):
+        returned = super().optimizer_step(optimizer, closure, **options)
+        mark = self.task.folder / "died"
+        if (self.place.rank, self.task.global_step) == (1, 17) and not mark.exists():
+            leave(mark)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for parameter in self.task.parameters():
+            self.data_ranks.all_reduce(parameter.detach(), "sum").div_(self.data_ranks.size)
+        return returned
+
+
+@pytest.mark.slow
+def test_a_process_dies_in_what_a_strategy_does_after_its_update_which_is_not_made_twice(tmp_path, folder, undisturbed):
+    """No survivor can repeat that step, so all start again from the checkpoint of the epoch before."""
+    task = Net(folder)
+    trainer = trainer_of(tmp_path, strategy=MeetsAfterUpdate(elastic=True), devices=2, max_restarts=2)
+    trainer.fit(task, loader(shuffle=True), loader(32))
+    assert (folder / "died").exists()
+    assert_same(task, trainer, undisturbed)
 
 
 @pytest.mark.slow

@@ -23,8 +23,6 @@ from ..processes import connections, environment
 from ..processes.environment import Place, allow_connections
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
-from ..run import Run
-from ..strategies.strategy import Strategy
 from ..torch_private import reset_group_names, set_group_timeout
 from . import recovery
 from .membership import Elasticity, Membership, RunFinished
@@ -169,7 +167,9 @@ class ElasticMembership(Membership):
                 connections.shut_down()
             # An update cannot be undone, and one that broke off may have changed some weights: this process then takes
             # those of another. Elsewhere the step is repeated from what is here.
-            self.consistent = self.consistent and not _is_in_update(trace)
+            optimization = self.trainer.current_run.optimization
+            self.consistent = self.consistent and not optimization.updating
+            optimization.updating = False
             # Objects in the frames (such as a Work) would keep the old group's connections open, and the others
             # waiting: gloo closes its sockets with the last reference, not by abort() or shutdown().
             traceback.clear_frames(trace)
@@ -334,10 +334,3 @@ class ElasticProcesses(Elasticity):
     def node_rank(self, nodes: int) -> int:
         """Return 0: the processes of all launchers are equal."""
         return 0
-
-
-def _is_in_update(trace: TracebackType | None) -> bool:
-    """Return whether an error came from within the optimizer step: weights may be changed without the step being
-    counted."""
-    between = {Strategy.optimizer_step.__code__, Run.count.__code__}
-    return any(frame.f_code in between for frame, _ in traceback.walk_tb(trace))

@@ -89,6 +89,8 @@ class Optimization:
         """Whether anything runs right before or after an optimizer step."""
         self.idle = False
         """Whether backward and steps that a task calls itself do nothing, as where it only measures batch norms."""
+        self.updating = False
+        """Whether weights and loop state may not fit together: from a step's first update until it is counted."""
         self.clears_late = False
         """Whether gradients stay until the forward of a step's first batch is done."""
         self.closure_step: EndOfStep | None = None
@@ -261,6 +263,7 @@ class Optimization:
         if self.closure_step is not None:
             return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure), **options)
         if self.automatic:
+            self.updating = True
             return strategy.optimizer_step(optimizer, closure, **options)
         # averaged here, because backward ran inside of DDP's forward, before its reducer was ready (docs/decisions.md)
         strategy.reducer.average(optimizer_parameters(optimizer))
