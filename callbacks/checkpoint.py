@@ -155,8 +155,10 @@ class Checkpoint(Retention):
         self.scores = trainer.broadcast(self._present(trainer))
         newest = next(reversed(self.scores), "") if self._newest_step == trainer.global_step else ""
         self._newest_name = newest if self.filename is not None else self._name(trainer)
-        # without a new step there is nothing to save
-        self._newest_step = trainer.global_step
+        # Without a new step there is nothing to save, unless another Checkpoint wrote the one that the run resumes
+        # from: the validation that is now repeated may find the best value of all.
+        saved = trainer.global_step == 0 or self._newest_name in self.scores
+        self._newest_step = trainer.global_step if saved else min(self._newest_step, trainer.global_step - 1)
         self._seen_step, self._begun_step = trainer.global_step, -1
         self._due_step, self._is_cut_off = -1, False
 

@@ -332,6 +332,46 @@ def test_a_resume_goes_on_where_it_was_also_in_a_moved_directory(tmp_path):
     assert str(folder) in mine.best_model_path
 
 
+class StopsOnce(Scripted):
+    """Validates after every step, and stops once in the validation of `stop_step`, as a killed run does."""
+
+    def __init__(self, values, stop_step=None, hook="validation_step"):
+        super().__init__()
+        self.values, self.stop_step, self.hook = values, stop_step, hook
+
+    def stop_in(self, hook):
+        if hook == self.hook and self.global_step == self.stop_step:
+            raise KeyboardInterrupt
+
+    def validation_step(self, batch):
+        self.log("val/score", self.values[self.global_step - 1])
+        self.stop_in("validation_step")
+
+    def on_validation_epoch_end(self):
+        self.stop_in("on_validation_epoch_end")
+
+
+@pytest.mark.parametrize("hook", ["validation_step", "on_validation_epoch_end"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_second_one_keeps_the_best_of_a_validation_that_stopped(tmp_path, every, hook):
+    values = [0.5, 0.4, 0.6, 0.3, 0.7, 0.1, 0.8, 0.9]
+
+    def run(folder, stop_step, resume=None):
+        best = Checkpoint("val/score", save_top_k=2, save_last=False, dirpath=folder / "best")
+        main = Checkpoint(every_n_train_steps=every)
+        task = StopsOnce(values, stop_step, hook)
+        fit(folder, main, best, task=task, val_check_interval=1, max_epochs=2, resume=resume)
+        return best
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "stopped", stop_step=6)
+    resumed = run(tmp_path / "stopped", None, resume="auto")
+    undisturbed = run(tmp_path / "undisturbed", None)
+    assert resumed.scores == undisturbed.scores
+    assert step_of(resumed.best_model_path) == 6
+    assert names_in(tmp_path / "stopped" / "best") == ["step-00000004", "step-00000006"]
+
+
 @pytest.mark.slow
 def test_a_run_that_starts_from_another_one_touches_nothing_there(tmp_path):
     first = fit(tmp_path, Checkpoint("val/score", "max", save_top_k=3), values=[0.9, 0.8, 0.7])
