@@ -53,7 +53,7 @@ class UnfreezeLayers(lg.callbacks.BaseFinetuning):
 
     def finetune_function(self, task, epoch, optimizer):
         if epoch == self.at_epoch:
-            last = list(task.model.distilbert.transformer.layer)[-self.layers :]
+            last = task.model.distilbert.transformer.layer[-self.layers :].train()  # a frozen model keeps its mode
             self.unfreeze_and_add_param_group(last, optimizer, initial_denom_lr=self.slower)
 
 

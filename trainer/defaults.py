@@ -121,8 +121,6 @@ class TrainerDefaults(TrainerView):
     """Whether what an evaluation logs with `on_step` is written for each of its batches."""
     bar_names_steps: ClassVar[bool] = False
     """Whether the progress bar has names of steps, such as loss_step, for what is averaged over epochs, too."""
-    sets_training_mode: ClassVar[bool] = True
-    """Whether a task in evaluation mode is put into training mode when training begins."""
     splits_names: ClassVar[bool] = False
     """Whether a name logged both in steps and between them has a value of each, rather than being refused."""
     refuses_no_value: ClassVar[bool] = False

@@ -24,7 +24,7 @@ from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
 from .data.transfer import to_host
 from .elastic.membership import Membership
-from .errors import ConfigError, DataError, NonFiniteError, TaskError
+from .errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
 from .hooks import Calls, Hooks, count_arguments, fitted
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced, by_loader
@@ -37,6 +37,7 @@ from .processes.watchdog import Watchdog
 from .run_status import RunStatus
 from .state import State
 from .torch_private import mark_stepped
+from .training_mode import set_training_mode
 from .undo import Undo
 
 if TYPE_CHECKING:
@@ -556,8 +557,7 @@ class Run(JoinedCall):
             self.end_fit()
             return
         self.preemption.start()
-        if not self.task.training and self.trainer.sets_training_mode:
-            self.task.train()  # one that is in training mode may have frozen parts in evaluation mode
+        self.set_training_mode()
         self.loop.validated_after = self.seconds()
         self.metrics.open("train", fresh=False)
         if self.state.epoch_ended:
@@ -570,6 +570,17 @@ class Run(JoinedCall):
                 return
         self.hooks.call("on_train_start")
         self.trainer.agree()
+
+    def set_training_mode(self) -> None:
+        """Put what is trained into training mode, and say so where a module came in evaluation mode."""
+        names = set_training_mode(self.task)
+        if names and self.trainer.is_global_zero:
+            log.info(
+                "%s came in evaluation mode, and %s trained in training mode, so that dropout works. Call .eval() in "
+                "on_train_epoch_start to keep evaluation mode.",
+                first_names(names),
+                "is" if len(names) == 1 else "are",
+            )
 
     def call_epoch_start(self) -> None:
         """Call the hooks that begin an epoch; what they log in a resumed epoch is dropped: its sums hold it."""

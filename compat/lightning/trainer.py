@@ -45,6 +45,7 @@ from .callbacks.rich_progress import RichProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
 from .exceptions import MisconfigurationException, require_checkpoint
+from .inner_functions import ModuleMode
 from .loggers import (
     CSVLogger,
     DummyLogger,
@@ -207,7 +208,6 @@ class Trainer(TrainerAttributes):
     refuses_empty_loaders = False
     ends_at_length = True
     knows_last_batch = True
-    sets_training_mode = False
     bar_names_steps = True
     closure_runs_step = True
     hooks_see_scaled_loss = True
@@ -231,6 +231,8 @@ class Trainer(TrainerAttributes):
     """Whether a train_dataloader that is called again has gone on giving loaders."""
     untrained: set[str]
     """Files of modules that were saved before any run: a fit begins with their weights, at step 0."""
+    modes_before: ModuleMode
+    """Training modes of the module when its training begins."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -291,7 +293,7 @@ class Trainer(TrainerAttributes):
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
-        self.untrained, self._made = set(), True
+        self.untrained, self.modes_before, self._made = set(), ModuleMode(), True
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
         """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
@@ -415,7 +417,8 @@ class Trainer(TrainerAttributes):
         return TrainerFn(stage)
 
     def validation_check(self) -> Callable[[], bool] | None:
-        """Return the loop's check of when to validate, where a program has replaced it."""
+        """Return the loop's check of when to validate, where a program has replaced it; restore training modes."""
+        self.modes_before.restore(self.lightning_module)
         return self.fit_loop.epoch_loop.own_check()
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
@@ -496,6 +499,14 @@ class Trainer(TrainerAttributes):
             )
         self._drop_values()
         super().sanity_check()
+        if self.current_run.training_data.rounds:
+            self._hide_evaluation_modes()
+
+    def _hide_evaluation_modes(self) -> None:
+        """Leave Legato's loop no module to put into training mode: under Lightning each keeps its own."""
+        self.modes_before.capture(self.lightning_module)
+        for part in self.lightning_module.modules():
+            part.training = True
 
     def _drop_values(self) -> None:
         """Have the run keep no logged values, where the Trainer is a barebones one."""

@@ -750,3 +750,24 @@ def test_a_data_module_is_loaded_with_its_state(tmp_path):
     trainer.save_checkpoint(tmp_path / "kept.ckpt")
     found = Counted.load_from_checkpoint(tmp_path / "kept.ckpt")
     assert (found.made, found.hparams.size) == (1, 6)
+
+
+@pytest.mark.parametrize("batches", [2, 0])
+def test_modules_keep_the_mode_that_they_came_in(caplog, batches):
+    caplog.set_level("INFO")
+
+    class Watches(Small):
+        modes = ()
+
+        def __init__(self):
+            super().__init__()
+            self.layer.eval()
+
+        def on_train_start(self):
+            self.modes = self.training, self.layer.training
+
+    module = Watches()
+    pl.Trainer(**SILENT, max_epochs=1, limit_train_batches=batches).fit(module, loader(), loader())
+    assert module.modes == ((True, False) if batches else ())
+    assert (module.training, module.layer.training) == (True, False)
+    assert "evaluation mode" not in caplog.text

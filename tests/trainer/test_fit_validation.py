@@ -69,22 +69,48 @@ def test_the_sanity_check_leaves_no_trace(trainer):
     assert_same_bits(*tasks)
 
 
+class Loaded(Validated):
+    """A model whose parts come in evaluation mode: one is frozen, one is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).requires_grad_(False).eval()
+        self.trained = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Sequential(nn.Tanh())).eval()
+        self.dropout = nn.Dropout(0.5).eval()
+
+    def training_step(self, batch, batch_idx):
+        assert self.training
+        assert all(module.training for module in (*self.trained.modules(), *self.model.modules()))
+        assert not any(module.training for module in (*self.frozen.modules(), self.dropout))
+        return self.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        assert not any(module.training for module in self.modules())
+
+
 @pytest.mark.parametrize("steps", [0, 2])
-def test_modules_keep_the_mode_they_were_given(trainer, steps):
-    class Frozen(Validated):
+def test_what_is_trained_goes_to_training_mode(trainer, caplog, steps):
+    caplog.set_level("INFO")
+    task = Loaded()
+    for _ in range(2):
+        trainer(num_sanity_val_steps=steps, val_check_interval=2).fit(task, make_loader(), make_loader())
+    told = [record.message for record in caplog.records if "evaluation mode" in record.message]
+    assert told == [
+        "trained came in evaluation mode, and is trained in training mode, so that dropout works. Call .eval() in "
+        "on_train_epoch_start to keep evaluation mode."
+    ]
+
+
+def test_a_task_chooses_evaluation_mode_when_an_epoch_starts(trainer):
+    class Chooses(Validated):
+        def on_train_epoch_start(self):
+            self.model.eval()
+
         def training_step(self, batch, batch_idx):
-            assert self.training
-            assert self.model[0].training is False
-            assert self.model[1].training
+            assert not self.model.training
             return self.loss(batch)
 
-        def validation_step(self, batch, batch_idx):
-            assert not any(module.training for module in self.modules())
-
-    task = Frozen()
-    task.model[0].eval()
-    trainer(num_sanity_val_steps=steps, val_check_interval=2).fit(task, make_loader(), make_loader())
-    assert task.model[1].training
+    trainer(max_epochs=2, val_check_interval=2).fit(Chooses(), make_loader(), make_loader())
 
 
 @pytest.mark.parametrize("steps", [0, 2])
