@@ -38,7 +38,8 @@ class Checkpoint(Retention):
         save_weights_only: leave out everything that only a resume needs.
         asynchronous: write in the background; the previous checkpoint is deleted when the next save begins.
         filename: a template for names, such as "epoch={epoch}-{val/acc:.3f}": fields are `step`, `epoch` and names in
-            `trainer.callback_metrics`. A checkpoint of the same name is replaced.
+            `trainer.callback_metrics`. A checkpoint of the same name is replaced if it would not be kept; else the new
+            one gets a number, such as "best-v1".
     """
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
@@ -264,9 +265,9 @@ class Checkpoint(Retention):
                 self.scores[self._newest_name] = score
                 self._prune(trainer)
             return
-        name = self._name(trainer, plain=always)
-        if not always and not self.keeps(name, score):
+        if not always and not self.keeps(score):
             return
+        name = self._name(trainer, plain=True) if always else self.free_name(self._name(trainer), score)
         # collective, and after `keeps`, which decides alike on all ranks: every rank comes here or none
         if trainer.nan == "ignore" and trainer.current_run.bad_weights():
             log.warning("Step %d is not saved: its weights are not finite and would replace finite ones.", step)

@@ -2,6 +2,7 @@
 
 import string
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,9 @@ from .checkpoint_callback import CheckpointCallback
 
 if TYPE_CHECKING:
     import torch
+
+NEW = ""
+"""Stands for a checkpoint that has no name yet; no checkpoint has this one."""
 
 
 def is_name(name: object) -> bool:
@@ -92,10 +96,15 @@ class Retention(CheckpointCallback):
         """Return the path of a checkpoint."""
         return "" if name is None or self.dirpath is None else str(self.dirpath / name)
 
-    def keeps(self, name: str, score: float | None) -> bool:
+    def keeps(self, score: float | None) -> bool:
         """Return whether a new checkpoint would be kept."""
-        others = {other: value for other, value in self.scores.items() if other != name}
-        return name in self._kept_of({**others, name: score})
+        return NEW in self._kept_of({**self.scores, NEW: score})
+
+    def free_name(self, name: str, score: float | None) -> str:
+        """Return `name`, with a number if a checkpoint of that name is kept beside the new one."""
+        kept = self._kept_of({**self.scores, NEW: score})
+        versions = chain([name], (f"{name}-v{number}" for number in count(1)))
+        return next(version for version in versions if version not in kept)
 
     def surplus(self) -> list[str]:
         """Return the names of checkpoints to delete."""

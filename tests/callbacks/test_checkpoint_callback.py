@@ -5,6 +5,7 @@ import math
 import shutil
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_retention_keeps_what_a_look_back_at_all_would_keep(scores, top_k, last,
     retention.save_last, retention.dirpath, retention.scores = last, None, {}
     names = [f"step-{step:08d}" for step in range(len(scores))]
     for name, score in zip(names, scores, strict=True):
-        if retention.keeps(name, score):
+        if retention.keeps(score):
             retention.scores[name] = score
             for gone in retention.surplus():
                 del retention.scores[gone]
@@ -478,6 +479,29 @@ def test_names_of_ones_own(tmp_path):
     assert (trainer.run_dir, trainer.global_step) == (folder.parent, 16)
     assert names_in(folder) == ["00 at 0.50", "01 at 0.25", "03 at 0.80"]
     assert again.best_model_path == str(folder / "01 at 0.25")
+
+
+@pytest.mark.parametrize(
+    ("filename", "top_k", "values", "names", "best"),
+    [
+        ("best", 1, [0.3, 0.5, 0.6], ["best", "best-v1"], "best"),
+        ("best", 1, [0.3, 0.5, 0.2], ["best"], "best"),
+        ("best", 2, [0.3, 0.5, 0.6], ["best", "best-v1", "best-v2"], "best"),
+        ("best", 2, [0.5, 0.3, 0.6], ["best", "best-v1", "best-v2"], "best-v1"),
+        ("best", -1, [0.5, 0.3, 0.6], ["best", "best-v1", "best-v2"], "best-v1"),
+        ("m={val/score:.1f}", 1, [0.31, 0.34, 0.33], ["m=0.3", "m=0.3-v1"], "m=0.3"),
+        ("m={val/score:.1f}", 2, [0.31, 0.34, 0.29], ["m=0.3", "m=0.3-v1"], "m=0.3-v1"),
+    ],
+)
+def test_a_worse_one_never_replaces_a_better_one_of_the_same_name(tmp_path, filename, top_k, values, names, best):
+    callback = Checkpoint("val/score", save_top_k=top_k, filename=filename)
+    trainer = fit(tmp_path, callback, values=values)
+    assert names_in(trainer.run_dir / "checkpoints") == sorted(names)
+    assert callback.best_model_path == str(trainer.run_dir / "checkpoints" / best)
+    assert callback.best_model_score.item() == pytest.approx(min(values))
+    epoch = values.index(min(values))
+    assert store.checkpoint_step(Path(callback.best_model_path)) == (epoch + 1) * STEPS
+    assert store.checkpoint_step(Path(callback.last_model_path)) == len(values) * STEPS
 
 
 def test_one_name_is_always_the_newest(tmp_path):
