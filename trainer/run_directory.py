@@ -138,6 +138,9 @@ class RunDirectory:
             return False
         try:
             names = [path.name for path in self.path.iterdir()]
+            inside = self.path / CHECKPOINTS
+            if inside.is_symlink() or (inside.is_dir() and any(path.name[0] != "." for path in inside.iterdir())):
+                return False
         except OSError:
             return False
         return all(name in AT_START or name.startswith((".", EVENT_FILES)) or name.endswith(".diff") for name in names)

@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from .checkpoints.run_names import identity_of, parse_small
+
 STATUS = "status.json"
 RUNNING, DONE, FAILED, PREEMPTED = "running", "done", "failed", "preempted"
 LONGEST_TRACEBACK = 20_000
@@ -57,10 +59,7 @@ def fail(directory: Path, error: BaseException, since: float) -> None:
 
 def read_status(directory: Path) -> dict[str, Any]:
     """Return what the status file of a run directory says; {} if there is none, or none that can be read."""
-    try:
-        found = json.loads((directory / STATUS).read_bytes())
-    except (OSError, ValueError):
-        return {}
+    found = parse_small(directory / STATUS)
     return found if isinstance(found, dict) else {}
 
 
@@ -84,6 +83,8 @@ def _outcome(error: BaseException | None) -> dict[str, Any]:
 
 def _replace(directory: Path, values: Mapping[str, Any]) -> None:
     """Replace the file; a directory that is gone, full or read-only is for those to report who write results."""
+    # `legato clean` deletes a run only where both files name the same one: others write a status.json, too
+    values = {**values, "run": identity_of(directory)}
     partial = directory / f".{STATUS}.partial"
     with suppress(OSError):
         partial.write_text(json.dumps(values, indent=1, default=str), encoding="utf-8")

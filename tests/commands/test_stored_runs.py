@@ -11,10 +11,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from tiny import Tiny, make_loader, make_trainer
 from waiting import runs as is_running
 from waiting import wait_until
 
+import legato as lg
 from legato.trainer.__main__ import main
+from legato.trainer.checkpoints import store
+from legato.trainer.checkpoints.commit import Owner
 from legato.trainer.checkpoints.run_lock import RunLock
 from legato.trainer.commands.stored_runs.differences import from_defaults, short_names
 from legato.trainer.commands.stored_runs.text import chart, sparkline
@@ -58,7 +63,8 @@ def make_run(name, *, steps=(5, 10), points=3, lr=0.1, seed=0, task="line.Line",
     path.mkdir(parents=True)
     made = 1000.0 + len(MADE)
     MADE.append(path)
-    status = {"state": "done", "created": made, "began": made, "ended": made + 62, "elapsed": 62.0, **status}
+    times = {"created": made, "began": made, "ended": made + 62, "elapsed": 62.0}
+    status = {"run": "abc", "state": "done", **times, **status}
     known = {"step": points, "epoch": 1, "max_epochs": 3, "max_steps": -1, "monitor": "val/loss", "mode": "min"}
     values = {"best": 0.5 - lr, "best_checkpoint": f"step-{steps[0]:08d}"} if steps else {}
     (path / "status.json").write_text(json.dumps({**known, **values, **status}))
@@ -269,14 +275,23 @@ def left():
 NAMES = ("done", "stopped", "odd")
 
 
+def make_saved_run(name, *, steps=(5, 10), run="abc", **options):
+    """Make a run whose checkpoints are real ones, written by `run`."""
+    path = make_run(name, steps=(), **{"best": 0.4, "best_checkpoint": f"step-{steps[0]:08d}", **options})
+    for step in steps:
+        contents = {"state_dict": {"weight": torch.ones(2)}, "global_step": step}
+        store.write(path / "checkpoints" / store.directory_name(step), contents, owner=Owner(run))
+    return path
+
+
 def everything():
-    make_run("done/version_0", steps=(5, 10, 15, 20), best_checkpoint="step-00000010")
+    make_saved_run("done/version_0", steps=(5, 10, 15, 20), best_checkpoint="step-00000010")
     make_run("done/version_1", points=0, step=0, steps=())  # empty
     make_run("done/version_2", points=0, step=0, steps=())
     Path("runs/done/version_2/predictions.safetensors").write_text("mine")
-    make_run("failed/version_0", state="failed")
-    make_run("stopped/version_0", state="preempted")
-    make_run("odd/version_0", best_checkpoint="gone", steps=(1, 2, 3))  # its best one is not known
+    make_saved_run("failed/version_0", state="failed")
+    make_saved_run("stopped/version_0", state="preempted")
+    make_saved_run("odd/version_0", best_checkpoint="gone", steps=(1, 2, 3))  # its best one is not known
     Path("runs/lightning/version_0").mkdir(parents=True)
     Path("runs/lightning/version_0/metrics.csv").write_text("step,loss\n")
     Path("runs/link").symlink_to(Path("runs/failed").absolute())
@@ -303,7 +318,7 @@ def test_clean_deletes_what_it_lists_and_nothing_else(capsys):
 
 @pytest.mark.parametrize(("answer", "deleted"), [("y\n", True), ("n\n", False), ("\n", False)])
 def test_clean_asks(capsys, monkeypatch, answer, deleted):
-    make_run("failed/version_0", state="failed")
+    make_saved_run("failed/version_0", state="failed")
 
     class Terminal:
         def isatty(self):
@@ -319,7 +334,7 @@ def test_clean_asks(capsys, monkeypatch, answer, deleted):
 
 
 def test_clean_leaves_a_run_that_was_resumed_while_it_asked(capsys, monkeypatch):
-    path = make_run("failed/version_0", state="failed")
+    path = make_saved_run("failed/version_0", state="failed")
 
     def resume_and_say_yes(question):
         status = json.loads((path / "status.json").read_text())
@@ -333,7 +348,7 @@ def test_clean_leaves_a_run_that_was_resumed_while_it_asked(capsys, monkeypatch)
 
 
 def test_clean_leaves_a_run_that_somebody_writes_to(capsys):
-    path = make_run("failed/version_0", state="failed")
+    path = make_saved_run("failed/version_0", state="failed")
     lock = RunLock(path, "validate")
     lock.take()
     try:
@@ -341,6 +356,94 @@ def test_clean_leaves_a_run_that_somebody_writes_to(capsys):
         assert left() == ["failed/version_0"]
     finally:
         lock.release()
+    said(capsys, "clean", "--yes")
+    assert left() == []
+
+
+def files_below(*folders):
+    """Return the files below folders, with their bytes; a link with what it points to."""
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file()]
+    return {path: os.readlink(path) if path.is_symlink() else path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("state", ["failed", "running", "done"])
+def test_clean_leaves_folders_that_are_no_runs(capsys, state):
+    foreign = Path("runs/service")
+    (foreign / "checkpoints/v1").mkdir(parents=True)
+    (foreign / "status.json").write_text(json.dumps({"state": state, "step": 0, "run": "", "ended": 1.0}))
+    (foreign / "checkpoints/v1/manifest.json").write_text("{}")
+    copied = Path("runs/copied/version_0")  # the state of one run, the identity of another
+    copied.mkdir(parents=True)
+    (copied / "status.json").write_text(json.dumps({"state": state, "step": 0, "run": "def", "ended": 1.0}))
+    (copied / ".run").write_text("abc")
+    before = files_below(Path("runs"))
+    assert said(capsys, "clean", "--yes") == "There is nothing to delete.\n"
+    assert files_below(Path("runs")) == before
+
+
+def test_clean_deletes_only_checkpoints_that_this_run_wrote(capsys):
+    path = make_saved_run("done/version_0", steps=(5, 10, 15, 20), best_checkpoint="step-00000020")
+    inside = path / "checkpoints"
+    (inside / "v1").mkdir()
+    (inside / "v1/manifest.json").write_text("{}")  # of another program
+    (inside / "v1/state.json").write_text("{}")
+    store.write(inside / "step-00000012", {"state_dict": {}, "global_step": 12}, owner=Owner("def"))  # of another run
+    (inside / "step-00000010/notes.txt").write_text("mine")
+    kept = files_below(inside / "v1", inside / "step-00000012", inside / "step-00000010", inside / "step-00000020")
+    text = said(capsys, "clean", "--yes")
+    assert "step-00000010 is left" in text
+    assert "notes.txt, which Legato did not write" in text
+    assert files_below(inside) == kept
+
+
+def test_clean_never_follows_a_link(capsys, tmp_path):
+    elsewhere = make_saved_run("../elsewhere", steps=(1, 2, 3))
+    linked = make_run("done/version_0", steps=())
+    (linked / "checkpoints").symlink_to((elsewhere / "checkpoints").absolute())
+    failed = make_run("failed/version_0", steps=(), state="failed")
+    (failed / "checkpoints").symlink_to((elsewhere / "checkpoints").absolute())
+    (failed / "metrics.csv").symlink_to((elsewhere / "metrics.jsonl").absolute())
+    (failed / "evaluations").symlink_to(elsewhere.absolute())
+    before = files_below(elsewhere)
+    assert f"{failed} is left with what Legato did not write: checkpoints, evaluations, metrics.csv.\n" in said(
+        capsys, "clean", "--yes"
+    )
+    assert files_below(elsewhere) == before
+    assert (linked / "checkpoints").is_symlink()
+
+
+def test_clean_deletes_of_a_run_what_legato_writes_and_names_the_rest(capsys):
+    empty = make_run("empty/version_0", steps=(), points=0, step=0)
+    (empty / "checkpoints").mkdir()
+    (empty / "checkpoints/pretrained.pt").write_text("mine")
+    failed = make_saved_run("failed/version_0", state="failed")
+    for name in ("hang/rank-0.txt", "tensorboard/events.out.tfevents.1.host", "evaluations/test/version_0/.lock"):
+        (failed / name).parent.mkdir(parents=True, exist_ok=True)
+        (failed / name).write_text("")
+    for name in ("environment.json", "README.txt", "uncommitted-1.diff", "events.out.tfevents.1.host", "wandb-id.txt"):
+        (failed / name).write_text("")
+    for name in ("checkpoints/pretrained.pt", "notes.txt", "evaluations/test/version_0/figure.png"):
+        (failed / name).write_text("mine")
+    (failed / "checkpoints/.step-00000007.partial").mkdir()
+    text = said(capsys, "clean", "--yes")
+    assert "is left with what Legato did not write: checkpoints, evaluations, notes.txt.\n" in text
+    assert set(files_below(failed).values()) == {b"mine"}
+    assert len(files_below(failed)) == 3
+    assert (empty / "checkpoints/pretrained.pt").read_text() == "mine"  # not even listed: it holds more than a start
+    assert str(empty) not in text
+    assert said(capsys, "clean", "--yes") == "There is nothing to delete.\n"
+
+
+def test_clean_deletes_a_failed_run_that_legato_has_written(capsys, tmp_path):
+    class Fails(Tiny):
+        def on_train_epoch_end(self):
+            raise ZeroDivisionError("a bug of the user")
+
+    saves = [lg.callbacks.Checkpoint(every_n_train_steps=1)]
+    options = {"logger": True, "enable_checkpointing": True, "callbacks": saves, "default_root_dir": "runs"}
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, **options).fit(Fails(), make_loader())
+    assert len(left()) == 1
     said(capsys, "clean", "--yes")
     assert left() == []
 

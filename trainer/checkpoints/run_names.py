@@ -1,8 +1,11 @@
 """Names of run directories, and checks of them; without torch, so that the config check can use them."""
 
+import json
 import os
 import re
+import stat
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -22,6 +25,8 @@ EVENT_FILES = "events.out.tfevents."
 """Beginning of the names of TensorBoard's event files."""
 OLD_EVENTS = "tensorboard"
 """The folder that they were in before they were in the run directory itself."""
+LARGEST = 64 << 20
+"""Bytes of a small file of a run directory: its state, its record, its identity."""
 LONGEST = 255
 """Maximum bytes of a file's name, on all usual file systems."""
 
@@ -68,3 +73,28 @@ def is_run_directory(folder: Path, name: str) -> bool:
     parts = Path(name).parts
     named = bool(parts) and VERSION.fullmatch(folder.name) is not None and folder.parts[-len(parts) - 1 : -1] == parts
     return named or any((folder / CHECKPOINTS).glob(f"*/{MANIFEST}"))
+
+
+def identity_of(directory: Path | None) -> str:
+    """Return the identity of the run in a run directory; "" if it is not known."""
+    try:
+        return "" if directory is None else read_small(directory / IDENTITY).decode("ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def parse_small(path: Path) -> Any:
+    """Return the contents of a small JSON file; None where there is none, or where it cannot be read."""
+    try:
+        return json.loads(read_small(path))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def read_small(path: Path) -> bytes:
+    """Return the bytes of a regular file of at most LARGEST bytes; raises OSError for anything else."""
+    # opening a FIFO would wait for a writer, and reading a link to /dev/zero would not end
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
+        raise OSError(f"{path} is no regular file of at most {LARGEST:,} bytes")
+    return path.read_bytes()

@@ -34,6 +34,7 @@ from .format import MODEL, OTHERS, FileSum, file_sum, flatten, read_verified, un
 from .run_lock import belongs_to_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
 from .run_names import CONFIG, IDENTITY, VERSION, name_problem
+from .run_names import identity_of as identity_of
 from .shards import SHARD_FILE, ShardFiles, load_stored
 
 if TYPE_CHECKING:
@@ -299,14 +300,6 @@ def write_config(directory: Path, text: str, weights: Path | None) -> None:
 def write_identity(directory: Path, identity: str) -> None:
     """Write a run's identity to its directory: its checkpoints may be elsewhere."""
     (directory / IDENTITY).write_text(identity, encoding="ascii")
-
-
-def identity_of(directory: Path | None) -> str:
-    """Return the identity of the run in a run directory; "" if it is not known."""
-    try:
-        return "" if directory is None else (directory / IDENTITY).read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def newest_in(directory: Path, check: Check = verify, folders: Sequence[Path] = ()) -> Path | None:

@@ -1,18 +1,19 @@
 """`legato clean`: deletes empty and failed runs, and old checkpoints, after it has asked."""
 
-import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...checkpoints import commit
 from ...checkpoints.run_lock import RunLock, is_held
-from ...checkpoints.run_names import CHECKPOINTS, IDENTITY, MANIFEST
-from ...errors import ConfigError
+from ...checkpoints.run_names import identity_of
+from ...errors import CheckpointError, ConfigError
 from ...quantities import format_bytes
 from ...run_directory import CheckpointEntry, RunDirectory, find_runs
-from ...run_status import FAILED, RUNNING, STATUS
+from ...run_removal import is_own_checkpoint, is_own_run, remove_run
+from ...run_status import FAILED, RUNNING
 from .text import folder_size, plural
 
 DELETABLE = {
@@ -54,7 +55,8 @@ def deletions(runs: Sequence[RunDirectory], kinds: Sequence[str]) -> dict[str, l
     """Return what may be deleted, by kind. A run that somebody writes to is left alone."""
     found: dict[str, list[Deletion]] = {kind: [] for kind in kinds}
     for run in runs:
-        if run.state != RUNNING and not is_held(run.path) and not run.path.is_symlink():
+        is_in_use = run.state == RUNNING or any(map(is_held, (run.path, *(one.path for one in run.evaluations))))
+        if is_own_run(run.path) and not is_in_use:
             kind, listed = deletable(run)
             found.get(kind, []).extend(listed)
     return found
@@ -73,7 +75,7 @@ def deletable(run: RunDirectory) -> tuple[str, list[Deletion]]:
 
 def old_checkpoints(run: RunDirectory) -> list[CheckpointEntry]:
     """Return a run's checkpoints but for the newest complete one and the best; none where the best is not known."""
-    whole = [one for one in run.checkpoints if one.complete and not one.path.is_symlink()]
+    whole = [one for one in run.checkpoints if one.complete and is_own_checkpoint(one.path)]
     best = run.status.get("best_checkpoint")
     if not run.status or (run.status.get("monitor") is not None and best not in {one.path.name for one in whole}):
         return []
@@ -91,42 +93,40 @@ def confirmed(question: str) -> bool:
 
 
 def delete(listed: Sequence[Deletion]) -> int:
-    """Delete folders, each under its run's lock, so that no run can begin there meanwhile; return how many."""
-    count = 0
-    for one in listed:
-        lock = RunLock(one.run.path, "clean")
-        try:
-            lock.take()
-        except ConfigError as error:
-            print(f"{one.path} is left: {error}")
-            continue
-        try:
-            # looked at once more under the lock, as the question may have waited for long
-            now = [each.path for each in deletable(RunDirectory(one.run.path))[1]]  # somebody may have resumed it
-            if one.path not in now or not is_own(one.path):
-                print(f"{one.path} is left: it has changed, or is neither a run directory nor a checkpoint.")
-                continue
-            remove_folder(one.path)
-            count += 1
-        except OSError as error:
-            print(f"{one.path} could not be deleted: {error.strerror or error}.")
-        finally:
-            lock.release()
-    return count
+    """Delete folders, each under its run's lock, so that no run can begin there meanwhile; return how many are gone."""
+    return sum(delete_locked(deletion) for deletion in listed)
 
 
-def remove_folder(path: Path) -> None:
-    """Delete a folder; a checkpoint under the name by which the next save knows that it was being removed."""
-    if path.parent.name == CHECKPOINTS:
-        path = path.rename(path.with_name(f".{path.name}.removed"))
-    shutil.rmtree(path)
-
-
-def is_own(path: Path) -> bool:
-    """Return whether a folder is one that Legato has made: a run directory, or a checkpoint in one."""
-    if path.is_symlink() or not path.is_dir():
+def delete_locked(deletion: Deletion) -> bool:
+    """Delete a run or a checkpoint under its run's lock, or say why it is left; return whether it is gone."""
+    run, path = deletion.run.path, deletion.path
+    lock = RunLock(run, "clean")
+    try:
+        lock.take()
+        # looked at once more under the lock, as the question may have waited for long: somebody may have resumed it
+        if not is_own_run(run) or path not in [now.path for now in deletable(RunDirectory(run))[1]]:
+            raise CheckpointError("it has changed.")
+        if path == run:
+            remove_run(run)
+        else:
+            commit.remove(path, identity_of(run))
+    except (CheckpointError, ConfigError) as error:
+        print(f"{path} is left: {error}")
         return False
-    if path.parent.name == CHECKPOINTS:
-        return (path / MANIFEST).is_file()
-    names = {one.name for one in path.iterdir()}
-    return bool(names & {STATUS, IDENTITY}) or names <= {".lock", ".lock-ranks"}
+    except OSError as error:
+        print(f"{path} could not be deleted: {error.strerror or error}.")
+        return False
+    finally:
+        lock.release()
+    return path != run or remove_empty(run)
+
+
+def remove_empty(run: Path) -> bool:
+    """Delete the folder of a run whose files are gone; say what is left there. Return whether it is gone."""
+    try:
+        run.rmdir()  # refused by the system where a file is left, or a new run has begun
+    except OSError:
+        names = ", ".join(sorted(path.name for path in run.iterdir()))
+        print(f"{run} is left with what Legato did not write: {names}.")
+        return False
+    return True
