@@ -129,6 +129,8 @@ class EarlyStopping(Callback):
             log.info("%s improved to %.6g at step %d.", self.monitor, score, trainer.global_step)
 
     def _reason_to_stop(self, score: float) -> str | None:
+        import torch
+
         better = self._metric.is_better
         if self.check_finite and not math.isfinite(score):
             return "is not finite."
@@ -137,7 +139,8 @@ class EarlyStopping(Callback):
         if self.divergence_threshold is not None and better(self.divergence_threshold, score):
             return f"is worse than divergence_threshold = {self.divergence_threshold:.6g}."
         margin = self.min_delta if self.mode == "min" else -self.min_delta
-        if better(score + margin, self.best_score):
+        # in the precision of the logged values: in float64 a change of exactly min_delta may count as more
+        if better((torch.tensor(score) + margin).item(), self.best_score):
             self.best_score, self.wait_count = score, 0
             return None
         self.wait_count += 1

@@ -52,6 +52,9 @@ def test_exports_are_lazy():
         ({"patience": 2, "check_finite": False}, [0.5, math.nan, 0.4, 0.3], 4),
         ({"patience": 2}, [0.5, 0.4, 0.3, 0.2], 4),
         ({"patience": 1, "check_on_train_epoch_end": True}, [0.5, 0.6, 0.3, 0.2], 2),
+        # 0.9 + 0.1 is 1.0 in float32, as in Lightning: no improvement
+        ({"patience": 2, "min_delta": 0.1}, [1.0, 0.9, 0.85, 0.82, 0.81, 0.1], 5),
+        ({"patience": 1, "min_delta": 0.1, "mode": "max"}, [0.1, 0.2, 0.9], 2),
     ],
 )
 def test_it_stops_when_it_should(tmp_path, caplog, options, values, epochs):
