@@ -1,5 +1,6 @@
 """Begin and end of a run: every undo runs whatever fails, and the caller sees the first error."""
 
+import logging
 import traceback
 from bdb import BdbQuit
 from collections.abc import Iterator
@@ -8,13 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import build
-from .errors import TaskError
+from .errors import TaskError, WorkerError
+from .processes.signals import RESUME_ME
 from .run import DOING_OF_STAGE, Call, Request, RewindRequested, Run
 from .undo import Errors
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
+log = logging.getLogger("legato")
 
 DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 """Files of the debugger itself."""
@@ -41,6 +44,8 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
         request.resume, request.left_out = asked.source, asked.left_out
     except BaseException as caught:
         errors.first = error = named(trainer.run, caught)
+        if error is not caught:
+            error.__cause__ = caught  # before the status file, which shows its traceback
         close(trainer.run, errors)
         if error is not caught:
             raise error from caught
@@ -51,7 +56,9 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 
 def named(run: Call, error: BaseException) -> BaseException:
-    """Return the error to raise: for one of a collective or a debugger, an error that names ranks and cause."""
+    """Return the error to raise: one that names ranks and cause for an exit, a debugger or a failed collective."""
+    if type(error) is SystemExit and error.code != RESUME_ME and not run.loop.trained:
+        error = describe_exit(run, error)
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
         return run.watchdog.explain(error)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name not in DEBUGGERS]
@@ -60,6 +67,20 @@ def named(run: Call, error: BaseException) -> BaseException:
         f"A debugger was left in {where}: one process of several has no terminal to ask. Debug with trainer.devices=1 "
         f"(and strategy=single)."
     )
+
+
+def describe_exit(run: Call, error: SystemExit) -> BaseException:
+    """Return a WorkerError for an exit with code 0, which would pass for success; log any other, and return it."""
+    place, exits = run.strategy.place, traceback.extract_tb(error.__traceback__)
+    frame = [frame for frame in exits if "_sitebuiltins" not in frame.filename][-1]  # where exit() is defined
+    where = f"{frame.name} ({frame.filename}:{frame.lineno})"
+    rank = f" of rank {place.rank}" if place.world_size > 1 else ""
+    step = run.state.global_step
+    said = f"sys.exit({error.code!r}) in {where}{rank} ended {run.stage} at step {step}, before it was done."
+    if error.code:
+        log.error("%s", said)
+        return error
+    return WorkerError(f"{said} To stop training early, set trainer.should_stop = True.", place.rank)
 
 
 def close(run: Call, errors: Errors) -> None:

@@ -147,6 +147,8 @@ class LoopState:
     """The current stage: "train", "sanity_check", "validation", "test" or "predict"."""
     open: bool = True
     """Whether the run is under way."""
+    trained: bool = False
+    """Whether no step is left, only the hooks that end a fit."""
     ended: bool = False
     """Whether training is over."""
     epoch_skipped: bool = False
@@ -592,12 +594,13 @@ class Run(JoinedCall):
 
     def end_training(self) -> None:
         """Call the hooks that end training."""
+        self.loop.trained = True
         self.hooks.call("on_train_end")
         self.end_fit()
 
     def end_fit(self) -> None:
         """Call the hooks that end a fit."""
-        self.loop.ended = True
+        self.loop.trained = self.loop.ended = True
         self.hooks.call("on_fit_end")
         self.metrics.finish()
         if self.strategy.leaves_default_group:

@@ -120,8 +120,9 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
         assert "DataLoader worker" in last
         assert f"Rank {WHO} of {processes} failed" in said
     else:
-        words = "was killed by SIGKILL" if way == "is killed" else "left by sys.exit(0) before its work was done"
+        words = "was killed by SIGKILL" if way == "is killed" else "failed with WorkerError"
         assert f"Rank {WHO} of {processes} {words}" in said
+        assert (f"of rank {WHO} ended fit at step" in last) == (way == "leaves")
     if place != "loader worker":  # whose own connection to its rank may show
         assert "onnection closed" not in said
         assert "onnection reset" not in said

@@ -18,7 +18,7 @@ from waiting import wait_until
 
 import legato as lg
 from legato.trainer.config.read import dump_yaml, parse_yaml
-from legato.trainer.errors import ConfigError, LegatoError
+from legato.trainer.errors import ConfigError, LegatoError, WorkerError
 from legato.trainer.run_directory import BestValue, RunDirectory, find_run, find_runs, flat_config, is_run, read_points
 from legato.trainer.run_status import STATUS
 
@@ -75,6 +75,10 @@ def fails():
     raise ZeroDivisionError("a bug of the user")
 
 
+def exits():
+    sys.exit(0)
+
+
 def interrupts():
     raise KeyboardInterrupt
 
@@ -84,6 +88,7 @@ def interrupts():
     ("end", "error", "state", "said"),
     [
         (fails, ZeroDivisionError, "failed", "ZeroDivisionError: a bug of the user"),
+        (exits, WorkerError, "failed", "sys.exit(0) in exits ("),
         (interrupts, KeyboardInterrupt, "preempted", "Ctrl-C"),
         (lambda: os.kill(os.getpid(), signal.SIGTERM), SystemExit, "preempted", "a signal asked it to end"),
     ],
@@ -92,8 +97,9 @@ def test_a_run_that_ends_early_says_why(tmp_path, end, error, state, said):
     with pytest.raises(error):
         fit(tmp_path, Ends(end))
     run = only_run(tmp_path)
-    assert (run.state, run.error) == (state, said)
-    assert ("in fails" in run.traceback) == (state == "failed")
+    assert run.state == state
+    assert said in run.error
+    assert (f"in {end.__name__}\n" in run.traceback) == (state == "failed")
     if error is SystemExit:  # which has left a checkpoint
         fit(tmp_path, resume="auto")
         assert (only_run(tmp_path).state, only_run(tmp_path).error, only_run(tmp_path).step) == ("done", "", 3)
