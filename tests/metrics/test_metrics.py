@@ -1,5 +1,7 @@
 """Logged values: named, weighted and reduced as asked, and read from the device only when a point is written."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,20 @@ def test_log_dict_of_a_task_with_a_log_of_its_own_calls_it(play):
 def test_reductions(play, reduce_fx, value):
     made = play(Says(logs(on_step=False, on_epoch=True, reduce_fx=reduce_fx)))
     assert made.memory.of("x") == [(5, pytest.approx(value))]
+
+
+@pytest.mark.parametrize("kind", ["min", "max"])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("bad", range(5))
+def test_the_extreme_of_values_with_a_nan_is_nan(play, kind, replicas, bad):
+    first_of_bad = make_data(18).tensors[0][4 * bad]
+
+    def say(task, batch, batch_idx):
+        value = math.nan if torch.equal(batch[0][0], first_of_bad) else batch[0].mean().item()
+        task.log("x", value, reduce_fx=kind)
+
+    made = play(Says(lambda *arguments: None, say), replicas=replicas)
+    assert math.isnan(made.callback_metrics["x"])
 
 
 def test_a_batch_size_of_ones_own_is_the_weight(play):

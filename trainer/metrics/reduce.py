@@ -1,5 +1,6 @@
 """Series of logged values: accumulation per replica, reduction over replicas, and exchange between ranks."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -125,8 +126,16 @@ def _add_weighted(sums: dict[int, list[float]], replica: int, kind: str, value: 
     if entry is None:
         sums[replica] = [value, weight]
         return
-    entry[0] = min(entry[0], value) if kind == "min" else max(entry[0], value) if kind == "max" else entry[0] + value
+    entry[0] = extreme(kind, (entry[0], value)) if kind in ("min", "max") else entry[0] + value
     entry[1] += weight
+
+
+def extreme(kind: str, values: Sequence[float]) -> float:
+    """Return the minimum or maximum; NaN if one of the values is NaN, as in torch."""
+    # Python's min and max keep or drop a NaN by its place, which depends on the replicas
+    if any(map(math.isnan, values)):
+        return math.nan
+    return min(values) if kind == "min" else max(values)
 
 
 def total(kind: str, sums: dict[int, list[float]]) -> float:
@@ -139,9 +148,7 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
             return value / weight  # equal on every process, as from epoch hooks: no rounding by the number of processes
         weight = sum(weight for _, weight in entries)
         return sum(values) / weight if weight else float("nan")
-    if kind == "sum":
-        return sum(values)
-    return min(values) if kind == "min" else max(values)
+    return sum(values) if kind == "sum" else extreme(kind, values)
 
 
 def sort_out(found: Iterable[tuple[Series, float]], suffix: str, bar_names_steps: bool = False) -> Reduced:
