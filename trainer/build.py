@@ -36,6 +36,7 @@ from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import Dealing
 from .data.transfer import to_device, with_allocated_memory, with_channels_last
+from .drift import DriftGuard
 from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
 from .hooks import (
     CALLBACK_HOOKS,
@@ -58,6 +59,7 @@ from .optimization.optimization import Optimization
 from .optimization.optimizers import read_optimizers, unknown_parameters
 from .optimization.precision import Precision
 from .processes import garbage
+from .processes.collectives import SINGLE
 from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
@@ -501,6 +503,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         fingerprint=described,
         other_dtypes=other_dtypes,
         numerics=numerics,
+        drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
     )
 
 

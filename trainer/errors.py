@@ -6,7 +6,7 @@
     |-- DataError         (ValueError)       a loader or a sampler cannot serve this run
     |-- CheckpointError   (ValueError)       a checkpoint is missing, broken or of another model
     |-- NonFiniteError    (ArithmeticError)  a loss or a gradient is NaN or infinite
-    |-- DisagreementError (RuntimeError)     the ranks of one run disagree about what to do
+    |-- DisagreementError (RuntimeError)     the ranks of one run disagree about what to do, or have other weights
     |-- HangError         (RuntimeError)     the run made no progress; says which rank is where
     `-- WorkerError       (RuntimeError)     a process of the run failed; carries its rank and its traceback
 
@@ -42,7 +42,7 @@ class NonFiniteError(LegatoError, ArithmeticError):
 
 
 class DisagreementError(LegatoError, RuntimeError):
-    """The ranks of one run disagree about what to do next."""
+    """The ranks of one run disagree about what to do next, or their weights differ."""
 
 
 class HangError(LegatoError, RuntimeError):

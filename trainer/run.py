@@ -23,6 +23,7 @@ from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
 from .data.transfer import to_host
+from .drift import DriftGuard
 from .elastic.membership import Membership
 from .errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
 from .hooks import Calls, Hooks, count_arguments, fitted
@@ -304,6 +305,9 @@ class Call:
         """Raise NonFiniteError if the weights to save are not finite; every rank calls it."""
         diagnosis.require_finite(self)
 
+    def require_same_weights(self) -> None:
+        """Raise DisagreementError if ranks that share weights would not save the same; every rank calls it."""
+
     def refuse_gather(self, size: int, sync_grads: bool) -> None:
         """Raise TaskError for a gather over `size` ranks in a step that not all of them run at the same time."""
         if not self.loop.open or not (self.metrics.in_step and self.metrics.in_batch):
@@ -382,6 +386,7 @@ class Run(JoinedCall):
     """The dtypes of weights that differ from the checkpoint's."""
     numerics: dict[str, Any]
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
+    drift: DriftGuard
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
@@ -502,6 +507,10 @@ class Run(JoinedCall):
         self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=True if done else None)
 
     # --- between steps ----------------------------------------------------------------------------------------------
+    def require_same_weights(self) -> None:
+        """Raise DisagreementError if the weights differ on ranks that must hold the same; every rank calls it."""
+        self.drift.compare(self.state.global_step, self.agreement.elapsed)
+
     def write_point(self, values: dict[str, float]) -> None:
         """Write a point of the log, on rank 0."""
         self.loop.point = step, values = self.trainer.log_point(values)
@@ -537,6 +546,7 @@ class Run(JoinedCall):
             agreement.apply(step, highest)
         else:
             self.trainer.agree()
+        self.drift.compare_if_due(step, agreement.elapsed)
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
         return reduced
@@ -593,7 +603,8 @@ class Run(JoinedCall):
         self.metrics.muted = False
 
     def end_training(self) -> None:
-        """Call the hooks that end training."""
+        """Compare the ranks' weights for the last time, and call the hooks that end training."""
+        self.require_same_weights()
         self.loop.trained = True
         self.hooks.call("on_train_end")
         self.end_fit()

@@ -129,6 +129,7 @@ class Saver:
                 trainer.log_step()
             # on all ranks: a resume from weights that are NaN could only go on with NaN
             trainer.current_run.require_finite()
+            trainer.current_run.require_same_weights()
             if trainer.current_run.metrics.shares:
                 trainer.current_run.metrics.share()
             found = contents(trainer, weights_only)

@@ -160,6 +160,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     trainer, state = run.trainer, run.state
     run.agreement.restart(place.world_size, state.global_step, newest.elapsed, run.membership.version)
     run.agreement.stop = newest.stop
+    run.drift.restart()
     trainer.should_stop |= newest.should_stop
     run.loop.point, run.preemption.first_step = newest.point, newest.first_step
     run.loop.epoch_skipped = False

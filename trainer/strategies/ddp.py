@@ -171,7 +171,7 @@ class DDPStrategy(GroupStrategy):
     def make_reducer(self) -> None:
         """Make the reducer for the parameters that are trained now, and give every rank the weights of rank 0."""
         # the strategy's own reference, too, must be gone before another DDP is made (see Strategy.make_reducer)
-        self.ddp = None
+        self.ddp, self.weight_ranks = None, self.collectives
         super().make_reducer()
         if self.task is not None and self.ddp is None and any(True for _ in trainable(self.task)):
             self.collectives.broadcast_tensors([*self.task.parameters(), *self.task.buffers()])  # as DDP does

@@ -58,6 +58,8 @@ class Strategy:
         """All ranks of the run."""
         self.data_ranks: Collectives = SINGLE
         """The ranks that share out the replicas: together they have every batch once."""
+        self.weight_ranks: Collectives = SINGLE
+        """The ranks that must hold the same weights as this one, bit for bit; none by default."""
         self.reducer = Reducer()
         self.state_dicts = StateDicts()
         self.servers = Servers()
