@@ -60,7 +60,7 @@ from .optimization.optimizers import read_optimizers, unknown_parameters
 from .optimization.precision import Precision
 from .processes import garbage
 from .processes.collectives import SINGLE
-from .processes.environment import Place, deterministic_cublas, find_place, restart_count, wants_public_torch
+from .processes.environment import Place, deterministic_cublas, find_place, restart_count, slurm_job, wants_public_torch
 from .processes.layout_report import check_place, report_layout
 from .processes.own_group import located
 from .processes.script_collectives import StepCollectives, gathers
@@ -210,6 +210,7 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
         "replicas": call.state.replicas,
         "processes": strategy.place.world_size,
         "nodes": strategy.place.nodes,
+        "slurm_job": slurm_job(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "precision": str(trainer.precision),
         "reproducible": trainer.reproducible,
@@ -353,7 +354,7 @@ def decide_directory(
         named, folders = named_checkpoint(trainer, request.resume), list[Path]()
         if named == "auto":
             folders = folders_elsewhere(trainer, request.task)
-            before = map(store.identity_of, reversed(store.versions(root, trainer.run_name)))
+            before = map(store.identity_of, reversed(store.versions_to_resume(root, trainer.run_name)))
             identity = next(filter(None, before), "")
         found, source = store.find(root, trainer.run_name, named, trainer.saver, check, folders)
         request.source_is_chosen = source is not None and source != Path(named or "")

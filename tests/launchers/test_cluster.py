@@ -1,5 +1,6 @@
 """Launchers on the real programs: `make cluster` starts SLURM and Ray on this machine and runs this file."""
 
+import json
 import os
 import re
 import shutil
@@ -66,6 +67,21 @@ def until(what, seconds=120):
         time.sleep(0.3)
 
 
+def state_of(job):
+    return said("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")[1].strip()
+
+
+def restarts_of(job):
+    return int(re.search(r"Restarts=(\d+)", said("scontrol", "show", "job", job)[1])[1])
+
+
+def start_now(job):
+    """Start a requeued job, which SLURM would leave waiting for two minutes."""
+    until(lambda: state_of(job) == "PENDING")
+    code, out = said("scontrol", "update", f"JobId={job}", "StartTime=now")
+    assert code == 0, out
+
+
 class Job:
     """A batch job that starts a script by srun in two processes."""
 
@@ -89,11 +105,11 @@ class Job:
 
     @property
     def state(self):
-        return said("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={self.number}")[1].strip()
+        return state_of(self.number)
 
     @property
     def restarts(self):
-        return int(re.search(r"Restarts=(\d+)", said("scontrol", "show", "job", self.number)[1])[1])
+        return restarts_of(self.number)
 
 
 @pytest.fixture
@@ -120,6 +136,37 @@ def test_a_submitted_run_trains(folder, nodes, devices):
     output = Path(re.search(r"Output  (.*)", out)[1])
     until(lambda: output.exists() and output.read_text().count("after 12 steps") == 2)
     assert f"2 processes on {nodes} node" in output.read_text()
+
+
+def submit(*words):
+    """Submit line.yaml by Legato; return the job's number and its output's path."""
+    code, out = said(sys.executable, "-m", "legato", "fit", "line.yaml", "launcher=slurm", *words)
+    assert code == 0, out
+    return re.search(r"Job     (\d+)", out)[1], Path(re.search(r"Output  (.*)", out)[1])
+
+
+def steps_of(version):
+    return [start["step"] for start in json.loads((version / "environment.json").read_text())["starts"]]
+
+
+def weights_of(version):
+    return max((version / "checkpoints").glob("step-*/model.safetensors")).read_bytes()
+
+
+def test_a_requeued_job_goes_on_with_its_own_run_beside_another_of_that_name(folder):
+    """Both are submitted before one runs, and need all processors, so that the other runs while one is requeued."""
+    words = ["launcher.options={exclusive: true}", "trainer.num_nodes=2", "trainer.devices=1", "trainer.max_epochs=200"]
+    (first, _), (second, _) = (submit("task.at=7", "task.then=stop", *words), submit(*words))
+    until(lambda: restarts_of(first) == 1)
+    until(lambda: state_of(second) == "COMPLETED")
+    start_now(first)
+    until(lambda: state_of(first) == "COMPLETED")
+    own, other = (folder / "runs" / "line" / f"version_{number}" for number in (0, 1))
+    began, again = steps_of(own)
+    assert began == 0 < again < 1200
+    assert steps_of(other) == [0]
+    assert len(list((folder / "runs" / "line").glob("version_*"))) == 2
+    assert weights_of(own) == weights_of(other)  # to the bit, although one was interrupted
 
 
 def test_a_cancelled_job_stays_cancelled(job):

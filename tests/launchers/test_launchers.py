@@ -11,8 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from tiny import Tiny, make_loader
 
+import legato as lg
 from legato.trainer.__main__ import main
+from legato.trainer.checkpoints.run_record import read_starts
 from legato.trainer.config.check import load_config
 from legato.trainer.errors import ConfigError
 from legato.trainer.launchers import SlurmLauncher
@@ -183,6 +186,49 @@ def test_a_job_that_is_preempted_is_queued_again_and_goes_on(folder, capsys, mon
     stored = yaml.safe_load((folder / "runs" / "line" / "slurm" / "job-0001.yaml").read_text())
     assert "launcher" not in stored
     assert stored["trainer"]["requeue"] is False
+
+
+def start_in_job(monkeypatch, root, job, restarts=0, **options):
+    """Train, or go on, as a process of a SLURM job of one task; return the trainer."""
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    options = {"default_root_dir": root, "run_name": "line", "accelerator": "cpu", "devices": 1, **options}
+    trainer = lg.Trainer(enable_progress_bar=False, enable_model_summary=False, **options)
+    trainer.fit(Tiny(), make_loader(32), resume="auto" if restarts else None)
+    return trainer
+
+
+def test_a_job_that_is_queued_again_goes_on_with_the_run_that_it_has_begun(tmp_path, monkeypatch):
+    """Another job's run of the same name is newer, and further."""
+    began = start_in_job(monkeypatch, tmp_path, "70", max_steps=3)
+    other = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
+    again = start_in_job(monkeypatch, tmp_path, "70", restarts=1, max_steps=5)
+    assert [Path(one.run_dir).name for one in (began, other, again)] == ["version_0", "version_1", "version_0"]
+    assert again.global_step == 5
+    assert [start["step"] for start in read_starts(again.run_dir)] == [0, 3]
+    unknown = start_in_job(monkeypatch, tmp_path, "72", restarts=1, max_steps=11)  # as a job's first start would do
+    assert unknown.run_dir == other.run_dir
+
+
+def test_a_job_that_is_queued_again_without_a_checkpoint_begins_anew(tmp_path, monkeypatch):
+    empty = start_in_job(monkeypatch, tmp_path, "70", max_steps=3, enable_checkpointing=False)
+    other = start_in_job(monkeypatch, tmp_path, "71", max_steps=9)
+    again = start_in_job(monkeypatch, tmp_path, "70", restarts=1, max_steps=5)
+    assert again.run_dir not in (empty.run_dir, other.run_dir)
+    assert [start["step"] for start in read_starts(again.run_dir)] == [0]
+
+
+@pytest.mark.parametrize(("job", "restarts", "resumes"), [("70", 0, False), ("70", 1, True), ("7", 1, False)])
+def test_the_script_resumes_only_a_run_of_its_own_job(folder, monkeypatch, capsys, job, restarts, resumes):
+    assert launch("launcher=slurm", "launcher.dry_run=true", "run.root=other runs") == 0
+    script = capsys.readouterr().out
+    start_in_job(monkeypatch, folder / "other runs", "70", max_steps=1)
+    (folder / "srun").write_text('#!/bin/sh\necho "$@"\n')
+    (folder / "srun").chmod(0o755)
+    variables = {"SLURM_JOB_ID": job, "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash"], input=script, env=variables, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith(" resume=auto\n") == resumes
 
 
 DOCS = Path(__file__).parents[2] / "docs" / "launching.md"

@@ -92,6 +92,11 @@ def read_starts(directory: Path) -> list[dict[str, Any]]:
     return list(found)
 
 
+def jobs_of(directory: Path) -> set[str | None]:
+    """Return the ids of the SLURM jobs in which the run in a run directory was started; None for none."""
+    return {start.get("slurm_job") for start in read_starts(directory)}
+
+
 def _write(directory: Path, starts: list[dict[str, Any]]) -> None:
     partial = directory / f"{RECORD}.partial"
     text = json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n"

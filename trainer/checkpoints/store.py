@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError, ConfigError
 from ..processes.collectives import SINGLE, Collectives
+from ..processes.environment import requeued_job
 from . import commit, manifest
 from .commit import NO_OWNER, STEP_NAME, Owner
 from .foreign import read_contents
@@ -35,6 +36,7 @@ from .run_lock import belongs_to_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
 from .run_names import CONFIG, IDENTITY, VERSION, name_problem
 from .run_names import identity_of as identity_of
+from .run_record import jobs_of
 from .shards import SHARD_FILE, ShardFiles, load_stored
 
 if TYPE_CHECKING:
@@ -250,6 +252,15 @@ def versions(root: Path, name: str) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("version_")))
 
 
+def versions_to_resume(root: Path, name: str) -> list[Path]:
+    """Return the run directories that resume=auto considers, oldest first.
+
+    In a SLURM job that was queued again these are its own: other jobs may have begun runs of that name meanwhile.
+    """
+    found, job = versions(root, name), requeued_job()
+    return [path for path in found if job is not None and job in jobs_of(path)] or found
+
+
 def create(root: Path, name: str) -> Path:
     """Make a new run directory and return it. Raises ConfigError if it is not writable."""
     fault = name_problem(name)
@@ -338,7 +349,7 @@ def newest_locked(
 
     Raises ConfigError if another run of this name writes to it, or to a newer one without a checkpoint yet.
     """
-    for directory in reversed(versions(root, name)):
+    for directory in reversed(versions_to_resume(root, name)):
         elsewhere = bool(folders) and bool(identity_of(directory))
         if any((directory / CHECKPOINTS).glob("*")) or belongs_to_training(directory) or elsewhere:
             # before it is read: a run that is just ending may still write a newer checkpoint, or remove this one

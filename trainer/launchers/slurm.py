@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.store import CHECKPOINTS, versions
+from ..checkpoints.run_record import RECORD
 from ..errors import ConfigError, WorkerError
 from ..processes.signals import RESUME_ME
 from .launcher import Launcher, Machines, machines_of, without_launcher
@@ -87,11 +87,9 @@ class SlurmLauncher(Launcher):
         machines = machines_of(values, self.name)
         runs = Path(values["run"]["root"]) / values["run"]["name"]
         folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()
-        known = versions(runs.parent, runs.name)
-        first = 1 + max((int(path.name.removeprefix("version_")) for path in known), default=-1)
         number = 1 + sum(1 for _ in folder.glob("job-*.sh"))
         stem = folder / f"job-{number:04d}"
-        resume = self._resume(runs.absolute(), first) if command == "fit" and values["resume"] != "auto" else []
+        resume = self._resume(runs.absolute()) if command == "fit" and values["resume"] != "auto" else []
         script = self.script(command, machines, values["run"]["name"], stem, resume)
         if self.dry_run:
             print(script, end="")
@@ -155,15 +153,13 @@ class SlurmLauncher(Launcher):
             elif value is not None and value is not False:
                 yield f"--{option}={shlex.quote(str(value))}"
 
-    def _resume(self, runs: Path, first: int) -> list[str]:
-        """Return the lines with which a requeued job resumes its own run, and no earlier one."""
+    def _resume(self, runs: Path) -> list[str]:
+        """Return the lines with which a requeued job resumes the run that it has begun, if it has begun one."""
+        job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
         return [
-            'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then',
-            f"  for version in {shlex.quote(str(runs))}/version_*; do",
-            f'    if [ "${{version##*_}}" -ge {first} ] && [ -d "$version/{CHECKPOINTS}" ]; then',
-            "      resume=(resume=auto)",
-            "    fi",
-            "  done",
+            'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] &&',
+            f"  grep -qs {job} {shlex.quote(str(runs))}/version_*/{RECORD}; then",
+            "  resume=(resume=auto)",
             "fi",
         ]
 

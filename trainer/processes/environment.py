@@ -192,6 +192,11 @@ def slurm_job() -> str | None:
     return os.environ.get("SLURM_JOB_ID") or None
 
 
+def requeued_job() -> str | None:
+    """Return the id of the SLURM job of this process if it was queued again; else None."""
+    return slurm_job() if _read_int("SLURM_RESTART_COUNT") else None
+
+
 def _read_int(*names: str) -> int | None:
     """Return the first of these variables that is set, as an integer."""
     for name in names:
