@@ -147,6 +147,35 @@ def test_mistakes_are_named() -> None:
     assert "There is no run" in legato("replay", str(RUN / "nothing"), "step=1", fails=True).stderr
 
 
+def test_a_replay_writes_into_no_run() -> None:
+    run = trained("trainer.max_epochs=1")
+    before = tree(run)
+    Path("link").symlink_to(run)
+    for words in (f"into={run}", f"into={run}/checkpoints/again", "into=link/again", f"save={run}/checkpoints"):
+        done = legato("replay", str(run), "step=5", words, fails=True)
+        assert f"is inside of the run directory {run.absolute()}" in done.stderr
+    assert tree(run) == before
+    Path("full").mkdir()
+    Path("full/config.yaml").write_text("mine")
+    assert "is not empty" in legato("replay", str(run), "step=5", "into=full", fails=True).stderr
+    legato("replay", str(run), "step=5", "into=elsewhere")
+    assert json_lines(Path("elsewhere/metrics.jsonl"))
+
+
+def test_steps_beyond_the_end_of_a_run_are_refused() -> None:
+    run = trained("trainer.max_epochs=1")
+    for words in (("step=5", "until=9"), ("steps=4..9",)):
+        assert "The replay ended after step 5, before step 9" in legato("replay", str(run), *words, fails=True).stderr
+
+
+def test_a_damaged_checkpoint_is_named_by_the_replay_that_begins_earlier() -> None:
+    run = trained()
+    (run / "checkpoints/step-00000016/state.json").write_text("{}")
+    done = legato("replay", str(run), "step=18")
+    assert "step-00000016 is passed over, it is not whole" in done.stderr
+    assert "from the checkpoint of step 12" in done.stdout
+
+
 SCRIPT = """
 import sys
 import torch

@@ -13,7 +13,7 @@ import torch
 from ....callbacks.callback import Callback
 from ...checkpoints import store
 from ...checkpoints.manifest import MODEL_FILE, TENSORS_FILE, load_manifest
-from ...errors import ConfigError
+from ...errors import CheckpointError, ConfigError
 from ...optimization.optimizers import optimizer_parameters
 from ...torch_private import local_part
 from .history import CheckpointRecord, RunHistory
@@ -142,9 +142,10 @@ def first_difference(one: RunHistory, other: RunHistory) -> FirstDifference:
     last = min(one.last_step, other.last_step)
     if last < 1:
         raise ConfigError("--bits compares steps of two runs; one of them has none yet.")
-    begin, end = bracket(one, other, last)
+    compared = list[str]()
+    begin, end = bracket(one, other, last, compared)
     if begin == last:
-        return FirstDifference(None, last)
+        return FirstDifference(None, last, {}, compared)
     with TemporaryDirectory() as folder:
         records, notes = [], list[str]()
         for number, history in enumerate((one, other)):
@@ -160,10 +161,10 @@ def first_difference(one: RunHistory, other: RunHistory) -> FirstDifference:
     for step in range(begin + 1, end + 1):
         found = differing(records[0].get(step, {}), records[1].get(step, {}))
         if found:
-            return FirstDifference(step, end, found, notes)
+            return FirstDifference(step, end, found, [*compared, *notes])
     if not notes:
         notes.append(f"Computed again, both have the same bits up to step {end:,}.")
-    return FirstDifference(None, end, {}, notes)
+    return FirstDifference(None, end, {}, [*compared, *notes])
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
@@ -177,22 +178,47 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, lis
     return found
 
 
-def bracket(one: RunHistory, other: RunHistory, last: int) -> tuple[int, int]:
-    """Return the newest step at which both are known to be the same, and the oldest at which they may differ."""
-    ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
-    shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
-    low, high = -1, len(shared)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if is_same(ours[shared[middle]], theirs[shared[middle]]):
-            low = middle
+def bracket(one: RunHistory, other: RunHistory, last: int, notes: list[str]) -> tuple[int, int]:
+    """Return the newest step at which both are known to be the same, and the oldest at which they may differ.
+
+    Damaged checkpoints are taken out of the histories; they, and the steps that were compared, are added to `notes`.
+    """
+    compared = set[int]()
+    while True:
+        ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
+        shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
+        low, high = -1, len(shared)
+        while high - low > 1:
+            middle = (low + high) // 2
+            pair = ours[shared[middle]], theirs[shared[middle]]
+            if drop_damaged((one, other), pair, notes):
+                break
+            compared.add(shared[middle])
+            if is_same(*pair):
+                low = middle
+            else:
+                high = middle
         else:
-            high = middle
+            break
+    steps = ", ".join(f"{step:,}" for step in sorted(compared)) or "none"
+    notes.insert(0, f"Steps whose checkpoints were compared by their files: {steps}.")
     return (shared[low] if low >= 0 else 0), (shared[high] if high < len(shared) else last)
 
 
+def drop_damaged(histories: Sequence[RunHistory], records: Sequence[CheckpointRecord], notes: list[str]) -> bool:
+    """Take checkpoints whose files are not those of their manifests out of the histories; return whether any was."""
+    before = len(notes)
+    for history, record in zip(histories, records, strict=True):
+        try:
+            store.verify(record.path)
+        except CheckpointError as error:
+            notes.append(f"Passed over, as it is damaged: {error}")
+            history.checkpoints.remove(record)
+    return len(notes) > before
+
+
 def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
-    """Return whether two checkpoints hold the same weights and optimizer states, by their sums if these are equal."""
+    """Return whether two verified checkpoints hold the same weights and optimizer states."""
     files = [load_manifest(record.path).files for record in (one, other)]
     if files[0].keys() == files[1].keys() and all(
         files[0][name] == files[1][name] for name in files[0] if name != "state.json"

@@ -14,7 +14,7 @@ from ...messages import STDERR, STDOUT
 from .history import RunHistory
 from .origin import differences
 from .pieces import replay_pieces
-from .replay import Replayed, conclude, new_directory, replay_steps
+from .replay import Replayed, conclude, make_directory, new_directory, replay_steps, require_outside
 from .samples import SampleLookup, left_out, shown_samples, whole_number
 from .watchers import DebugStep, StepReport, StopAfterStep
 
@@ -81,6 +81,9 @@ class ReplayArguments:
 def run_replay(arguments: Sequence[str]) -> None:
     """Run `legato replay`."""
     options, overrides = ReplayArguments.read(arguments)
+    for option, folder in (("into", options.into), ("save", options.save)):
+        if folder is not None:
+            require_outside(folder, option)
     history = RunHistory.at(options.run)
     if not options.into:
         for line in differences(history.directory, options.first):
@@ -88,7 +91,7 @@ def run_replay(arguments: Sequence[str]) -> None:
     if options.hindsight:
         replay_pieces(history, options.first, options.last, options.into, options.jobs, options.devices, overrides)
         return
-    directory = options.into or new_directory(history.directory)
+    directory = new_directory(history.directory) if options.into is None else make_directory(options.into)
     watchers: list[Callback] = [StepReport(options.first, options.last)]
     if options.debug:
         watchers.append(DebugStep(options.first, options.replica))

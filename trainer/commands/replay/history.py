@@ -1,6 +1,7 @@
 """RunHistory: the settings and the place of every step of a run, from its run directory; no tensor is read."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,8 @@ from ...errors import CheckpointError, ConfigError
 from ...loggers.json_lines import POINTS_FILE
 from ...run_directory import find_run
 from ...state import State
+
+log = logging.getLogger("legato")
 
 KEPT = ("state", "fingerprint", "numerics", "versions", "config")
 
@@ -88,7 +91,8 @@ class RunHistory:
                     store.check_sizes(path)
                     own = folder == folders[0] or (identity and load_manifest(path).run == identity)
                     record = CheckpointRecord.read(path) if own else None
-                except (CheckpointError, OSError, KeyError):
+                except (CheckpointError, OSError, KeyError) as error:
+                    log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
                     continue
                 if record is not None:
                     found.setdefault(record.step, record)

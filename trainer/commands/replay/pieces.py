@@ -14,7 +14,16 @@ from ...errors import LegatoError
 from ...loggers.json_lines import POINTS_FILE
 from ...messages import STDOUT
 from .history import RunHistory
-from .replay import Replayed, conclude, differs_after, new_directory, replay_config, replay_steps, sameness
+from .replay import (
+    Replayed,
+    conclude,
+    differs_after,
+    make_directory,
+    new_directory,
+    replay_config,
+    replay_steps,
+    sameness,
+)
 from .watchers import STEPS_FILE, StepReport, StopAfterStep
 
 POLL_SECONDS = 0.05
@@ -36,8 +45,7 @@ def replay_pieces(
 
     Raises LegatoError where a piece failed, or where the replay is not what the run did.
     """
-    directory = into or new_directory(history.directory)
-    directory.mkdir(exist_ok=True)
+    directory = new_directory(history.directory) if into is None else make_directory(into)
     jobs = jobs or max(1, len(devices))
     pieces = cut_at_checkpoints(history, first, last, jobs)
     if len(pieces) == 1:
@@ -110,14 +118,14 @@ def start_piece(
     """Start the replay of a piece."""
     part.mkdir()
     command = [sys.executable, "-m", "legato", "replay", str(history.directory), f"steps={piece[0]}..{piece[1]}"]
-    with (part / "output.txt").open("w") as output:
+    with part.with_suffix(".txt").open("w") as output:
         return subprocess.Popen([*command, f"into={part}", *overrides], stdout=output, stderr=output, text=True)
 
 
 def require_done(process: "subprocess.Popen[str]", part: Path) -> None:
     """Raise LegatoError if a piece has failed."""
     if process.returncode:
-        said = (part / "output.txt").read_text().strip().splitlines()
+        said = part.with_suffix(".txt").read_text().strip().splitlines()
         raise LegatoError(f"The piece in {part} ended with {process.returncode}: {' '.join(said[-3:])}")
 
 

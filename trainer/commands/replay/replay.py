@@ -23,6 +23,7 @@ from ...errors import ConfigError, DataError, LegatoError
 from ...loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ...loggers.tensorboard import TensorBoardLogger
 from ...messages import STDOUT
+from ...run_directory import is_run
 from ..plan.plan import shown_count
 from ..plan.processes import find_processes
 from .history import RunHistory
@@ -57,6 +58,27 @@ def new_directory(run: Path) -> Path:
             raise ConfigError(f"{path} cannot be made: {error.strerror}. Say into=DIRECTORY.") from error
         else:
             return path
+
+
+def require_outside(folder: Path, option: str) -> None:
+    """Raise ConfigError for a folder inside of a run directory, whose files a replay would replace."""
+    inside = next((path for path in (folder.resolve(), *folder.resolve().parents) if is_run(path)), None)
+    if inside is not None:
+        raise ConfigError(
+            f"{option}={folder} is inside of the run directory {inside}, which a replay does not change. Name a folder "
+            f"elsewhere, or leave {option}= out."
+        )
+
+
+def make_directory(folder: Path) -> Path:
+    """Make a folder for a replay and return it. Raises ConfigError where it holds anything."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"into={folder} cannot be made: {error.strerror}.") from error
+    if any(folder.iterdir()):
+        raise ConfigError(f"into={folder} is not empty. Name a new folder.")
+    return folder
 
 
 @dataclass(frozen=True)
@@ -180,8 +202,9 @@ def replay_steps(
     source = history.before(first)
     begins, ends = history.after(source.step + 1 if source else 1), history.after(last)
     if begins is not None and begins.step < last and (ends is None or begins.config != ends.config):
-        changed = next(one for one in history.checkpoints if one.step >= begins.step and differs_after(history, one))
-        if changed.step < last:
+        since = (one for one in history.checkpoints if one.step >= begins.step)
+        changed = next((one for one in since if differs_after(history, one)), None)
+        if changed is not None and changed.step < last:
             raise ConfigError(
                 f"The run was resumed with another config after step {changed.step}. Replay up to there, and from "
                 f"there on: until={changed.step}, and step={changed.step + 1}."
