@@ -81,6 +81,8 @@ class Hooks(dict[str, Calls]):
         self.judges: Calls = tuple(partial(c.judge_step, trainer, task) for c in judging)
         self.drops_steps = any(c.drops_steps for c in judging)
         """Whether a judge may drop the update of a step."""
+        self.may_draw = frozenset(name for name, calls in self.items() if not all(map(is_of_this_package, calls)))
+        """Names of hooks with code that may draw random numbers; this package's own hooks draw none."""
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call the hook `name` of everything that overrides it."""
@@ -91,6 +93,12 @@ class Hooks(dict[str, Calls]):
         """Call the hook `name` of everything but late callbacks."""
         for hook in self[name][: len(self[name]) - len(self.late[name])]:
             hook(*arguments)
+
+
+def is_of_this_package(call: Callable[..., Any]) -> bool:
+    """Return whether the code of a function, method, class or partial is this package's own."""
+    function = call.func if isinstance(call, partial) else call
+    return str(getattr(function, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
 
 
 def loop_part(owner: Any, name: str) -> Any:

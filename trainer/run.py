@@ -19,7 +19,7 @@ from ..tasks.task import Task
 from . import diagnosis
 from .checkpoints.fingerprint import record_groups
 from .data.dealing import EvaluationData, TrainingData
-from .data.randomness import seed_generators
+from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
 from .data.steps import ReplicaBatch, StepInput
 from .data.transfer import to_host
@@ -479,6 +479,8 @@ class Run(JoinedCall):
 
         A process without one calls it only for callbacks that all ranks must call together; what these log is dropped.
         """
+        if "on_train_batch_end" in self.hooks.may_draw and self.keyed:
+            self.seed_hooks("on_train_batch_end")
         if item is not None:
             self.metrics.return_to_batch(item.replica, item.samples)
             for hook in self.hooks["on_train_batch_end"]:
@@ -562,6 +564,11 @@ class Run(JoinedCall):
         self.preemption.stop_if_agreed()
         self.membership.check_members(self.agreement.generation)
 
+    def seed_hooks(self, hook: str) -> None:
+        """Seed the generators for a hook that all ranks call: else they would draw on as their last replicas did."""
+        state = self.state
+        seed_generators(hook_key(state.seed, hook, state.global_step, state.epoch))
+
     def start_training(self) -> None:
         """Begin or resume training; without a batch the fit ends, and the hooks of training are not called."""
         self.loop.doing = "train"
@@ -580,6 +587,7 @@ class Run(JoinedCall):
             if self.trainer.is_done():
                 self.end_fit()
                 return
+        self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
         self.trainer.agree()
 
@@ -606,6 +614,7 @@ class Run(JoinedCall):
         """Compare the ranks' weights for the last time, and call the hooks that end training."""
         self.require_same_weights()
         self.loop.trained = True
+        self.seed_hooks("on_train_end")
         self.hooks.call("on_train_end")
         self.end_fit()
 
@@ -651,6 +660,7 @@ class Run(JoinedCall):
         # later values are those of an epoch's end, which count only if it ends here: a resume would log them again
         if word == "train":
             self.metrics.begin_closing()
+        self.seed_hooks(name)
         (self.hooks.call_early if word == "train" else self.hooks.call)(name)
 
     def _show(self, reduced: Reduced) -> None:

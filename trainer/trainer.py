@@ -307,6 +307,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         with run.no_gradients():
             run.strategy.align_buffers()
             run.remember_training_mode()
+            run.seed_hooks(f"on_{word}_start")
             hooks.call(f"on_{word}_model_eval")
             metrics.open(word, loaders=len(data[word].loaders))
             hooks.call(f"on_{word}_start")

@@ -1,18 +1,20 @@
 """Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...tasks.task import Task
+from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
 from ..data.steps import StepInput
 from ..errors import ConfigError, TaskError, did_you_mean
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
-from .optimizers import ManualOptimizer, SchedulerConfig, optimizer_parameters
+from .optimizers import ManualOptimizer, SchedulerConfig, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ class OptimizingTrainer(Protocol):
     gradient_clip_val: float | None
     gradient_clip_algorithm: Literal["norm", "value"]
     nan: Literal["raise", "skip", "ignore"]
+    reproducible: Literal["off", "order", "bitwise"]
     nan_skips: int
     state: State
     strategy: "Strategy"
@@ -80,8 +83,18 @@ class Optimization:
             or overrides(task, Task, "configure_gradient_clipping")
             or bool(hooks["on_before_optimizer_step"])
         )
+        keyed = trainer.reproducible != "off"
+        self.updates_draw = keyed and (self.own_optimizer_step or any(map(may_draw, self.optimizers)))
+        """Whether an update may draw random numbers, which the generators are then seeded for."""
+        self.hooks_draw = keyed and (
+            "on_before_optimizer_step" in hooks.may_draw or overrides(task, Task, "configure_gradient_clipping")
+        )
+        """Whether what looks at the gradients before an update may draw random numbers."""
+        self.hooks_draw_early = keyed and "on_before_zero_grad" in hooks.may_draw
+        """Whether hooks before a step's first forward may draw random numbers."""
         self.prepares_steps = (
             self.looks_at_gradients
+            or self.updates_draw
             or self.own_optimizer_step
             or self.strategy.precision.scaler is not None
             or metrics.shares
@@ -97,6 +110,8 @@ class Optimization:
         """The end of a step, where the optimizer calls it as a closure."""
         self.epoch = -1
         """Epoch of the newest step."""
+        self.updates = 0, 0
+        """Under manual optimization: the newest step, and the number of updates within it."""
         self.stepped: list[Optimizer] = []
         """Under manual optimization: optimizers that have stepped since the loss scale was last updated."""
         self.guard: StepGuard | None = None
@@ -148,9 +163,11 @@ class Optimization:
         replica, samples, in_batch = self.metrics.replica, self.metrics.samples, self.metrics.in_batch
         # what a hook logs here belongs to the whole step, with its number of samples as the weight
         self.metrics.leave_batches(step.samples)
-        for optimizer in self.optimizers:
-            self.hooks.call("on_before_zero_grad", optimizer)
-            self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
+        # loading may have seeded the forward already, which then draws what it would without hooks
+        with self._keyed_hooks("on_before_zero_grad", self.hooks_draw_early):
+            for optimizer in self.optimizers:
+                self.hooks.call("on_before_zero_grad", optimizer)
+                self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
         if in_batch:
             self.metrics.return_to_batch(replica, samples)
 
@@ -176,6 +193,8 @@ class Optimization:
             if shares:  # once a step, before any of its updates
                 self.metrics.share_step()
                 shares = False
+            if self.updates_draw:  # no states are put back: the next batch seeds the generators anew
+                seed_generators(self._update_key(optimizer))
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
             else:
@@ -187,6 +206,8 @@ class Optimization:
         """Unscale and clip the gradients of an optimizer, and call the hooks that look at them."""
         # the true gradients first: clipping and hooks would otherwise see them times the loss scale
         self.strategy.precision.unscale(optimizer)
+        if self.hooks_draw:
+            seed_generators(self._hook_key("on_before_optimizer_step", optimizer))
         self.hooks.call("on_before_optimizer_step", optimizer)
         limit, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
         self.task.configure_gradient_clipping(optimizer, limit, algorithm)
@@ -196,6 +217,26 @@ class Optimization:
         loss = self.metrics.loss
         wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
         self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: loss)
+
+    def _update_key(self, optimizer: Optimizer) -> int:
+        """Return the key of an update's random numbers: the same on all ranks that update the same weights."""
+        index, call, state = self.optimizers.index(optimizer), self._call_of_step, self.state
+        return mix(state.seed, UPDATE, state.global_step, index, call, self.strategy.shard)
+
+    def _hook_key(self, hook: str, optimizer: Optimizer | None = None) -> int:
+        index = -1 if optimizer is None else self.optimizers.index(optimizer)
+        return hook_key(self.state.seed, hook, self.state.global_step, index, self._call_of_step)
+
+    def _keyed_hooks(
+        self, hook: str, may_draw: bool, optimizer: Optimizer | None = None
+    ) -> AbstractContextManager[object]:
+        """Return the context of hooks within a replica's step, whose generators are put back."""
+        return KeyedGenerators(self._hook_key(hook, optimizer)) if may_draw else nullcontext()
+
+    @property
+    def _call_of_step(self) -> int:
+        step, calls = self.updates
+        return calls if step == self.state.global_step else 0
 
     def step_schedulers(self, interval: str, count: int, plateau: bool | None = None) -> None:
         """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
@@ -269,14 +310,21 @@ class Optimization:
         strategy.reducer.average(optimizer_parameters(optimizer))
         if self.guard is not None:
             self.guard.drops_step()
-        self.hooks.call("on_before_optimizer_step", optimizer)
+        # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
+        with self._keyed_hooks("on_before_optimizer_step", self.hooks_draw, optimizer):
+            self.hooks.call("on_before_optimizer_step", optimizer)
         if strategy.precision.scaler is not None:
             if optimizer in self.stepped:
                 self.update_scale()
             self.stepped.append(optimizer)
-        found = strategy.optimizer_step(optimizer, closure, **options)
+        if self.updates_draw:
+            with KeyedGenerators(self._update_key(optimizer)) as generators:
+                returned = strategy.optimizer_step(optimizer, generators.outside(closure), **options)
+        else:
+            returned = strategy.optimizer_step(optimizer, closure, **options)
+        self.updates = self.state.global_step, self._call_of_step + 1
         self.state.optimizer_steps += 1
-        return found
+        return returned
 
     def update_scale(self) -> None:
         """Update the loss scale, once all optimizers have used the scaled gradients.

@@ -65,6 +65,11 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def may_draw(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer may draw random numbers: torch's own draw none."""
+    return not f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:
     """Return what is wrong with parameters that optimizers train and that are not the task's; "" if there are none."""
     known = set(map(id, task.parameters()))

@@ -70,6 +70,8 @@ class Strategy:
         """Times that ranks wait for each other."""
         self.lockstep = False
         """Whether all processes must run equally many batches, those with fewer some that do not count."""
+        self.shard = 0
+        """Index of the weights that this process updates; processes with the same index update the same weights."""
         self.has_all_weights = True
         """Whether this process has all weights, or its part of each."""
         self.allows_inference_mode = True

@@ -14,8 +14,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoints.shards import load_stored, with_placeholders, without_placeholders
+from ..data.randomness import generator_states, same_states
 from ..elastic.store import ElasticOptions
 from ..errors import ConfigError
+from ..optimization.optimizers import may_draw
 from ..processes.collectives import SINGLE
 from ..processes.environment import Place
 from ..torch_private import mark_stepped
@@ -62,8 +64,26 @@ class Zero1Strategy(DDPStrategy):
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group, and one for saving."""
         super().join(place, devices, precision)
+        self.shard = place.rank
         self.state_dicts.collectives = self.collectives
         self.state_dicts.open_writers(place.rank, place.world_size)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Any = None, **options: Any) -> Any:
+        """Update this process's part and take the rest from the others.
+
+        Raises ConfigError for an update that draws random numbers where every bit must be that of one process.
+        """
+        assert self.task is not None
+        original = getattr(optimizer, "original", None)  # None: this process updates all weights
+        compared = self.task.trainer.reproducible == "bitwise" and original is not None and may_draw(original)
+        before = generator_states() if compared else None
+        returned = super().optimizer_step(optimizer, closure, **options)
+        if before is not None and not same_states(before, generator_states()):
+            raise ConfigError(
+                f"{type(original).__name__} draws random numbers, under zero1 each process for its part of the "
+                f"weights, so reproducible=bitwise cannot hold. Use strategy ddp, or reproducible=order."
+            )
+        return returned
 
 
 class Zero1StateDicts(ShardedStateDicts):

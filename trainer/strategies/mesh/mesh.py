@@ -184,8 +184,10 @@ class MeshStrategy(GroupStrategy):
             self.among = data_ranks(self.sizes, place.rank)
             self.state_dicts.open_writers(place.rank, place.world_size)
         self.data_ranks = self.among
-        copy = self.sizes.place_of(place.rank)["data"]
-        self.weight_ranks = GroupCollectives(copy, self.sizes.data, self.mesh["data"].get_group())
+        where, on_host = self.sizes.place_of(place.rank), self.device.type == "cpu"
+        self.weight_ranks = GroupCollectives(where["data"], self.sizes.data, self.mesh["data"].get_group())
+        # elsewhere DTensor itself draws other numbers for each shard, and wants equal generators on all ranks
+        self.shard = where["pipeline"] + (self.sizes.pipeline * where["shard"] if on_host else 0)
         # a forward gathers parameters from all processes; what it gathers in inference mode could not be trained again
         self.lockstep, self.allows_inference_mode, self.compiles_blocks = self.data_ranks.size > 1, False, True
         if self.precision.scaler is not None:
