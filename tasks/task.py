@@ -214,7 +214,8 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         The value stays on its device and is reduced over batches and ranks, weighted by samples, at the next logging
         point. The default is `on_step` in `training_step` and `on_epoch` elsewhere; with both, it is logged as
-        `name_step` and `name_epoch`. `sync_dist` is accepted and not needed. Raises TaskError outside of a run.
+        `name_step` and `name_epoch`. `sync_dist` is not needed, but for a sum in a hook that runs once per step or
+        epoch: with it the values of all processes are added up. Raises TaskError outside of a run.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run

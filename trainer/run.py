@@ -653,6 +653,7 @@ class Run(JoinedCall):
     def call_epoch_end(self, word: str) -> None:
         """Call the hooks that end an epoch, with its values published; training's late hooks come after them."""
         self.metrics.suffix, self.metrics.in_step = "", False
+        self.metrics.leave_batches(1)
         name = f"on_{word}_epoch_end"
         # reduced for hooks alone: without one the values are reduced once, in end_epoch
         if self.hooks[name]:

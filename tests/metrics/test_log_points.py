@@ -1,4 +1,4 @@
-"""A point of the log under ddp: one collective for values, names, losses and what the ranks agree on."""
+"""Logged values under ddp: a point is one collective, and what a hook logs once counts once."""
 
 import pytest
 from collectives import count_collectives
@@ -72,3 +72,68 @@ def test_it_also_finds_the_loss_of_another_rank_that_is_not_finite(found):
 def test_it_also_finds_names_that_differ(found):
     assert "DisagreementError: The ranks logged different names in train at step" in found[2]
     assert "rank 1 also logged ['odd']" in found[2]
+
+
+class Sums(Tiny):
+    """Logs sums in hooks that run once per step or epoch, on each process."""
+
+    def __init__(self, own_part=1.0, **options):
+        super().__init__()
+        self.own_part, self.options = own_part, {"reduce_fx": "sum", "on_epoch": True, **options}
+
+    def say(self, name, value=1.0):
+        if self.trainer.training:
+            self.log(name, value, **self.options)
+
+    def on_train_epoch_start(self):
+        self.say("epoch_start")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.say("optimizer_step")
+        self.say("not_finite", float("nan"))
+
+    def on_train_epoch_end(self):
+        self.say("epoch_end")
+
+    def validation_step(self, batch, batch_idx):
+        self.log("batches", 1.0, reduce_fx="sum")
+
+    def on_validation_epoch_end(self):
+        self.log("validation_end", self.own_part if self.global_rank else 1.0, **self.options)
+
+
+def sums(task=None, steps=-1, folder=None, resume=None, **options):
+    made = lg.Trainer(**{**QUIET, "max_epochs": 1, "max_steps": steps, "log_every_n_steps": 1, **options})
+    try:
+        made.fit(task or Sums(), make_loader(40), make_loader(8), ckpt_path=resume)
+    except DisagreementError as error:
+        return str(error)
+    if folder is not None:
+        made.save_checkpoint(folder)
+    return {name: float(value) for name, value in made.callback_metrics.items()}
+
+
+def test_a_sum_that_a_hook_logs_once_counts_once(tmp_path):
+    two = {"strategy": "ddp", "devices": 2}
+    alone, replicas = sums(replicas=1), sums(replicas=2)
+    equal, synced, parts, differing, half = run_workers(
+        lambda: (
+            sums(**two),
+            sums(Sums(sync_dist=True), **two),
+            sums(Sums(5.0, sync_dist=True), **two),
+            sums(Sums(5.0), **two),
+            sums(steps=3, folder=tmp_path / "half", **two),
+        ),
+        2,
+    )
+    assert equal == pytest.approx(replicas, nan_ok=True)
+    assert (alone["optimizer_step"], equal["optimizer_step"]) == (10.0, 5.0)
+    assert equal["epoch_start"] == equal["epoch_end"] == equal["validation_end"] == 1.0
+    assert synced["validation_end"] == 2.0
+    assert parts["validation_end"] == 6.0
+    assert "log('validation_end', reduce_fx='sum') was called in a hook of" in differing
+    assert "[1.0, 5.0]" in differing
+    assert "sync_dist=True" in differing
+    assert half["optimizer_step"] == 3.0
+    resumed = sums(resume=tmp_path / "half", replicas=2)
+    assert resumed == pytest.approx(replicas, nan_ok=True)

@@ -18,6 +18,7 @@ from .reduce import (
     AVERAGED,
     LOADER_MARK,
     NAME_ONLY,
+    ONCE,
     OTHER,
     Description,
     Exchange,
@@ -235,6 +236,7 @@ class Metrics:
                 self._refuse_shared(name, value)
         elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
             kind = read_kind(reduce_fx, name)
+            kind = ONCE if kind == "sum" and not (self.in_batch or synced) else kind
         else:
             came = type(value).__name__
             if isinstance(value, Tensor):
@@ -348,7 +350,6 @@ class Metrics:
     def begin_closing(self) -> None:
         """Mark the following values as logged after the epoch's last step; they count only if the epoch ends here."""
         self.newest, self.step = self.step, EPOCH_END
-        self.leave_batches(1)
 
     def check_losses(self) -> None:
         """Raise NonFiniteError on every rank, naming the first step with a non-finite loss. Collective."""
@@ -552,7 +553,19 @@ class Metrics:
                 sums = found.setdefault(series.name, (series, {}))[1]
                 if replica != NAME_ONLY:
                     sums[replica] = [value, weight]
+        self._require_equal_sums(found.values())
         return list(found.values()), [max(column) for column in zip(*extras, strict=True)][1:]
+
+    def _require_equal_sums(self, gathered: Iterable[tuple[Series, dict[int, list[float]]]]) -> None:
+        """Raise DisagreementError for a sum that counts once and of which the ranks logged different values."""
+        for series, sums in gathered:
+            values = [value for value, _ in sums.values()]
+            if series.kind == ONCE and len({str(value) for value in values}) > 1:  # as text, where NaN is NaN
+                raise DisagreementError(
+                    f"log({series.name!r}, reduce_fx='sum') was called in a hook of {self.describe_place()} with "
+                    f"different values on the ranks: {values}. What a hook logs counts once, so log the same value on "
+                    f"every rank; or pass sync_dist=True to add up those of all ranks."
+                )
 
     def _compare(self, logged: list[list[int]], absent: list[bool]) -> None:
         """Raise DisagreementError unless all ranks logged the same series in the same order."""
@@ -730,6 +743,8 @@ class Metrics:
                 for replica, value, weight in saved["sums"]
                 if self.shares or replica in owned
             }
+            if series.kind == ONCE and not self.shares and saved["sums"]:
+                series.sums = {self.first_replica: list(saved["sums"][0][1:])}
             if self.shares and "step" in saved:
                 series.step_at = saved["at"]
                 series.step = {int(replica): [value, weight] for replica, value, weight in saved["step"]}

@@ -18,6 +18,8 @@ OTHER = "\0"
 """Ends the name, in `Series.name`, of the second series of a name that is logged both in steps and between them."""
 AVERAGED = ("mean", "metric")
 """Kinds whose values are averaged over the batches of a step; for "metric" the epoch's value is its `compute`."""
+ONCE = "once"
+"""Kind of a sum that hooks log once per step or epoch: every process logs the same values, and one of them counts."""
 
 
 Description = tuple[Any, ...]
@@ -148,6 +150,8 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
             return value / weight  # equal on every process, as from epoch hooks: no rounding by the number of processes
         weight = sum(weight for _, weight in entries)
         return sum(values) / weight if weight else float("nan")
+    if kind == ONCE:
+        return values[0]
     return sum(values) if kind == "sum" else extreme(kind, values)
 
 
