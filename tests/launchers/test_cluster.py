@@ -169,6 +169,19 @@ def test_a_requeued_job_goes_on_with_its_own_run_beside_another_of_that_name(fol
     assert weights_of(own) == weights_of(other)  # to the bit, although one was interrupted
 
 
+def test_two_steps_of_one_allocation_train_at_once(folder):
+    line = f"{sys.executable} -m legato fit line.yaml run.name="
+    steps = "\n".join(f"srun --ntasks=2 --exact --output={name}.out {line}{name} &" for name in ("left", "right"))
+    (folder / "job.sh").write_text(f"#!/bin/bash\n{steps}\nwait\n")
+    code, out = said("sbatch", "--parsable", "--nodes=1", "--ntasks=4", "job.sh")
+    assert code == 0, out
+    until(lambda: state_of(out.strip()) == "COMPLETED")
+    told = [(folder / f"{name}.out").read_text() for name in ("left", "right")]
+    assert [text.count("after 12 steps") for text in told] == [2, 2], told
+    addresses = {re.search(r"met at (\S+)", text)[1] for text in told}
+    assert len(addresses) == 2
+
+
 def test_a_cancelled_job_stays_cancelled(job):
     found = job("slow")
     until(lambda: found.says("step 3"))

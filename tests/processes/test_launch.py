@@ -116,6 +116,17 @@ for variables, init_method in json.loads(sys.argv[1]):
 
 
 @pytest.mark.slow
+def test_the_steps_of_slurm_jobs_with_ids_in_a_row_meet_at_ports_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("GLOO", "NCCL", "TP"):
+        monkeypatch.setenv(f"{name}_SOCKET_IFNAME", "lo")
+    met = []
+    for job, step in ((5000, 0), (5000, 1), (5000, 2), (5001, 0), (5001, 1)):
+        monkeypatch.setenv("SLURM_JOB_ID", str(job))
+        monkeypatch.setenv("SLURM_STEP_ID", str(step))
+        met.append(environment.find_store(Place(origin="slurm"), TIMEOUT))  # kept open
+    assert len({address for address, _ in met}) == 5
+
+
 def test_two_terminals_slurm_and_mpi_join(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(JOINER)

@@ -440,7 +440,10 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
         host = host or "127.0.0.1"
     if place.origin == "slurm":
         host = host or first_host(os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", ""))
-        port = port or 15000 + (_read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 16000  # below the ephemeral ports
+        # Jobs of one node often have ids in a row, and steps of a job always: a job's next step must not meet at the
+        # port of the next job. Below the ephemeral ports.
+        number, step = _read_int("SLURM_JOB_ID", "SLURM_JOBID") or 0, _read_int("SLURM_STEP_ID", "SLURM_STEPID") or 0
+        port = port or 15000 + (number + 7919 * step) % 16000
     if place.origin == "mpi":
         job = os.environ.get("PMIX_NAMESPACE")
         port = port or (15000 + zlib.crc32(job.encode()) % 16000 if job else 29500)
