@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -54,6 +54,26 @@ class EndOfStep(Protocol):
         """Return a closure that also calls the hooks before an update, and clips."""
 
 
+class Draws(NamedTuple):
+    """Parts of a step that may draw random numbers, for which the generators are then seeded."""
+
+    in_updates: bool
+    before_updates: bool
+    """Whether what looks at the gradients before an update may draw."""
+    before_steps: bool
+    """Whether hooks before a step's first forward may draw."""
+
+    @classmethod
+    def of(cls, optimization: "Optimization") -> "Draws":
+        """Return what may draw; nothing is seeded where the run has no keyed random numbers."""
+        hooks, clips = optimization.hooks, overrides(optimization.task, Task, "configure_gradient_clipping")
+        if optimization.trainer.reproducible == "off":
+            return cls(False, False, False)
+        in_updates = optimization.own_optimizer_step or any(map(may_draw, optimization.optimizers))
+        before_updates = clips or "on_before_optimizer_step" in hooks.may_draw
+        return cls(in_updates, before_updates, "on_before_zero_grad" in hooks.may_draw)
+
+
 class Optimization:
     """The optimizers and learning rate schedulers of a run."""
 
@@ -83,18 +103,10 @@ class Optimization:
             or overrides(task, Task, "configure_gradient_clipping")
             or bool(hooks["on_before_optimizer_step"])
         )
-        keyed = trainer.reproducible != "off"
-        self.updates_draw = keyed and (self.own_optimizer_step or any(map(may_draw, self.optimizers)))
-        """Whether an update may draw random numbers, which the generators are then seeded for."""
-        self.hooks_draw = keyed and (
-            "on_before_optimizer_step" in hooks.may_draw or overrides(task, Task, "configure_gradient_clipping")
-        )
-        """Whether what looks at the gradients before an update may draw random numbers."""
-        self.hooks_draw_early = keyed and "on_before_zero_grad" in hooks.may_draw
-        """Whether hooks before a step's first forward may draw random numbers."""
+        self.draws = Draws.of(self)
         self.prepares_steps = (
             self.looks_at_gradients
-            or self.updates_draw
+            or self.draws.in_updates
             or self.own_optimizer_step
             or self.strategy.precision.scaler is not None
             or metrics.shares
@@ -164,7 +176,7 @@ class Optimization:
         # what a hook logs here belongs to the whole step, with its number of samples as the weight
         self.metrics.leave_batches(step.samples)
         # loading may have seeded the forward already, which then draws what it would without hooks
-        with self._keyed_hooks("on_before_zero_grad", self.hooks_draw_early):
+        with self._keyed_hooks("on_before_zero_grad", self.draws.before_steps):
             for optimizer in self.optimizers:
                 self.hooks.call("on_before_zero_grad", optimizer)
                 self.task.optimizer_zero_grad(self.state.epoch, batch_idx, optimizer)
@@ -193,7 +205,7 @@ class Optimization:
             if shares:  # once a step, before any of its updates
                 self.metrics.share_step()
                 shares = False
-            if self.updates_draw:  # no states are put back: the next batch seeds the generators anew
+            if self.draws.in_updates:  # no states are put back: the next batch seeds the generators anew
                 seed_generators(self._update_key(optimizer))
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
@@ -206,7 +218,7 @@ class Optimization:
         """Unscale and clip the gradients of an optimizer, and call the hooks that look at them."""
         # the true gradients first: clipping and hooks would otherwise see them times the loss scale
         self.strategy.precision.unscale(optimizer)
-        if self.hooks_draw:
+        if self.draws.before_updates:
             seed_generators(self._hook_key("on_before_optimizer_step", optimizer))
         self.hooks.call("on_before_optimizer_step", optimizer)
         limit, algorithm = self.trainer.gradient_clip_val, self.trainer.gradient_clip_algorithm
@@ -311,13 +323,13 @@ class Optimization:
         if self.guard is not None:
             self.guard.drops_step()
         # what draws here is seeded as on every rank; the rest of training_step draws what its replica does
-        with self._keyed_hooks("on_before_optimizer_step", self.hooks_draw, optimizer):
+        with self._keyed_hooks("on_before_optimizer_step", self.draws.before_updates, optimizer):
             self.hooks.call("on_before_optimizer_step", optimizer)
         if strategy.precision.scaler is not None:
             if optimizer in self.stepped:
                 self.update_scale()
             self.stepped.append(optimizer)
-        if self.updates_draw:
+        if self.draws.in_updates:
             with KeyedGenerators(self._update_key(optimizer)) as generators:
                 returned = strategy.optimizer_step(optimizer, generators.outside(closure), **options)
         else:
