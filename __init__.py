@@ -64,7 +64,9 @@ if not TYPE_CHECKING:  # else any name would do for a type checker
             return getattr(import_module(_HOMES[name], __name__), name)
         if name in _ROOMS:
             return import_module(_ROOMS[name], __name__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        meant = {"LightningModule": "Task", "LightningDataModule": "DataModule"}.get(name)
+        instead = f"; its name here is {__name__}.{meant}" if meant else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 
 def __dir__() -> list[str]:

@@ -37,7 +37,7 @@ from .data.sampling import Layout, mix
 from .data.steps import Dealing
 from .data.transfer import to_device, with_allocated_memory, with_channels_last
 from .drift import DriftGuard
-from .errors import CheckpointError, ConfigError, DataError, TaskError, did_you_mean
+from .errors import CheckpointError, ConfigError, DataError, TaskError, describe_kind, did_you_mean
 from .hooks import (
     CALLBACK_HOOKS,
     STEP_NAMES,
@@ -53,6 +53,7 @@ from .hooks import (
 from .loggers.logger import Logger
 from .messages import let_be_seen, mark_output
 from .metrics.torchmetrics import MetricStates
+from .model_checks import require_dense_gradients, require_parameters, require_sendable
 from .optimization import kernels
 from .optimization.nonfinite import make_guard
 from .optimization.optimization import Optimization
@@ -219,16 +220,18 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
     run_record.add_start(directory, facts, trainer.save_code)
 
 
-def check_task(task: Any, request: Request, refuses_near_names: bool = True) -> None:
+def check_task(task: Any, request: Request, refuses_near_names: bool = True, is_sent: bool = False) -> None:
     """Raise TaskError for a task that lacks what the stage needs, or whose methods are named almost like hooks.
 
     refuses_near_names: False to warn of the latter only, and to look at no step that the stage does not call.
+    is_sent: the task will be sent to other processes.
     """
     stage = request.stage
     if not isinstance(task, Task):
-        raise TaskError(
-            f"{stage} takes a legato Task, got {type(task).__name__}: subclass lg.Task instead of nn.Module."
-        )
+        base = "" if isinstance(task, type) else ": subclass lg.Task instead of nn.Module"
+        raise TaskError(f"{stage} takes a legato Task, got {describe_kind(task)}{base}.")
+    if is_sent:
+        require_sendable(task)
     check_names(task, Task, TASK_HOOKS, TASK_METHODS, refuses_near_names)
     if request.datamodule is not None:
         hooks = ("setup", "teardown", "on_exception")
@@ -765,7 +768,14 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     """Ask the task for its optimizers, and check them against how the run uses them."""
     task, trainer, strategy = call.task, call.trainer, call.strategy
     spare_compiler()
-    optimizers, schedulers = read_optimizers(trainer.configured(task), task.automatic_optimization)
+    clips = trainer.gradient_clip_val is not None
+    require_dense_gradients(task, ["reproducible=bitwise"] * call.bitwise + ["gradient_clip_val"] * clips)
+    try:
+        configured = trainer.configured(task)
+    except ValueError:
+        require_parameters(task)
+        raise
+    optimizers, schedulers = read_optimizers(configured, task.automatic_optimization)
     for callback in trainer.callbacks:
         loop_part(callback, "extend_optimizers")(task, optimizers)
     if fault := unknown_parameters(task, optimizers):
@@ -954,6 +964,15 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
     trainer.logger, trainer.write_csv, trainer.enable_checkpointing = None, False, False
 
 
+TORCH_OPTIONS = {
+    "device_ids": "trainer.devices names the devices.",
+    "output_device": "The outputs meet on the first of trainer.devices.",
+    "dim": "Batches are scattered along their first dimension.",
+    "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
+}
+"""Arguments of torch's DataParallel and DistributedDataParallel that strategies lack, and what serves instead."""
+
+
 def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     """Return the strategy that a name, a mapping with `name`, or an object asks for."""
     if isinstance(wanted, Strategy):
@@ -974,7 +993,9 @@ def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:
     try:
         found: Strategy = kind(**options)
     except TypeError as error:
-        raise ConfigError(f"trainer.strategy.{name}: {error}.") from error
+        unknown = [option for option in options if option in TORCH_OPTIONS]
+        instead = f" {TORCH_OPTIONS[unknown[0]]}" if unknown else ""
+        raise ConfigError(f"trainer.strategy.{name}: {error}.{instead}") from error
     except ConfigError as error:
         raise ConfigError(f"trainer.strategy: {str(error).removeprefix('trainer.strategy: ')}") from error
     return found
@@ -990,7 +1011,7 @@ def make_loggers(wanted: Any, write_csv: bool) -> list[Logger]:
     for logger in found:
         if not isinstance(logger, Logger):
             raise ConfigError(
-                f"trainer.logger takes True, False, a legato Logger or a list of them; got {type(logger).__name__}."
+                f"trainer.logger takes True, False, a legato Logger or a list of them; got {describe_kind(logger)}."
             )
     if write_csv and not any(isinstance(logger, CSVLogger) for logger in found):
         found.append(CSVLogger())
@@ -1004,7 +1025,7 @@ def make_callbacks(trainer: "Trainer", wanted: Any) -> list[Callback]:
     found = list(wanted) if isinstance(wanted, (list, tuple)) else [wanted] if wanted is not None else []
     for callback in found:
         if not isinstance(callback, Callback):
-            raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {type(callback).__name__}.")
+            raise ConfigError(f"trainer.callbacks takes legato Callbacks; got {describe_kind(callback)}.")
     for wish, kind, options in trainer.default_callbacks():
         roles = (CheckpointCallback, ProgressDisplay, known.ModelSummary)
         role = next((base for base in roles if issubclass(kind, base)), kind)

@@ -57,10 +57,23 @@ class WorkerError(LegatoError, RuntimeError):
         self.rank = rank
 
 
+SYNONYMS = {"fp16": "16-mixed", "float16": "16-mixed", "half": "16-mixed", "bfloat16": "bf16-mixed", "fp32": "32"}
+"""Names from other libraries whose most similar word means something else."""
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Return ' Did you mean X?' for the known word nearest to `word`, '' if none is at least `cutoff` similar."""
-    near = difflib.get_close_matches(word, [str(name) for name in known], n=1, cutoff=cutoff)
+    names = [str(name) for name in known]
+    near = difflib.get_close_matches(word, names, 1, cutoff)
+    # of words that differ much in length the similar letters are chance: "root" in "dropout"
+    near = [name for name in near if abs(len(name) - len(word)) < 3 or difflib.get_close_matches(word, [name], 1, 0.75)]
+    near = [SYNONYMS[word]] if SYNONYMS.get(word) in names else near
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def describe_kind(value: object) -> str:
+    """Name the type of a value; for a class, say how to make an object of it."""
+    return f"the class {value.__name__}: write {value.__name__}()" if isinstance(value, type) else type(value).__name__
 
 
 def first_names(names: Sequence[str], shown: int = 6) -> str:

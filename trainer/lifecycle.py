@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("legato")
 
+SECOND_BACKWARD = "Trying to backward through the graph a second time"
+"""Beginning of what torch says of a graph whose backward has freed it."""
+
 DEBUGGERS = ("bdb.py", "pdb.py", "cmd.py")
 """Files of the debugger itself."""
 
@@ -59,6 +62,12 @@ def named(run: Call, error: BaseException) -> BaseException:
     """Return the error to raise: one that names ranks and cause for an exit, a debugger or a failed collective."""
     if type(error) is SystemExit and error.code != RESUME_ME and not run.loop.trained:
         error = describe_exit(run, error)
+    if isinstance(error, RuntimeError) and str(error).startswith(SECOND_BACKWARD) and run.task.automatic_optimization:
+        return TaskError(
+            f"Backward ran twice through one graph. Legato calls loss.backward() itself: if "
+            f"{type(run.task).__name__}.training_step calls it too, only return the loss, or set "
+            f"self.automatic_optimization = False. To keep a tensor between batches, keep tensor.detach()."
+        )
     if not isinstance(error, BdbQuit) or run.strategy.place.world_size == 1:
         return run.watchdog.explain(error)
     frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).name not in DEBUGGERS]

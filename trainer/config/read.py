@@ -139,6 +139,8 @@ def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -
 
     Raises ConfigError where it is not YAML, or more than plain data; the message names file and line.
     """
+    if name.endswith(".py"):
+        raise ConfigError(f"{name} is a Python script, not a YAML config: run it with `python {name}`.")
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:

@@ -84,7 +84,7 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 def _run(trainer: "Trainer", request: Request) -> Any:
     request.generators = generator_states() if trainer.keeps_generators(alone=True) else None
-    build.check_task(request.task, request, trainer.refuses_near_names)
+    build.check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
     place = environment.find_place(trainer.cluster)
     if place is not None:
         trainer.strategy.servers.serve(place, request.task, trainer.seed)

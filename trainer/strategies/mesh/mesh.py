@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ... import masked
 from ...data.sampling import Layout
 from ...errors import ConfigError, TaskError
+from ...model_checks import require_dense_gradients, require_dimensions
 from ...optimization import kernels
 from ...processes import connections, own_group
 from ...processes.collectives import SINGLE, Collectives, GroupCollectives
@@ -221,6 +222,9 @@ class MeshStrategy(GroupStrategy):
             return
         self.task = task
         refuse_empty(task, self.place.rank)
+        if self.data_ranks.size > 1:
+            require_dimensions(task, self.name)
+            require_dense_gradients(task, [f"strategy={self.name}"])
         options = task.trainer.compile
         if options:
             refuse_compile(self.name, options, self.sizes)
