@@ -12,9 +12,8 @@ if TYPE_CHECKING:
 class ExponentialMovingAverage(WeightAveraging):
     """Keeps average = decay * average + (1 - decay) * weights, updated after optimizer steps.
 
-    The first update copies the weights. Validation, test and prediction use the averages, and after `fit` the task
-    holds them. A checkpoint has the trained weights as the model's and the averages as this callback's state, so that a
-    resume restores both. Equal to torch.optim.swa_utils.AveragedModel with get_ema_avg_fn.
+    The first update copies the weights. What is evaluated, left in the task and taken from checkpoints are the
+    averages, as for every `WeightAveraging`. Equal to torch.optim.swa_utils.AveragedModel with get_ema_avg_fn.
     """
 
     def __init__(

@@ -17,7 +17,9 @@ class WeightAveraging(Callback):
     """Keeps the mean of the weights after the optimizer steps that `should_update` chooses, by default all.
 
     Validation, test and prediction use the averages, and after `fit` the task holds them. A checkpoint has the trained
-    weights as the model's and the averages as this callback's state, so that a resume restores both.
+    weights as the model's and the averages as this callback's state, so that a resume restores both; whoever else takes
+    weights from it (`load_from_checkpoint`, an evaluation, `legato export`) gets the averages. With
+    `save_weights_only` the averages are the model's.
     """
 
     after_every_step = True
@@ -172,6 +174,10 @@ class WeightAveraging(Callback):
                 f"save_checkpoint was called within an evaluation, while the task holds the averaged weights of "
                 f"{type(self).__name__}. Call it from on_validation_end on."
             )
+        if self.evaluates and "callbacks" not in checkpoint:  # of weights alone: those that are evaluated
+            weights = checkpoint["state_dict"]
+            for name in self.averages.keys() & weights.keys():
+                weights[name] = self.averages[name].to(weights[name].dtype)
 
     def on_load_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Load the averages of a checkpoint that is evaluated."""

@@ -13,6 +13,7 @@ from ..tasks.hyperparameters import Hyperparameters
 from ..tasks.task import Task
 from . import strategies
 from .checkpoints import store
+from .checkpoints.convert import averaged_weights
 from .checkpoints.left_out import logged_hyperparameters
 from .data.dealing import EvaluationData
 from .errors import TaskError
@@ -239,8 +240,13 @@ class TrainerDefaults(TrainerView):
         ]
 
     def weights_of(self, saved: Mapping[str, Any]) -> Any:
-        """Return the weights of a checkpoint from which a run begins."""
-        return saved.get("state_dict")
+        """Return the weights of a checkpoint from which a run begins.
+
+        For an evaluation those that were evaluated then, unless a callback of this run takes the averages itself.
+        """
+        if self.stage == "fit":
+            return saved.get("state_dict")
+        return averaged_weights(saved, [callback.state_key for callback in self.callbacks])
 
     def new_run_dir(self) -> Path | None:
         """Return the directory of a new run, made now; None where nothing is to be written."""

@@ -18,7 +18,6 @@ from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ...trainer.checkpoints import store
-from ...trainer.checkpoints.convert import averaged_weights
 from ...trainer.checkpoints.left_out import is_omegaconf
 from ...trainer.checkpoints.restore import rebuild_task
 from ...trainer.data.transfer import map_tensors
@@ -433,7 +432,6 @@ class LightningModule(InitialHyperparameters, Task):
         require_checkpoint(checkpoint_path)
         if is_checkpoint(checkpoint_path):
             saved = store.read_checkpoint(Path(checkpoint_path))
-            saved["state_dict"] = averaged_weights(saved)
             return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
         found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
         return found

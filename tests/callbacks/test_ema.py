@@ -3,11 +3,14 @@
 import pytest
 import torch
 from ddp_cases import QUIET, TWO, Net, loader
+from safetensors.torch import load_file
 from tiny import Tiny, assert_same_bits, make_loader
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import legato as lg
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
+from legato.trainer.checkpoints import store
+from legato.trainer.commands.export import export_weights
 from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.processes.environment import run_workers
 
@@ -99,13 +102,40 @@ def test_a_resumed_run_goes_on_with_both(trainer, tmp_path):
     assert_same_bits(whole, again)
     assert again_average.updates == whole_average.updates == 20
     assert torch.equal(torch.stack(again.began), torch.stack(whole.began)[10:])
-    # a checkpoint's model is the one that is trained; evaluated with the callback, it is the averaged one
-    plain, averaged = Seen(), Seen()
-    trainer().validate(plain, make_loader(4), ckpt_path=step)
+    averaged = Seen()
     made.validate(averaged, make_loader(4), ckpt_path=step)
-    assert torch.equal(plain.validated[0], whole.began[10])
     assert torch.equal(averaged.validated[0], whole.validated[2])
-    assert torch.equal(averaged.model[0].weight, whole.began[10])
+
+
+def test_whoever_takes_weights_from_a_checkpoint_gets_those_that_were_scored(trainer, tmp_path):
+    scores = []
+
+    class Scored(Seen):
+        def on_validation_epoch_end(self):
+            scores.append(float(self.trainer.callback_metrics["val_loss"]))
+
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", self.loss(batch))
+
+    keep = Checkpoint(dirpath=tmp_path / "kept", save_top_k=-1)
+    light = Checkpoint(dirpath=tmp_path / "light", save_top_k=-1, save_weights_only=True)
+    options = {"max_epochs": 3, "enable_checkpointing": True, "num_sanity_val_steps": 0}
+    task = Scored()
+    trainer(callbacks=[ExponentialMovingAverage(0.9), keep, light], **options).fit(task, make_loader(), make_loader(4))
+    scored, step = scores[1], "step-00000010"
+    for folder in ("kept", "light"):
+        path = tmp_path / folder / step
+        loaded = Scored.load_from_checkpoint(path)
+        assert torch.equal(loaded.model[0].weight, task.validated[1])
+        assert loaded.loss(next(iter(make_loader(4)))).item() == pytest.approx(scored, abs=1e-7)
+        assert trainer().validate(Scored(), make_loader(4), ckpt_path=path)[0]["val_loss"] == pytest.approx(scored)
+        assert trainer().test(Scored(), make_loader(4), ckpt_path=path)[0]["test_loss"] == pytest.approx(scored)
+        export_weights(path, tmp_path / f"{folder}.safetensors")
+        assert torch.equal(load_file(tmp_path / f"{folder}.safetensors")["model.0.weight"], task.validated[1])
+    # what is trained is the model of the checkpoint, for a resume without the callback, too
+    plain = Seen()
+    trainer(max_epochs=3).fit(plain, make_loader(), resume=tmp_path / "kept" / step)
+    assert torch.equal(plain.began[0], task.began[10])
 
 
 @pytest.mark.slow
@@ -127,7 +157,7 @@ def test_two_processes_average_as_one(tmp_path):
 def test_sharded_weights_are_averaged_in_parts(tmp_path):
     def work():
         torch.set_num_threads(1)
-        found = []
+        found, scores = [], []
         for strategy in ({"name": "fsdp"}, {"name": "ddp"}):
             task, average = Net(), ExponentialMovingAverage(0.8)
             keep = Checkpoint(dirpath=tmp_path / strategy["name"], save_top_k=-1)
@@ -140,9 +170,22 @@ def test_sharded_weights_are_averaged_in_parts(tmp_path):
             made = lg.Trainer(**{**options, "enable_checkpointing": False})
             made.fit(resumed, loader(16), loader(8), resume=tmp_path / strategy["name"] / "step-00000002")
             found.append(options["callbacks"][0].averaged_state_dict())
-        return found
+            options["callbacks"] = []
+            made = lg.Trainer(**{**options, "enable_checkpointing": False})
+            losses = made.validate(Net(), loader(8), ckpt_path=tmp_path / strategy["name"] / "step-00000002")
+            scores.append(next(iter(losses[0].values())))
+        return *found, scores
 
-    sharded, resumed, plain, also = run_workers(work, 2, threads=1)
+    sharded, resumed, plain, also, scores = run_workers(work, 2, threads=1)
+    loaded = Net.load_from_checkpoint(tmp_path / "fsdp" / "step-00000002")
+    (state,) = [
+        one
+        for one in store.read_checkpoint(tmp_path / "fsdp" / "step-00000002")["callbacks"].values()
+        if "averages" in one
+    ]
+    assert all(torch.equal(loaded.state_dict()[name], average) for name, average in state["averages"].items())
+    made = lg.Trainer(**QUIET)
+    assert scores == pytest.approx([next(iter(made.validate(loaded, loader(8))[0].values()))] * 2)
     for name in plain:
         assert torch.allclose(sharded[name], plain[name], rtol=0, atol=1e-6), name
         assert torch.equal(sharded[name], resumed[name]), name

@@ -164,11 +164,12 @@ def averaging_state(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Map
 
 
 def averaged_weights(contents: Mapping[str, Any], but: Iterable[str] = ()) -> Any:
-    """Return a checkpoint's weights, with the averages where it holds any: what Lightning's file has as its weights."""
+    """Return the weights by which a checkpoint was evaluated: the averages where it holds any."""
     state, weights = averaging_state(contents, but), contents.get("state_dict")
     if state is None or weights is None:
         return weights
-    return {name: state["averages"].get(name, value).to(value.dtype) for name, value in weights.items()}
+    averages = state["averages"]
+    return {name: averages[name].to(value.dtype) if name in averages else value for name, value in weights.items()}
 
 
 def _average_of(saved: Mapping[str, Any]) -> dict[str, Any] | None:

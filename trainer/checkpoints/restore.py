@@ -458,6 +458,8 @@ def rebuild_task(
     task.configure_model()
     if isinstance(source, Path) and source.is_file():
         saved["state_dict"] = foreign.read_foreign(source, task.state_dict().keys())
+    else:
+        saved["state_dict"] = convert.averaged_weights(saved)
     add_left_out(saved)
     try:
         task.on_load_checkpoint(saved)

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ..checkpoints import commit, store
+from ..checkpoints.convert import averaged_weights
 from ..checkpoints.format import KNOWN_EVERYWHERE, write_tensors
 from ..errors import CheckpointError, ConfigError
 from ..run_directory import find_run
@@ -48,7 +49,7 @@ def export_weights(source: Path, target: Path) -> int:
             f"{target}: the file is one of safetensors, and its name must end in .safetensors.{MODELS}"
         )
     commit.require_new(target)
-    weights = store.read_checkpoint(store.resolve(source)).get("state_dict")
+    weights = averaged_weights(store.read_checkpoint(store.resolve(source)))
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
     odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...tasks.task import Task
 from ..checkpoints import store
+from ..checkpoints.convert import averaged_weights
 from ..checkpoints.run_names import CONFIG
 from ..config.build import build_config
 from ..config.check import load_config
@@ -68,7 +69,7 @@ def trained_task(source: Path, words: Sequence[str]) -> "tuple[Task, ConfiguredR
         raise TaskError(f"{type(task).__name__} has no forward, which is what is exported: define forward(self, x).")
     task.configure_model()
     try:
-        task.load_state_dict(store.read_checkpoint(checkpoint)["state_dict"])
+        task.load_state_dict(averaged_weights(store.read_checkpoint(checkpoint)))
     except RuntimeError as error:
         raise CheckpointError(f"{checkpoint} has other weights than the config's task: {error}") from error
     return task.eval(), run
