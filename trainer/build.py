@@ -217,7 +217,7 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
         "reproducible": trainer.reproducible,
     }
     run_record.write_readme(directory)
-    run_record.add_start(directory, facts, trainer.save_code)
+    run_record.add_start(directory, facts, trainer.save_code, trainer.config_text if call.stage == "fit" else None)
 
 
 def check_task(task: Any, request: Request, refuses_near_names: bool = True, is_sent: bool = False) -> None:
@@ -278,6 +278,7 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
         if strategy.place.rank == 0:
             try:
                 decided.directory, decided.source = decide_directory(trainer, request, damaged)
+                decided.config_from = request.resume.directory if isinstance(request.resume, StoredRun) else None
                 decided.is_chosen = request.source_is_chosen
                 decided.goes_on = is_same_run(decided.directory, decided.source)
                 same = trainer.saver.run_id if trainer.fits_continue and trainer.global_step else ""
@@ -288,6 +289,11 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
         # an exception that rank 0 alone raised would leave the others waiting in the next collective
         if decided.problem is not None:
             raise decided.problem
+        if decided.config_from is not None and request.resume == "auto":
+            raise ConfigError(
+                f"resume=auto takes the config of {decided.config_from} on rank 0, which is not there for rank "
+                f"{strategy.place.rank}. Share the folder of the runs, or give each node a copy of that run's config."
+            )
         trainer.run_dir, call.watchdog.token = decided.directory, decided.token
         if request.stage == "fit":
             trainer.saver.run_id = decided.identity  # unless the checkpoint to resume from has one
@@ -329,6 +335,8 @@ class Decision:
     is_chosen: bool = False
     """Whether an older one will do."""
     problem: Exception | None = None
+    config_from: Path | None = None
+    """The run whose config rank 0 has taken for `resume=auto`."""
     token: str = field(default_factory=new_identity)
     """A word that no other run has."""
 
@@ -345,21 +353,24 @@ def decide_directory(
         return path not in damaged and bool(store.check_sizes(path))
 
     root, identity = Path(trainer.default_root_dir), ""
-    if isinstance(request.resume, StoredRun):
-        assert request.resume.directory is not None
-        trainer.saver.hold(request.resume.directory, request.stage)
-        found, source = request.resume.to_resume(check, folders_elsewhere(trainer, request.task))
-        identity = store.identity_of(request.resume.directory)
+    stored = request.resume if isinstance(request.resume, StoredRun) else None
+    if stored is not None and not stored.by_name:
+        assert stored.directory is not None
+        trainer.saver.hold(stored.directory, request.stage)
+        found, source = stored.to_resume(check, folders_elsewhere(trainer, request.task))
+        identity = store.identity_of(stored.directory)
         request.source_is_chosen = True
         if found is None:
-            trainer.saver.release(request.resume.directory)
+            trainer.saver.release(stored.directory)
     else:
-        named, folders = named_checkpoint(trainer, request.resume), list[Path]()
+        named, folders = named_checkpoint(trainer, stored.word if stored else request.resume), list[Path]()
         if named == "auto":
             folders = folders_elsewhere(trainer, request.task)
             before = map(store.identity_of, reversed(store.versions_to_resume(root, trainer.run_name)))
             identity = next(filter(None, before), "")
         found, source = store.find(root, trainer.run_name, named, trainer.saver, check, folders)
+        if stored is not None:
+            stored.require(found)
         request.source_is_chosen = source is not None and source != Path(named or "")
     if request.weights is not None:  # before a directory is made: where there are none, nothing is left behind
         source = find_weights(trainer, request, check)
@@ -847,11 +858,10 @@ def open_loggers(run: Run) -> None:
         for logger in trainer.loggers:
             loop_part(logger, "follow")(trainer.run_dir)
         return
-    if trainer.config_text is not None:
+    # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.store_config`
+    if trainer.config_text is not None and not run.goes_on:
         weights = run.source if run.stage != "fit" else None
-        store.write_config(trainer.run_dir, trainer.config_text, weights)
-    if trainer.given_config is not None:
-        (trainer.run_dir / run_record.GIVEN_CONFIG).write_text(trainer.given_config, encoding="utf-8")
+        store.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
     if run.stage == "fit" and trainer.records_starts:
         run.status.begin(trainer.run_dir, progress(trainer))
     # also where processes were started again before there was a checkpoint: what they had logged is void

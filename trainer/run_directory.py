@@ -9,6 +9,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -25,17 +26,19 @@ from .checkpoints.run_names import (
     OLD_EVENTS,
     REPLAY,
     VERSION,
+    identity_of,
 )
-from .checkpoints.run_record import read_starts
+from .checkpoints.run_record import STARTS, jobs_of, read_starts
 from .errors import ConfigError, did_you_mean
 from .loggers.json_lines import POINTS_FILE, parse_point
+from .processes.environment import requeued_job
 from .run_status import FAILED, RUNNING, STATUS, read_status
 
 ROOT = "runs"
 """The folder of the runs where nothing else is said: the default of `run.root`."""
 AT_START = {
-    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, OLD_EVENTS, "config_given.yaml", "environment.json", "README.txt"),
-    *("metrics.csv", "hparams.yaml"),
+    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, OLD_EVENTS, STARTS, "config_given.yaml", "environment.json"),
+    *("metrics.csv", "hparams.yaml", "README.txt"),
 }
 """Files that a run without any result may leave, besides names that begin with a dot."""
 NO_STATUS = "unknown"
@@ -274,6 +277,27 @@ def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
     names = [*known, *{os.path.dirname(name) for name in known}]
     hint = did_you_mean(word, names) or (f" The newest is {known[-1]!r}." if known else "")
     raise ConfigError(f"There is no run {word!r}, neither as a path nor below {str(root)!r}.{hint}")
+
+
+def newest_to_resume(root: Path, name: str) -> Path | None:
+    """Return the newest run directory of a name with a checkpoint, there or in the `dirpath` of a callback."""
+    folders = [path for path in (root / name).glob("version_*") if VERSION.fullmatch(path.name) and path.is_dir()]
+    job = requeued_job()  # which goes on with a run of its own
+    folders = [path for path in folders if job is not None and job in jobs_of(path)] or folders
+    for path in sorted(folders, key=lambda path: int(path.name.removeprefix("version_")), reverse=True):
+        run = RunDirectory(path)
+        if any(one.complete for one in run.checkpoints) or _has_checkpoint_elsewhere(run):
+            return path
+    return None
+
+
+def _has_checkpoint_elsewhere(run: RunDirectory) -> bool:
+    dirpaths = [value.strip("'\"") for key, value in run.config.items() if key.endswith(".dirpath") and value != "null"]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        identity = identity_of(run.path)
+        manifests = [file for folder in dirpaths for file in Path(folder).glob(f"*/{MANIFEST}")]
+        return any(json.loads(file.read_bytes())["run"] == identity for file in manifests)
+    return False
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

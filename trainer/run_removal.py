@@ -22,7 +22,7 @@ REMOVABLE: Mapping[str, tuple[str, ...]] = {
     "": (
         *(name for name in FILES if name not in (STATUS, "predictions.*")),
         *(README, "predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
-        *(f"{RECORD}.*", "metrics.*.partial", f".{STATUS}.partial"),
+        *(f"{RECORD}.*", "metrics.*.partial", "config*.partial", f".{STATUS}.partial"),
     ),
     "hang": ("rank-*.txt",),
     "starts": ("*.yaml",),

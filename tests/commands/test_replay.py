@@ -85,7 +85,7 @@ def test_other_code_than_the_run_had_is_named_and_told_by_the_proof() -> None:
 
 def test_a_run_that_was_resumed_with_another_config_is_replayed_in_parts() -> None:
     trained("trainer.max_epochs=2")
-    run = trained("resume=auto", "trainer.gradient_clip_val=0.1")
+    run = trained("resume=auto", "trainer.max_epochs=4", "trainer.gradient_clip_val=0.1")
     done = legato("replay", str(run), "step=9", "until=12", fails=True)
     assert "resumed with another config after step 10" in done.stderr
     assert "until=10, and step=11" in done.stderr

@@ -167,13 +167,11 @@ def test_each_step_has_the_samples_that_the_run_has_seen(folder: Path, overrides
 def test_also_after_resumes_on_other_processes_in_the_middle_of_an_epoch_and_with_other_batches(folder: Path) -> None:
     """4 steps in two processes, then one, then the next epoch with another batch size; old checkpoints are gone."""
     trained(*TWO, "trainer.max_steps=4")
-    trained("resume=auto", "trainer.max_epochs=2")
+    trained("resume=auto", "trainer.max_epochs=2", "trainer.max_steps=-1", "trainer.devices=1")
     run = trained("resume=auto", "trainer.max_epochs=4", "task.batch_size=3", "callbacks.checkpoint.save_top_k=3")
     seen = recorded(folder)
     assert max(seen) == 6 + 6 + 4 + 4
-    found = looked_up(run, 20)
-    assert {step: found[step] for step in range(13, 21)} == {step: seen[step] for step in range(13, 21)}
-    assert found.keys() == seen.keys()
+    assert looked_up(run, 20) == seen
 
 
 def test_the_command_tells_a_step_a_replica_a_batch_and_when_a_sample_was_seen(folder: Path) -> None:

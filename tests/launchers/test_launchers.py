@@ -266,7 +266,10 @@ def test_an_indexed_job_has_a_pod_for_each_node(folder, capsys):
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
     assert (job["completions"], job["parallelism"], job["completionMode"]) == (3, 3, "Indexed")
-    assert container["command"] == ["python", "-m", "legato", "fit", "/etc/legato/run.yaml"]
+    overrides = ["trainer.accelerator=cuda", "trainer.devices=4", "trainer.num_nodes=3"]  # for a resume in the pod
+    assert container["command"][:4] == ["python", "-m", "legato", "fit"]
+    assert sorted(container["command"][4:-1]) == overrides
+    assert container["command"][-1] == "/etc/legato/run.yaml"
     variables = {one["name"]: one.get("value") for one in container["env"]}
     assert variables == {"NODE_RANK": None, "MASTER_ADDR": "my-run-0.my-run", "MASTER_PORT": "29500", "A": "x"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}

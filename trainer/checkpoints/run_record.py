@@ -2,7 +2,9 @@
 
 environment.json     a list of starts, the newest last; a resume adds one
 uncommitted.diff     what was not committed, as `git apply` takes it; a resume with other code: uncommitted-1.diff
-config_given.yaml    the config without defaults
+config.yaml          the config that trained the newest weights
+config_given.yaml    the same without defaults
+starts/N.yaml        the config of start N, counted from 0 as in environment.json
 README.txt           a line for each file that a run directory may hold
 """
 
@@ -20,9 +22,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .run_names import EVALUATIONS, EVENT_FILES
+from .run_names import CONFIG, EVALUATIONS, EVENT_FILES
 
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
+STARTS = "starts"
+"""Folder of the configs of all starts of a run, in its directory."""
 LARGEST_DIFF = 1_000_000
 """Bytes of uncommitted changes that are stored; of more only the names of the files are."""
 GIT_SECONDS = 3.0
@@ -30,8 +34,10 @@ GIT_SECONDS = 3.0
 MOST_NAMES = 200
 
 FILES = {
-    "config.yaml": "the config, every default included; `legato fit` and `legato validate` take it as it is",
+    CONFIG: "the config that trained the newest weights, every default included; `legato fit` and `legato validate` "
+    "take it as it is",
     GIVEN_CONFIG: "the config without defaults: what files and the command line have set, and where",
+    f"{STARTS}/": "the config of each start, as N.yaml in the order of environment.json",
     RECORD: "for each start of the run: command line, versions, host and git commit",
     DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
     "status.json": "state of the run: running, done, failed or preempted; its step, best value and last error",
@@ -58,8 +64,8 @@ def write_readme(directory: Path) -> None:
     path.write_text("\n".join(["A run of Legato. What was not needed is not there.", "", *lines, ""]))
 
 
-def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool) -> None:
-    """Add a start of the run to the record; `facts`: what the caller knows of it."""
+def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
+    """Add a start of the run to the record; `facts`: what the caller knows of it; `config`: what it runs with."""
     starts = read_starts(directory)
     if not starts and (directory / RECORD).exists():
         os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still read it
@@ -81,6 +87,44 @@ def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool) -> Non
         }
     )
     _write(directory, starts)
+    if config is not None:
+        path = start_config(directory, len(starts) - 1)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(config, encoding="utf-8", errors="backslashreplace")
+
+
+def start_config(directory: Path, number: int) -> Path:
+    """Return the file with the config of a start."""
+    return directory / STARTS / f"{number}.yaml"
+
+
+def store_config(directory: Path, config: str, given: str | None) -> None:
+    """Write the config that trained the weights in a run directory, and the same without defaults."""
+    for name, text in ((CONFIG, config), (GIVEN_CONFIG, given)):
+        if text is not None:
+            partial = directory / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(partial, directory / name)
+
+
+def is_stored(directory: Path, config: str) -> bool:
+    """Return whether a run directory has this config."""
+    try:
+        return (directory / CONFIG).read_text(encoding="utf-8") == config
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def start_before(directory: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Return number and record of the start of a run that did a step; (-1, {}) where that is not recorded."""
+    fits = [(number, one) for number, one in enumerate(read_starts(directory)) if one.get("stage", "fit") == "fit"]
+    return next(((number, one) for number, one in reversed(fits) if one.get("step", 0) < step), (-1, {}))
+
+
+def last_replicas(directory: Path) -> int | None:
+    """Return the replicas of a run, as its newest start has recorded them."""
+    found = [one.get("replicas") for one in read_starts(directory) if one.get("stage", "fit") == "fit"]
+    return found[-1] if found and isinstance(found[-1], int) else None
 
 
 def read_starts(directory: Path) -> list[dict[str, Any]]:

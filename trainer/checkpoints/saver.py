@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError, ConfigError, LegatoError
-from . import manifest, store
+from . import manifest, run_record, store
 from .background import Writer
 from .commit import Owner, make_folder, remove
 from .contents import contents, contents_after_workers
@@ -137,10 +137,20 @@ class Saver:
                 with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
                     for logger in trainer.loggers:
                         logger.save()
+                    self._store_config()
             if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
                 self._write(path, found, asynchronous)
                 log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
             trainer.strategy.collectives.barrier()
+
+    def _store_config(self) -> None:
+        """Store the config of a start that goes on with a run, now that there are weights which it has trained."""
+        trainer, run = self.trainer, self.trainer.current_run
+        text, source = trainer.config_text, run.source
+        if text is None or trainer.run_dir is None or run.stage != "fit" or not run.goes_on or source is None:
+            return
+        if trainer.global_step > store.checkpoint_step(source) and not run_record.is_stored(trainer.run_dir, text):
+            run_record.store_config(trainer.run_dir, text, trainer.given_config)
 
     def save_after_error(self, path: Path, weights_only: bool = False) -> bool:
         """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.

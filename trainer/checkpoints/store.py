@@ -28,7 +28,7 @@ from torch import Tensor
 from ..errors import CheckpointError, ConfigError
 from ..processes.collectives import SINGLE, Collectives
 from ..processes.environment import requeued_job
-from . import commit, manifest
+from . import commit, manifest, run_record
 from .commit import NO_OWNER, STEP_NAME, Owner
 from .foreign import read_contents
 from .format import MODEL, OTHERS, FileSum, file_sum, flatten, read_verified, unflatten
@@ -299,13 +299,13 @@ def _require_text(root: Path) -> None:
         ) from None
 
 
-def write_config(directory: Path, text: str, weights: Path | None) -> None:
+def write_config(directory: Path, text: str, given: str | None, weights: Path | None) -> None:
     """Store the config of a run; that of an evaluation includes the weights, so that it can be repeated."""
     if weights is not None:
         line = f"checkpoint: {json.dumps(os.path.abspath(weights), ensure_ascii=False)}"
         # a function, since a backslash in a text would be an escape; a string of JSON is one of YAML
         text = re.sub(r"(?m)^checkpoint: .*$", lambda _: line, text, count=1)
-    (directory / CONFIG).write_text(text, encoding="utf-8", errors="backslashreplace")  # see `run_record`
+    run_record.store_config(directory, text, given)
 
 
 def write_identity(directory: Path, identity: str) -> None:
@@ -403,6 +403,8 @@ class StoredRun:
     directory: Path | None
     word: str
     """"best", "last", "auto" (resume the run), or "": the best, or the last if there is no best."""
+    by_name: bool = False
+    """Whether `directory` was found by the name; then it must still be the newest run of that name."""
 
     def weights(self, callbacks: Sequence[Any]) -> Path:
         """Return the checkpoint to evaluate, and log which it is; `callbacks` are the run's Checkpoint callbacks.
@@ -417,6 +419,16 @@ class StoredRun:
             return found
         place = self.directory if self.directory is not None else self.root / self.name
         raise CheckpointError(f"There is no complete checkpoint in {place}. Train first, or name a checkpoint; {FRESH}")
+
+    def require(self, found: Path | None) -> None:
+        """Raise ConfigError if the newest run of the name with a complete checkpoint is not the one in `directory`."""
+        if self.directory is not None and (found is None or not found.samefile(self.directory)):
+            instead = f"that is {found}" if found is not None else "there is none"
+            raise ConfigError(
+                f"resume=auto has taken the config of {self.directory} for the newest run of {self.name!r} with a "
+                f"complete checkpoint, but {instead}. Name the run to go on with, legato fit RUN/{CONFIG} resume=auto, "
+                f"or leave resume=auto out to begin a new one."
+            )
 
     def to_resume(self, check: Check, folders: Sequence[Path]) -> tuple[Path | None, Path | None]:
         """Return the run directory and the checkpoint to resume from; None for both if there is no checkpoint."""

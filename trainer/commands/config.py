@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ..config.check import load_config
+from ..config.resumed import load_to_fit
 
 
 def show_config(arguments: Sequence[str]) -> None:
     """Print the resolved config with the origin of each value."""
-    print(load_config(arguments).text(origins=True), end="")
+    print(load_to_fit(arguments).text(origins=True), end="")

@@ -24,8 +24,7 @@ def run_fit(arguments: Sequence[str]) -> None:
 
     with handling_end_signals(end):  # until fit installs its own handlers
         found = build_run(config)
-        # with a run's own config, "auto" means that run instead of the newest one of its name
-        resume: Any = found.stored("auto") if found.resume == "auto" and found.directory is not None else found.resume
+        resume: Any = found.to_resume()
         found.trainer.fit(found.task, datamodule=found.data, resume=resume)
         if found.trainer.is_global_zero:
             print((last_line if is_quiet() else summary)(found.trainer), file=STDOUT, flush=True)

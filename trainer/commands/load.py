@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..config.build import build_config
 from ..config.check import load_config
 from ..config.read import read_strategy
+from ..config.resumed import load_to_fit
 from ..errors import ConfigError
 from ..messages import is_quiet, shown_options
 from ..processes.environment import find_place, warm_up_for
@@ -24,13 +25,14 @@ _STRATEGIES = ("auto", "ddp", "zero1", "fsdp", "mesh", "ddp_rpc")
 
 def load_or_launch(arguments: Sequence[str], command: str) -> "Config":
     """Return the config; if it names a launcher, run the command there instead and exit."""
-    config = load_config(arguments)
+    config = load_to_fit(arguments) if command == "fit" else load_config(arguments)
     if config.values.get("launcher") is not None:
         from ..launchers.launcher import make_launcher
 
         launcher = make_launcher(config)
         assert launcher is not None
-        launcher.flags = shown_options()
+        # with resume=auto the job lays these on the run's own config once more
+        launcher.flags = (*shown_options(), *(config.override_words() if command == "fit" else ()))
         if config.directory is not None:
             _resolve_own_run(config, command)
         sys.exit(launcher.launch(command, config))

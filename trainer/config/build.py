@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,15 @@ class ConfiguredRun:
     checkpoint: str | None
     directory: Path | None = None
     """The run directory whose stored config this was made from."""
+    resumed: Path | None = None
+    """The run that `resume=auto` has found by its name, and whose config this is."""
+
+    def to_resume(self) -> "StoredRun | str | None":
+        """Return what fit resumes from; with a run's own config, "auto" means that run, not the newest of its name."""
+        if self.resume != "auto" or (self.directory is None and self.resumed is None):
+            return self.resume
+        found = self.stored("auto")
+        return found if self.resumed is None else replace(found, directory=self.resumed, by_name=True)
 
     def stored(self, word: str) -> "StoredRun":
         """Return the run on disk that `word` ("best", "last", "auto") refers to."""
@@ -81,8 +90,9 @@ def build_config(config: Config) -> ConfiguredRun:
         named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument, and perhaps one of its options
         place = config.origin(("trainer", *filter(None, named.groups()))) if named else ""
         raise ConfigError(f"{place}: {error}" if named else str(error)) from error
-    trainer.config_text, trainer.given_config = config.text(), config.given_text()
-    return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory)
+    again = config.to_run_again()
+    trainer.config_text, trainer.given_config = again.text(), again.given_text()
+    return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory, config.resumed)
 
 
 class _InstanceBuilder:

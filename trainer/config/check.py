@@ -18,7 +18,19 @@ from ..checkpoints.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
 from ..strategies import STRATEGIES
-from .read import MOVED, SECTION_OF, SECTIONS, Key, Layer, dotted, dump_yaml, escape, own_directory, read_config
+from .read import (
+    MOVED,
+    SECTION_OF,
+    SECTIONS,
+    Key,
+    Layer,
+    dotted,
+    dump_yaml,
+    escape,
+    format_value,
+    own_directory,
+    read_config,
+)
 from .signatures import NO_DEFAULT, Parameter, Signature, Sources
 from .values import Fitted, OnTarget, Problem, describe, describe_type, fit_value, is_target, same
 
@@ -63,12 +75,36 @@ class Config(Layer):
 
     directory: Path | None = None
     """The run directory whose stored config this is, apart from overrides."""
+    resumed: Path | None = None
+    """The run that `resume=auto` has found by its name, and whose config this is, apart from overrides."""
     sources: Sources = field(default_factory=Sources, repr=False, compare=False)
     """The source files that were parsed to check it; the build uses them again."""
 
     def text(self, origins: bool = False) -> str:
         """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment."""
         return dump_yaml(escape(self.values), self.origin if origins else None)
+
+    def to_run_again(self) -> "Config":
+        """Return the config that a run directory stores: of a run that went on, one that begins it anew."""
+        if self.values["resume"] != "auto":
+            return self
+        return replace(self, values=self.values | {"resume": None}, origins=self.origins | {("resume",): "default"})
+
+    def override_words(self) -> list[str]:
+        """Return the overrides as arguments of a command that is given this config as a file: resolved, one key each.
+
+        Without those that say where the run is or how it is started, which the file itself must say.
+        """
+
+        def words(value: Any, key: Key) -> Iterator[str]:
+            if isinstance(value, dict) and value:
+                for name, item in value.items():
+                    yield from words(item, (*key, name))
+            elif self.origin(key).startswith("override"):
+                yield f"{dotted(key)}={format_value(escape(value))}"
+
+        sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
+        return [word for name in sections if name in self.values for word in words(self.values[name], (name,))]
 
     def given_text(self) -> str:
         """Return what files and overrides have set, without defaults, with the origin of each value as a comment."""

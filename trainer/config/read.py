@@ -215,17 +215,17 @@ def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = N
         if value and (isinstance(value, dict) or any(isinstance(item, dict | list) for item in items)):
             lines.append(f"{indent}{head}".rstrip())
             for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-                write(item, indent + "  ", f"{_flow(name)}: " if isinstance(value, dict) else "- ", (*key, name))
+                write(item, indent + "  ", f"{format_value(name)}: " if isinstance(value, dict) else "- ", (*key, name))
             return
-        line = f"{indent}{head}{_flow(value)}"
+        line = f"{indent}{head}{format_value(value)}"
         lines.append(f"{line:<{_COMMENT_COLUMN}}  # {origin(key)}" if origin else line)
 
     for name, value in values.items():
-        write(value, "", f"{_flow(name)}: ", (name,))
+        write(value, "", f"{format_value(name)}: ", (name,))
     return "\n".join(lines) + "\n"
 
 
-def _flow(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return one value as YAML on one line."""
     text: str = yaml.dump(
         [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
@@ -251,7 +251,7 @@ def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, ke
     Raises ConfigError where a file or an override cannot be read; the message says where.
     """
     _let_project_be_imported()
-    overrides = _overrides_among(arguments)
+    overrides = overrides_among(arguments)
     files = [one for one in arguments if one not in overrides]
     if not files:
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
@@ -372,7 +372,7 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
     name = run.get("name") if isinstance(run, dict) else None
     if not isinstance(name, str):
         return None
-    for one in set(arguments) - set(_overrides_among(arguments)):
+    for one in set(arguments) - set(overrides_among(arguments)):
         if merged.origin(("run", "name")).startswith(f"{_shown(find_config_file(Path(one), ()))}:"):
             for path in (Path(os.path.abspath(one)), Path(one).resolve()):
                 if path.name == CONFIG and is_run_directory(path.parent, name):
@@ -401,7 +401,8 @@ def is_override(argument: str) -> bool:
     return _OVERRIDE.match(argument) is not None and not os.path.exists(argument)
 
 
-def _overrides_among(arguments: Sequence[str]) -> list[str]:
+def overrides_among(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that set a key."""
     return list(filter(is_override, arguments))
 
 
@@ -628,7 +629,7 @@ def name_of_value(value: Any) -> str:
         value = str(value.get(TARGET, "")).rpartition(".")[2] or list(value.values())
     if isinstance(value, list):
         return "-".join(map(name_of_value, value))
-    text = value.lstrip(".-/ ") if isinstance(value, str) else _flow(value)
+    text = value.lstrip(".-/ ") if isinstance(value, str) else format_value(value)
     return re.sub(r"[^\w.+=,@-]+", "-", text)[:80]
 
 

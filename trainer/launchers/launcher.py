@@ -16,7 +16,7 @@ class Launcher:
     name = ""
     """Name in a config."""
     flags = tuple[str, ...]()  # not annotated: it is no key of a config
-    """Options that the command is started with, such as --quiet."""
+    """Options and overrides that the command is started with, such as --quiet and task.lr=0.1."""
 
     def launch(self, command: str, config: "Config") -> int:
         """Start `legato COMMAND` with a config, and return the exit code. Raises ConfigError if that is impossible."""

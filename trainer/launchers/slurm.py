@@ -108,7 +108,7 @@ class SlurmLauncher(Launcher):
         """Return the sbatch script that runs the config `stem`.yaml; `resume` are the lines that set `resume`."""
         python = shlex.quote(self.python or sys.executable)
         config = shlex.quote(str(stem.with_suffix(".yaml")))
-        words = " ".join([command, *self.flags])
+        words = shlex.join([command, *(flag for flag in self.flags if not flag.startswith("trainer.requeue="))])
         # not --kill-on-bad-exit: the first rank to exit with 75 would get the others killed, and srun return 143
         run = f'srun --wait={_WAIT} {python} -m {_trainer_module()} {words} {config} "${{resume[@]}}"'
         again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]

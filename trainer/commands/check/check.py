@@ -39,13 +39,13 @@ TRIAL_STEPS = 2
 def run_check(arguments: Sequence[str]) -> None:
     """Check the run of a command line and print the report. Raises ConfigError with all problems."""
     from ...config.build import build_config
-    from ...config.check import load_config
     from ...config.read import read_strategy
+    from ...config.resumed import load_to_fit
 
     quiet, log = is_quiet(), logging.getLogger("legato")
     if log.level != logging.DEBUG:
         log.setLevel(logging.WARNING)  # no messages of the trial runs, whose layout the report tells
-    config = load_config(arguments)
+    config = load_to_fit(arguments)
     if environment.find_place(config.values["trainer"]["cluster"]) is None:
         trainer = config.values["trainer"]
         environment.warm_up_for(read_strategy(trainer)[0], trainer)  # it imports while this process builds the run

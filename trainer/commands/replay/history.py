@@ -13,6 +13,7 @@ from ...checkpoints import store
 from ...checkpoints.format import unflatten
 from ...checkpoints.manifest import STATE_FILE, load_manifest, parse_json
 from ...checkpoints.run_names import CHECKPOINTS, CONFIG
+from ...checkpoints.run_record import start_before, start_config
 from ...config.check import Config, load_config
 from ...errors import CheckpointError, ConfigError
 from ...loggers.json_lines import POINTS_FILE
@@ -56,8 +57,8 @@ class CheckpointRecord:
 class RunHistory:
     """A run as its directory tells it. Steps count from 1: step N takes `global_step` from N - 1 to N.
 
-    A resume may have had other settings than the start of the run. The process that did a step also wrote the oldest
-    checkpoint after it, so the config in that one is the step's; after the newest one it is the run directory's.
+    A resume may have had other settings than the start of the run, so the config of a step is that of the start which
+    did it. In a run without configs of its starts it is that in the oldest checkpoint after the step, else the run's.
     """
 
     def __init__(self, directory: Path, folders: Sequence[Path] | None = None) -> None:
@@ -140,12 +141,20 @@ class RunHistory:
         if step < 1:
             raise ConfigError(f"step={step}: steps count from 1, which is the one that takes global_step from 0 to 1.")
 
+    def config_text(self, step: int) -> str | None:
+        """Return the text of the config that a step was done with; None where a script did it."""
+        number, _ = start_before(self.directory, step)
+        path = start_config(self.directory, number)
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        after = self.after(step)
+        return self.config_file.read_text(encoding="utf-8") if after is None else after.config
+
     def config_of(self, step: int, overrides: Sequence[str] = ()) -> Config:
         """Return the config that a step was done with, with overrides on top."""
-        after = self.after(step)
-        text = self.config_file.read_text(encoding="utf-8") if after is None else after.config
+        text = self.config_text(step)
         if text is None:
-            raise ConfigError(f"{after.path if after else self.directory} has no config: a script began the run.")
+            raise ConfigError(f"{self.directory} has no config of step {step}: a script ran it.")
         with TemporaryDirectory() as folder:
             path = Path(folder) / CONFIG
             path.write_text(text, encoding="utf-8")

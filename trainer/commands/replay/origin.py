@@ -5,22 +5,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.run_record import package_versions, read_starts
+from ...checkpoints.run_record import package_versions, start_before
 from .history import RunHistory
 
 GIT_TIMEOUT = 5.0
 SHOWN_FILES = 8
 
 
-def start_of(directory: Path, step: int) -> Mapping[str, Any]:
-    """Return the record of the start of the run that did a step; {} where there is none."""
-    before = [one for one in read_starts(directory) if one.get("stage", "fit") == "fit" and one.get("step", 0) < step]
-    return before[-1] if before else {}
-
-
 def differences(directory: Path, step: int) -> Iterator[str]:
     """Yield a line for each thing that is not as it was when the run did a step."""
-    start = start_of(directory, step)
+    _, start = start_before(directory, step)
     was: dict[str, Any] = dict(start.get("versions") or {})
     if not was:
         history = RunHistory(directory)

@@ -200,22 +200,21 @@ def replay_steps(
     Raises ConfigError where the run was resumed with another config between the two.
     """
     source = history.before(first)
-    begins, ends = history.after(source.step + 1 if source else 1), history.after(last)
-    if begins is not None and begins.step < last and (ends is None or begins.config != ends.config):
-        since = (one for one in history.checkpoints if one.step >= begins.step)
-        changed = next((one for one in since if differs_after(history, one)), None)
-        if changed is not None and changed.step < last:
-            raise ConfigError(
-                f"The run was resumed with another config after step {changed.step}. Replay up to there, and from "
-                f"there on: until={changed.step}, and step={changed.step + 1}."
-            )
+    begun = source.step if source else 0
+    inside = (one for one in history.checkpoints if begun < one.step < last)
+    changed = next((one for one in inside if differs_after(history, one)), None)
+    if changed is not None:
+        raise ConfigError(
+            f"The run was resumed with another config after step {changed.step}. Replay up to there, and from "
+            f"there on: until={changed.step}, and step={changed.step + 1}."
+        )
     config = replay_config(history, first, overrides, every_step)
     run = build_config(config)
     gone = [step for step in left_out(history) if not (as_if_not_left_out and first <= step <= last)]
     resume: Any = config.values["resume"]
     fit = partial(run.trainer.fit, run.task, datamodule=run.data, resume=None if resume == "auto" else resume)
     fit_again(history, run.trainer, run.task, fit, (first, last), directory, [LeaveOutSteps(gone), *watchers])
-    compared, begun = first - 1 if as_if_not_left_out else last, source.step if source else 0
+    compared = first - 1 if as_if_not_left_out else last
     return Replayed(history, source, begun + 1, compared, directory, *sameness(history, first, config))
 
 
@@ -295,9 +294,7 @@ def replay(
 
 def differs_after(history: RunHistory, record: "CheckpointRecord") -> bool:
     """Return whether the step after a checkpoint was done with another config than the one before."""
-    following = history.after(record.step + 1)
-    text = history.config_file.read_text(encoding="utf-8") if following is None else following.config
-    return text != record.config
+    return history.config_text(record.step + 1) != history.config_text(record.step)
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:

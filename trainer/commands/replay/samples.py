@@ -87,8 +87,7 @@ class SampleLookup:
 
     def source(self, step: int) -> "LoaderOfSettings":
         """Return the training loader under the settings of a step."""
-        after = self.history.after(step)
-        key = "" if after is None or after.config is None else after.config
+        key = self.history.config_text(step) or ""
         if key not in self._sources:
             self._sources[key] = LoaderOfSettings(self.history, step, self.overrides)
         return self._sources[key]
