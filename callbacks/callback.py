@@ -35,6 +35,7 @@ checks this drawing against the code.
     |   |   configure_gradient_clipping            T
     |   |   optimizer_step                         T
     |   |   lr_scheduler_step                      T   schedulers with interval "step"
+    |   |   on_step_end                          C T   on every process, also one without a batch in the step
     |   |   on_train_batch_end                   C T   for the step's last batch: the weights are updated
     |   |   +-- validation, when it is due: after this step, or at the end of the epoch
     |   |   |   on_validation_model_eval         C T
@@ -164,6 +165,9 @@ class Callback:
 
         In an epoch's last step some processes may have no batch; see `after_every_step`.
         """
+
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Called once a step, after its optimizers, on every process, also one without a batch in the step."""
 
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "torch.Tensor") -> None:
         """Called before each backward."""

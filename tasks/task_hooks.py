@@ -46,6 +46,9 @@ class TaskHooks:
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Called after each batch; after a step's last batch the weights are updated already."""
 
+    def on_step_end(self) -> None:
+        """Called once a step, after its optimizers, on every process: for weights that follow the trained ones."""
+
     def on_before_backward(self, loss: torch.Tensor) -> None:
         """Called before each backward."""
 

@@ -503,9 +503,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     one_order = call.bitwise or call.members_change
     by_replica = stage == "fit" and task.automatic_optimization and (call.local_replicas > 1 or one_order)
     strategy.setup(task, optimization.optimizers, call.layout, one_order and by_replica)
-    numerics = contents.numerics_of(strategy, optimization.optimizers, trainer.compile) if stage == "fit" else {}
-    if call.bitwise and stage == "fit":
-        kernels.require_same_ranks(strategy.collectives.gather_objects(numerics))
+    numerics = find_numerics(call, optimization) if stage == "fit" else {}
     if not strategy.compiles_blocks:
         kernels.compile_in_place(task, trainer.compile)
     return Run(
@@ -520,6 +518,14 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         numerics=numerics,
         drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
     )
+
+
+def find_numerics(call: JoinedCall, optimization: Optimization) -> dict[str, Any]:
+    """Return the settings that results depend on bit by bit; under `bitwise` every rank must have the same."""
+    numerics = contents.numerics_of(call.strategy, optimization.optimizers, call.trainer.compile)
+    if call.bitwise:
+        kernels.require_same_ranks(call.strategy.collectives.gather_objects(numerics))
+    return numerics
 
 
 def start(run: Run, saved: dict[str, Any] | None) -> None:
@@ -790,7 +796,7 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     for callback in trainer.callbacks:
         loop_part(callback, "extend_optimizers")(task, optimizers)
     if fault := unknown_parameters(task, optimizers):
-        trainer.answer_unknown_parameters(fault)
+        trainer.refuse(fault)
     kernels.choose_kernels(optimizers, trainer.optimizer_kernels)
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)

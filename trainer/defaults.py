@@ -221,8 +221,8 @@ class TrainerDefaults(TrainerView):
     def note_failure(self) -> None:
         """Called when a call has failed, before the hooks that hear of it."""
 
-    def answer_unknown_parameters(self, fault: str) -> None:
-        """Refuse optimizers of parameters that are not the task's, with which a resumed run would be another one."""
+    def refuse(self, fault: str) -> None:
+        """Raise TaskError for what a run that is resumed, or on another number of processes, would do otherwise."""
         raise TaskError(fault)
 
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:

@@ -409,7 +409,7 @@ class Run(JoinedCall):
         return self.loop.epoch_skipped
 
     def count(self, step: StepInput) -> None:
-        """Count a finished step and advance the schedulers that go by steps."""
+        """Count a finished step, advance the schedulers that go by steps, and call `on_step_end`."""
         state, self.optimization.updating = self.state, True  # also where a guard dropped the update
         state.global_step += 1
         state.epoch_steps += 1
@@ -425,6 +425,11 @@ class Run(JoinedCall):
             self.step_schedulers(plateau=False if self.loop.plateau_waits else None)
             if self.trainer.ends_epoch_with_last_batch and self.epoch_is_full:
                 self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
+        if self.hooks["on_step_end"]:
+            self.metrics.leave_batches(step.samples)
+            if self.keyed:
+                self.seed_hooks("on_step_end")
+            self.hooks.call("on_step_end")
         self.optimization.updating = False
 
     def step_schedulers(self, plateau: bool | None) -> None:

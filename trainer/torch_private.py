@@ -459,6 +459,18 @@ def own_parameters(module: nn.Module) -> Tensors:
     return module._parameters if DICTS.usable else _Attributes(module, "parameters")
 
 
+VERSIONS = Shortcut(
+    "a tensor's _version",
+    "a write to a weight that leaves its values as they are is not noticed in the first steps",
+    lambda: torch.empty(0)._version == 0,
+)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; 0 where that is not counted."""
+    return tensor._version if VERSIONS.usable and not tensor.is_inference() else 0
+
+
 def own_buffers(module: nn.Module) -> Tensors:
     """Return a module's own buffers by name, including None."""
     return module._buffers if DICTS.usable else _Attributes(module, "buffers")

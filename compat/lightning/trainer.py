@@ -404,8 +404,8 @@ class Trainer(TrainerAttributes):
         """Let `on_exception` find the trainer interrupted."""
         self.state.status = TrainerStatus.INTERRUPTED
 
-    def answer_unknown_parameters(self, fault: str) -> None:
-        """Warn of optimizers of parameters that are not the module's: Lightning trains them."""
+    def refuse(self, fault: str) -> None:
+        """Warn of what Lightning does without a word: it trains parameters that are not the module's."""
         rank_zero_warn(fault)
 
     def keeps_generators(self, alone: bool) -> bool:

@@ -1,5 +1,6 @@
 """Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
@@ -10,16 +11,19 @@ from torch.optim import Optimizer
 from ...tasks.task import Task
 from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
 from ..data.steps import StepInput
-from ..errors import ConfigError, TaskError, did_you_mean
+from ..errors import ConfigError, TaskError, did_you_mean, first_names
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
 from .optimizers import ManualOptimizer, SchedulerConfig, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
+from .weight_watch import WeightWatch
 
 if TYPE_CHECKING:
     from ..strategies.strategy import Strategy
     from .nonfinite import StepGuard
+
+log = logging.getLogger("legato")
 
 
 class OptimizingTrainer(Protocol):
@@ -34,6 +38,9 @@ class OptimizingTrainer(Protocol):
     strategy: "Strategy"
     callback_metrics: dict[str, Tensor]
     optimizer_wrapper: ClassVar[type[ManualOptimizer]]
+
+    def refuse(self, fault: str) -> None:
+        """Raise TaskError for what would make another run of a resume."""
 
     @property
     def agreed_metrics(self) -> dict[str, Tensor]:
@@ -128,12 +135,18 @@ class Optimization:
         """Under manual optimization: optimizers that have stepped since the loss scale was last updated."""
         self.guard: StepGuard | None = None
         """Check of the gradients before a step, or None."""
+        self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
+        """Search for weights that training_step changes, in the first steps."""
         self.watches_losses = trainer.nan == "raise" or self.own_optimizer_step  # to which the loss is given
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """Parameters that the gradient of each loss reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
             # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
+
+    def _repeats_steps(self) -> bool:
+        """Return whether training_step runs for several replicas in a step, or for parts of a batch."""
+        return self.state.replicas > 1 or self.strategy.cuts_batches
 
     def use_guard(self, guard: "StepGuard | None") -> None:
         """Check the gradients of each step by `guard`."""
@@ -160,6 +173,8 @@ class Optimization:
                 self.epoch = self.state.epoch
                 if strategy.reducer.is_outdated():
                     strategy.make_reducer()
+            if self.watch is not None:
+                self.watch.begin_step()
             if self.clears_late and step.batches:
                 return
         if self.own_zero_grad:
@@ -187,6 +202,8 @@ class Optimization:
         """Return the optimizers to step now; iterate to prepare each right before its step."""
         if self.closure_step is not None and step.batches:
             return ()  # done with the last batch
+        if self.watch is not None:
+            self._require_same_weights(self.watch)
         strategy = self.strategy
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
@@ -195,6 +212,24 @@ class Optimization:
             return ()
         # with nothing to prepare the list itself: no generator in the step
         return self._prepared(step) if self.prepares_steps else self.optimizers
+
+    def _require_same_weights(self, watch: WeightWatch) -> None:
+        """Refuse a task whose training_step changes parameters, and warn of one that changes buffers."""
+        (parameters, buffers), replicas = watch.end_step(), self.state.replicas
+        self.watch = watch if watch.steps_left and not parameters else None
+        if parameters:
+            self.trainer.refuse(
+                f"training_step changed weights in step {self.state.global_step + 1}: {first_names(parameters)}. It "
+                f"runs once for each batch of {replicas} replicas, so the result would depend on how those are shared "
+                f"out. Change such weights (a teacher, an average) in on_step_end, which is called once a step, after "
+                f"the optimizers. An Embedding changes its own by max_norm: call weight.renorm_ there instead."
+            )
+        if buffers and self.strategy.place.rank == 0:
+            log.warning(
+                "training_step changes the buffers %s. Of a step's %d replicas only the first one's batch counts.",
+                first_names(buffers),
+                replicas,
+            )
 
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
         strategy, shares = self.strategy, self.metrics.shares
