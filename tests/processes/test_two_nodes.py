@@ -1,5 +1,6 @@
 """Several nodes: two network namespaces joined by a cable, under torchrun and Legato's launcher; elastic nodes."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -48,6 +49,28 @@ trainer = lg.Trainer(accelerator="cpu", strategy="ddp", max_epochs=1, logger=Fal
                      enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
                      **dict(num_nodes=2, devices=2) if sys.argv[1:] == ["own"] else {})
 trainer.fit(Line())
+"""
+
+
+CUT = """
+import subprocess, sys, time
+import legato as lg
+from launched_task import Line
+
+class Cut(Line):
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_step == 2 and self.global_rank == 0:
+            subprocess.run(["ip", "link", "set", "left", "down"], check=True)
+            print("cut", time.time(), flush=True)
+
+limit = {"hang_timeout": 4.0} if sys.argv[1:] == ["hang"] else {}
+strategy = "ddp" if limit else {"name": "ddp", "timeout": {"step": 4}}
+trainer = lg.Trainer(accelerator="cpu", strategy=strategy, max_epochs=1, logger=False, threads=1, num_nodes=2,
+                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, **limit)
+try:
+    trainer.fit(Cut())
+finally:
+    print("ended", time.time(), flush=True)
 """
 
 
@@ -115,6 +138,28 @@ def test_two_nodes_with_legatos_own_launcher(cable, folder):
     assert "ranks 0-1 on cpu" in errors
     assert "ranks 2-3 on cpu" in errors
     assert "met at" not in other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("limit", "head"),
+    [
+        ("step", "Rank 1 has waited 4 s (trainer.strategy.timeout.step)"),
+        ("hang", "No progress for 4 s (trainer.hang_t"),
+    ],
+)
+def test_a_rank_that_has_lost_the_network_ends_after_its_limit(cable, folder, limit, head):
+    """Rank 1 loses the store besides, which is on the node of rank 0, and learns from nobody what the others do."""
+    (folder / "cut.py").write_text(CUT)
+    out, _, other = on_two_nodes("bash", "-c", '"$@" 2>&1; echo code $?', "bash", *PYTHON, "cut.py", limit)
+    assert "code 1" in out
+    assert "rank 1 does not answer: it is stopped, has ended, has no network" in out
+    assert "code 1" in other
+    assert head in other
+    assert "The other ranks' positions are not known: The ranks' store has not answered for 10 s." in other
+    assert "rank 1 waits in backward, for the other ranks' gradients" in other
+    cut, ended = (float(re.search(rf"{word} ([\d.]+)", text)[1]) for word, text in (("cut", out), ("ended", other)))
+    assert ended - cut < 60  # as long as it takes, it is not until the network is there again
 
 
 @pytest.mark.slow

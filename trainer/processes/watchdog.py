@@ -7,7 +7,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from .failures import end_process
 from .first_failure import with_first_failure
 from .script_collectives import ScriptCollectives, describe_counts
 from .stacks import Frame, collective_of, describe_stack, stack_of, stack_of_error, users_frame, worker_stacks
+from .timed_store import TimedStore
 from .transport import is_communication
 
 if TYPE_CHECKING:
@@ -179,15 +180,20 @@ class Watchdog:
                 place, since = now, moment
                 report_at = max(self.report_after, LONGEST_STEPS * self.longest)
             stalled = moment - since
+            # before the store is asked, which may not answer
+            if self.begun and self.end_after is not None and stalled >= self.end_after:
+                self._end(stalled)
+            if stalled >= report_at:
+                report_at = 2 * max(stalled, report_at)
+                self._report(stalled)
             with suppress(RuntimeError):  # the store is gone, and with it the run: another rank reports why
                 self._connect()
                 self._answer_leaving_rank(stalled)
                 if self._is_deadlocked(stalled) or self._is_asked(stalled, "surplus"):
                     self._end_deadlock(stalled)
-                ends = self.begun and self.end_after is not None and stalled >= self.end_after
-                if ends or self._is_asked(stalled, "end"):
+                if self._is_asked(stalled, "end"):
                     self._end(stalled)
-                elif stalled >= report_at or self._is_asked(stalled, f"report {self.reports}"):
+                elif self._is_asked(stalled, f"report {self.reports}"):
                     report_at = 2 * max(stalled, report_at)
                     self._report(stalled)
                 elif self._is_asked(stalled, "failed"):
@@ -282,18 +288,15 @@ class Watchdog:
                     # call at a time
                     store = default_store()
                     if store is not None:
-                        self.store = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                        prefix = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                        self.store = TimedStore(prefix)
                     self.reports = 0
 
     # --- what it tells ----------------------------------------------------------------------------------------------
     def _end(self, stalled: float) -> None:
         """Write the stacks, exchange positions, and end the process with the result."""
         first, head = self._is_first("end"), f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
-        own = self._write_stacks(stalled)
-        try:
-            message = self._exchange(own, first, "end", head)
-        except RuntimeError:  # the store is gone
-            message = self._message({self._rank: own}, head)
+        message = self._exchange(self._write_stacks(stalled), first, "end", head)
         end_process(HangError(message), tell=first)
 
     def _report(self, stalled: float) -> None:
@@ -305,7 +308,8 @@ class Watchdog:
         if first:
             log.warning("%s", self._exchange(own, first, topic, head))
         else:
-            self._share_position(own, topic)
+            with suppress(RuntimeError):  # the store is gone
+                self._share_position(own, topic)
 
     def explain(self, error: BaseException) -> BaseException:
         """Return the error to raise for one on this rank: it names each rank's position, or who failed first."""
@@ -322,33 +326,35 @@ class Watchdog:
         late = "Timed out waiting" in text or "Wait timeout" in text
         if not isinstance(error, RuntimeError) or isinstance(error, LegatoError) or self.place.world_size == 1:
             return error
-        try:
+        left = False
+        with suppress(RuntimeError):  # the store is gone
             self._connect()
             left = self.store is not None and any(self.store.check([f"done/{rank}"]) for rank in range(self._size))
-            if self.store is None or not (late or (left and is_communication(error))):
-                return error
-            where, waits = describe_stack(stack_of_error(error), alone=False)
-            first = self._is_first("failed")
-            own: Position = {
-                "where": where,
-                "waits": waits,
-                "seconds": 0.0,
-                "at": self._describe_progress(stack_of_error(error)),
-                "idle": self._lacks_batch(),
-            }
-            timeouts = self.trainer.strategy.timeouts
-            limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
-            if late:
-                head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
-                return HangError(self._exchange(own, first, "failed", head))
-            head = "The ranks called different collectives: each must call the same ones in the same order."
-            return DisagreementError(self._exchange(own, first, "failed", head))
-        except RuntimeError:  # the store is gone
+        if self.store is None or not (late or (left and is_communication(error))):
             return error
+        where, waits = describe_stack(stack_of_error(error), alone=False)
+        first = self._is_first("failed")
+        own: Position = {
+            "where": where,
+            "waits": waits,
+            "seconds": 0.0,
+            "at": self._describe_progress(stack_of_error(error)),
+            "idle": self._lacks_batch(),
+        }
+        timeouts = self.trainer.strategy.timeouts
+        limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
+        if late:
+            head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
+            return HangError(self._exchange(own, first, "failed", head))
+        head = "The ranks called different collectives: each must call the same ones in the same order."
+        return DisagreementError(self._exchange(own, first, "failed", head))
 
     def _is_first(self, topic: str) -> bool:
         """Return whether this rank is the first to raise the alarm, and so words the message."""
-        return self.store is None or self.store.add(f"{topic}/alarm", 1) == 1
+        try:
+            return self.store is None or self.store.add(f"{topic}/alarm", 1) == 1
+        except RuntimeError:  # the store is gone: no other rank can word it for this one
+            return True
 
     @property
     def _rank(self) -> int:
@@ -405,9 +411,20 @@ class Watchdog:
             self.store.set(f"{topic}/{self._rank}", json.dumps(position))
 
     def _exchange(self, own: Position, first: bool, topic: str, head: str) -> str:
-        """Share this rank's position; return the message that the first rank makes of all positions."""
+        """Share this rank's position; return the message that the first rank makes of all positions.
+
+        Without a store that answers the message has this rank's position alone.
+        """
         if self.store is None:
-            return self._message({self._rank: own}, head)
+            return self._message({self._rank: own}, [self._rank], head)
+        try:
+            return self._exchange_positions(own, first, topic, head)
+        except RuntimeError as error:
+            lost = f"The other ranks' positions are not known: {error}"
+            network = "The network to the machine of rank 0, or that machine, may be down."
+            return self._message({self._rank: own}, [self._rank], f"{head}\n{lost} {network}")
+
+    def _exchange_positions(self, own: Position, first: bool, topic: str, head: str) -> str:
         self._share_position(own, topic)
         ranks, deadline = range(self._size), time.monotonic() + ANSWER_SECONDS
         positions: dict[int, Position] = {}
@@ -424,24 +441,24 @@ class Watchdog:
             if self.store.check([f"{topic}/message"]):
                 return str(self.store.get(f"{topic}/message").decode())
             time.sleep(0.05)
-        message = self._message(positions, head)
+        message = self._message(positions, ranks, head)
         self.store.set(f"{topic}/message", message)
         return message
 
-    def _message(self, positions: Mapping[int, Position], head: str) -> str:
-        """Return a message: each rank's position, the ranks waited for, and the file of the stacks."""
+    def _message(self, positions: Mapping[int, Position], asked: Sequence[int], head: str) -> str:
+        """Return a message: the position of each rank in `asked`, the ranks waited for, and the file of the stacks."""
         lines = [head]
         alike: dict[str, list[int]] = {}
-        for rank in range(self._size) if self.store is not None else [self._rank]:
+        for rank in asked:
             position = positions.get(rank)
-            words = "does not answer: its process is stopped, has ended, or holds the interpreter lock"
+            words = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
             if position is not None:
                 seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
                 since = f"{seconds}, at {position['at']}" if position["at"] else ""
                 words = f"{position['where']}{since}"
             alike.setdefault(words, []).append(rank)
-        alone = self._size == 1
-        lines += [f"  {'The process' if alone else name_ranks(ranks)} {words}" for words, ranks in alike.items()]
+        process, alone = "The process" if self._size == 1 else "", len(asked) == 1
+        lines += [f"  {process or name_ranks(ranks)} {words}" for words, ranks in alike.items()]
         to_blame = [
             rank for words, ranks in alike.items() for rank in ranks if not positions.get(rank, {}).get("waits")
         ]
