@@ -138,3 +138,41 @@ def test_a_sum_that_a_hook_logs_once_counts_once(tmp_path):
     assert half["optimizer_step"] == 3.0
     resumed = sums(resume=tmp_path / "half", replicas=2)
     assert resumed == pytest.approx(replicas, nan_ok=True)
+
+
+class Shown(Tiny):
+    """Remembers what the progress bar shows after each batch and at the end of each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss, prog_bar=True)
+        self.log("most", loss, prog_bar=True, on_step=False, on_epoch=True, reduce_fx="max")
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.shown.append(self.trainer.metrics.running_values())
+
+    def on_train_epoch_end(self):
+        self.shown.append(self.trainer.metrics.running_values())
+
+
+def shown(**options):
+    task = Shown()
+    trainer = lg.Trainer(**{**QUIET, "max_epochs": 2, "log_every_n_steps": 2, **options})
+    trainer.fit(task, make_loader(40))
+    return task.shown
+
+
+def test_the_bar_shows_the_values_of_all_ranks():
+    alone = shown(replicas=2)
+    by_step = [alone[index] for index in range(len(alone)) if index % 11 == 10 or index % 11 % 2 == 1]
+    two = run_workers(lambda: shown(strategy="ddp", devices=2), 2)
+    assert len(by_step) == len(two) == 12
+    # a step's hook comes before its point; there are points after the steps 2, 4, 6, 8 and 10 of which each epoch has 5
+    newest = [None, None, 1, 1, 3, 5, None, 6, 6, 8, 8, 11]
+    for index, point in enumerate(newest):
+        assert two[index] == ({} if point is None else pytest.approx(by_step[point]))

@@ -44,6 +44,8 @@ PENDING_LIMIT = 1024
 EPOCH_END = 1 << 62
 """Step number of values logged by hooks at the end of the training epoch; they count only if the epoch ends."""
 NO_STEP = -2
+EPOCH_SO_FAR = -3
+"""Step number of rows with the sums of the epoch so far, in an exchange of a step's values."""
 ONCE_PER_PROCESS = -2
 """Replica number of a value that a hook logs once per process.
 
@@ -74,6 +76,8 @@ class Metrics:
         """The first training step with values that `log_point` and `own_values` have yet to return."""
         self.suffix, self.loader = "", 0
         """Added to names logged by one of several evaluation loaders; `loader` is that loader's index."""
+        self.means_shown: dict[str, float] = {}
+        """Values of the epoch up to the newest logging point, over all ranks: those for the progress bar."""
         self.batches: dict[str, int] = {}
         self.describe_place: Callable[[], str] = lambda: self.stage
         """Returns a description of the current stage, for messages."""
@@ -125,7 +129,7 @@ class Metrics:
         self.leave_batches(1)
         self.loaders, self.loaders_seen, self.loaders_of = loaders if loaders > 1 else 0, set(), {}
         if fresh and stage == "train":
-            self.unshared = []
+            self.unshared, self.means_shown = [], {}
         if fresh or stage not in self.stages:
             self.stages[stage], self.batches[stage] = {}, 0
         self.series = self.stages[stage]
@@ -380,12 +384,15 @@ class Metrics:
                 self.bad_loss = step, value
 
     def running_values(self) -> dict[str, float]:
-        """Return training's values of the epoch so far that are for the progress bar, over this process's batches.
+        """Return training's values of the epoch so far that are for the progress bar; no collective.
 
-        Reads them from the device; no collective. Empty where values are shared.
+        On several processes those up to the newest logging point, over all ranks; else they are read from the device.
+        Empty where values are shared.
         """
         if self.stage != "train" or self.series is None or self.shares:
             return {}
+        if self.processes > 1:
+            return dict(self.means_shown)
         newest = [one for one in self.pending if one[4] == self.step]  # of a step that may yet be dropped
         self.pending = [one for one in self.pending if one[4] != self.step]
         self.flush()
@@ -457,11 +464,24 @@ class Metrics:
                 for replica, (value, weight) in one.step.items()
             ]
             absent = self.batches_of_step == 0
-            gathered, maxima = self._gather([row for row in rows if not row.series.alone], absent, extra)
+            gathered, maxima = self._gather(
+                [row for row in rows if not row.series.alone], absent, extra, self._rows_to_show()
+            )
             found = [(one, total(one.kind, sums)) for one, sums in gathered]
             found += [(one, total(one.kind, one.step)) for one in mine if one.alone]
         self._refuse_bad_loss(-maxima[0])  # the maximum of the negative is the first step
         return sort_out(found, "_step", self.bar_names_steps), maxima[1:]
+
+    def _rows_to_show(self) -> list[Row]:
+        """Return the sums of the training epoch so far that the progress bar shows, where ranks have parts of them."""
+        if self.stage != "train" or self.processes == 1:
+            return []
+        shown = [one for one in (self.series or {}).values() if one.prog_bar and one.kind != "metric" and not one.alone]
+        return [
+            Row(one, replica, value, weight, EPOCH_SO_FAR)
+            for one in shown
+            for replica, (value, weight) in one.sums.items()
+        ]
 
     def _with_values_of_step(self) -> list[Series]:
         known = (self.series or {}).values()
@@ -490,6 +510,7 @@ class Metrics:
                     series.metric.reset()
             self.stages[self.stage], self.series = {}, None
             self.batches[self.stage] = 0
+            self.means_shown = {}
             self.batches_left_out *= self.stage != "train"
         return sort_out(found, "_epoch", self.bar_names_steps)
 
@@ -528,12 +549,13 @@ class Metrics:
             self.states.forget(series.metric for series in others)
 
     def _gather(
-        self, rows: Sequence[Row], absent: bool, extra: Sequence[float]
+        self, rows: Sequence[Row], absent: bool, extra: Sequence[float], shown: Sequence[Row] = ()
     ) -> tuple[list[tuple[Series, dict[int, list[float]]]], list[float]]:
         """Return each series with its sums over all replicas, and the maximum over ranks of each number in `extra`.
 
         absent: this rank had no batch and may have logged fewer names; series known only to other ranks are created
         here. Where values are shared every rank has all sums already and only the names are compared.
+        shown: rows of `_rows_to_show`, for `means_shown`.
 
         Raises DisagreementError, naming ranks and names, when ranks that had batches logged different names.
         """
@@ -544,16 +566,21 @@ class Metrics:
                 if replica != NAME_ONLY:
                     sums[replica] = [value, weight]
             return list(found.values()), list(extra)
-        ranks, extras = self.exchange.gather(rows, [float(absent), *extra])
-        self._compare([[row[0] for row in rank] for rank in ranks], [bool(own[0]) for own in extras])
+        ranks, extras = self.exchange.gather([*rows, *shown], [float(absent), *extra])
+        numbers = [[row[0] for row in rank if row[4] != EPOCH_SO_FAR] for rank in ranks]
+        self._compare(numbers, [bool(own[0]) for own in extras])
         known = self.series if self.series is not None else {}
+        so_far: dict[str, tuple[Series, dict[int, list[float]]]] = {}
         for rank in ranks:
-            for number, replica, value, weight, _ in rank:
+            for number, replica, value, weight, step in rank:
                 series = self._series_at(number, known)
-                sums = found.setdefault(series.name, (series, {}))[1]
+                place = so_far if step == EPOCH_SO_FAR else found
+                sums = place.setdefault(series.name, (series, {}))[1]
                 if replica != NAME_ONLY:
                     sums[replica] = [value, weight]
         self._require_equal_sums(found.values())
+        for series, sums in so_far.values():
+            self.means_shown[series.name.replace(OTHER, "")] = total(series.kind, sums)
         return list(found.values()), [max(column) for column in zip(*extras, strict=True)][1:]
 
     def _require_equal_sums(self, gathered: Iterable[tuple[Series, dict[int, list[float]]]]) -> None:
