@@ -104,7 +104,8 @@ class TrainerArguments:
     overfit_batches: int | float = 0.0
     """Train and validate on this many training batches only, in a fixed order."""
     use_distributed_sampler: bool = True
-    """Distribute samples over replicas. False: each process's loader already yields only that process's share."""
+    """Deal samples out to replicas, but for loaders that are seen to yield each process its own share. False: all
+    training loaders do."""
     loader: Mapping[str, Any] | None = None
     """Options of every DataLoader that is dealt out by sample, instead of its own: num_workers, prefetch_factor,
     persistent_workers, pin_memory. They change the speed and not the samples."""

@@ -29,12 +29,14 @@ from .checkpoints.run_names import EVALUATIONS, name_problem
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
 from .closure import use_closure
-from .data.combined import combined, one_after_another
-from .data.dealing import DealtData, EvaluationData, training_data
+from .data.combined import combined, loaders_in, one_after_another
+from .data.dealing import DealtData, EvaluationData, TrainingData, training_data
 from .data.loaders import close_loaders, length_of, opened_loaders, require_iterable
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
+from .data.shares import LOCKSTEP, are_shares, reads_share, unpadded
 from .data.steps import Dealing
+from .data.streams import StreamData, own_shares
 from .data.transfer import to_device, with_allocated_memory, with_channels_last
 from .drift import DriftGuard
 from .errors import CheckpointError, ConfigError, DataError, TaskError, describe_kind, did_you_mean
@@ -493,7 +495,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         other_dtypes = fingerprint.other_dtypes(task, saved)
         restore.load_task_weights(task, saved, task.strict_loading, strategy.state_dicts)
         del saved["state_dict"]  # before there are optimizers
-    make_loaders(call)
+    make_loaders(call, (saved.get("fingerprint") or {}).get("samples") if saved and call.goes_on else None)
     arity = count_arguments(task, "training_step") if stage == "fit" else 1
     optimization = make_optimizers(call) if stage == "fit" else Optimization(trainer, task, call.hooks, call.metrics)
     # Of settings as configure_optimizers returned them, before anything is restored: a learning rate of step 5,000 is
@@ -558,12 +560,12 @@ def prepare_data(call: Call) -> None:
     call.strategy.collectives.barrier()
 
 
-def make_loaders(call: Call) -> None:
-    """Get the loaders of this stage and deal them out."""
+def make_loaders(call: Call, begun: Mapping[str, Any] | None = None) -> None:
+    """Get the loaders of this stage and deal them out; `begun`: the samples of the run's fingerprint at a resume."""
     trainer = call.trainer
     if call.loop.doing == "train":
         with epoch_of_loaders(call):
-            make_training_data(call)
+            make_training_data(call, begun)
             limit: int | float = trainer.overfit_batches or trainer.limit_val_batches
             if limit and overrides(call.task, Task, "validation_step"):
                 make_evaluation_data(call, "validation", limit)
@@ -607,14 +609,14 @@ def require_same_lengths(call: Call) -> None:
 
     Such ranks would end an epoch after different steps, and wait for each other forever.
     """
-    if call.strategy.place.world_size == 1 or not call.trainer.use_distributed_sampler:
+    if call.strategy.place.world_size == 1:
         return
     own: dict[str, int | None] = {}
     if isinstance(call.data.training, DealtData):
         own["training"] = call.data.training.source.positions(0)
     for word, data in call.data.evaluations.items():
         for index, source in enumerate(data.sources):
-            if isinstance(source, DealtData):
+            if isinstance(source, DealtData) and index not in data.shares:
                 own[f"{word} (loader {index})"] = source.source.positions(0)
     every = call.strategy.collectives.gather_objects(own)
     for rank, other in enumerate(every):
@@ -639,8 +641,8 @@ def epoch_of_loaders(call: Call) -> Iterator[None]:
         state.epoch = epoch
 
 
-def make_training_data(call: Call) -> None:
-    """Get the training loader and deal it out."""
+def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> None:
+    """Get the training loader and deal it out; `begun`: see `make_loaders`."""
     trainer, given = call.trainer, find_loader(call, "train")
     loader = combined(given)
     if loader is None:
@@ -653,14 +655,21 @@ def make_training_data(call: Call) -> None:
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
     padded, ahead, ends = trainer.pads_shares, trainer.knows_last_batch, trainer.ends_at_length
     shares = replace(dealing(call), whole_rounds=whole, padded=padded, reads_ahead=ahead, ends_at_length=ends)
-    own = brings_own_shares(call, [loader])
-    ranks = call.strategy.collectives if own else None
+    ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
+    data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    origin = origin_of_shares(call, data, begun)
+    if origin:
+        require_shares_fit(call, origin)
+        if not (whole or trainer.pads_shares):
+            call.undo.enter_context(unpadded(loader))
+        data = own_shares(data, call.strategy.collectives, compares=not trainer.reads_streams_whole)
     call.data.loaders["train"] = given
-    call.data.training = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    call.data.training = data
     call.trainer.lengths["train"] = call.data.training.rounds
     call.data.keys_forward = call.keyed and not call.data.training.forward_is_keyed
-    dealt_out = trainer.use_distributed_sampler and not own
-    call.data.samples = fingerprint.samples_of(trainer, loader, call.data.training.rounds, dealt_out)
+    call.data.samples = fingerprint.samples_of(
+        trainer, loader, call.data.training.rounds, trainer.use_distributed_sampler and not origin
+    )
     if trainer.is_global_zero:
         log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
     if call.data.training.rounds == 0 and trainer.refuses_empty_loaders:
@@ -684,9 +693,19 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
     given[word] = found
     if loaders:
-        own = brings_own_shares(call, loaders)
-        meeting = None if own or word == "predict" else step_collectives(call, word)
-        data = EvaluationData(loaders, dealing(call), limit, own, in_order=overfit, step_collectives=meeting)
+        shares = shares_of_evaluation(call, loaders)
+        meeting = None if shares or word == "predict" else step_collectives(call, word)
+        compares = not (call.trainer.reads_streams_whole or call.members_change)
+        data = EvaluationData(
+            loaders,
+            dealing(call),
+            limit,
+            shares,
+            in_order=overfit,
+            step_collectives=meeting,
+            ranks=call.strategy.collectives if compares else SINGLE,
+            expects_shares=compares and not call.trainer.use_distributed_sampler,
+        )
         require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
         call.trainer.lengths[word] = call.trainer.counted(data)
         if any(call.trainer.lengths[word]):
@@ -752,19 +771,70 @@ def require_length(loader: Any, name: str, limit: int | float) -> None:
         )
 
 
-def brings_own_shares(call: Call, loaders: Sequence[Any]) -> bool:
-    """Return whether each process's loaders yield its own share already."""
-    several, trainer = call.strategy.data_ranks.size > 1, call.trainer
-    streams = all(isinstance(getattr(loader, "dataset", None), IterableDataset) for loader in loaders)
-    if several and trainer.reads_streams_whole and streams and not call.strategy.lockstep:
-        return True
-    own = several and not trainer.use_distributed_sampler
-    if own and call.strategy.lockstep:
+def origin_of_shares(call: Call, source: TrainingData, begun: Mapping[str, Any] | None) -> str:
+    """Return why each process's loader is taken for its own share of the training data; "" where it is dealt out.
+
+    begun: the samples of the run's fingerprint, where it resumes.
+    """
+    trainer, ranks = call.trainer, call.strategy.data_ranks
+    if ranks.size > 1 and (is_read_whole(call, source.loader) or not trainer.use_distributed_sampler):
+        return "use_distributed_sampler=False"
+    if all(reads_share(part, ranks) for part in loaders_in(source.loader)):
+        return "by its DistributedSampler"
+    if trainer.reads_streams_whole:
+        return ""
+    # a stream that was opened for a look may not take the position that is restored
+    if begun is not None and (ranks.size == 1 or isinstance(source, StreamData)):
+        return "" if begun.get("use_distributed_sampler", True) else "as when the run began"
+    if call.strategy.collectives.size == 1:
+        return ""
+    samples = source.read_samples(call.state.epoch)
+    return "as they read different samples" if are_shares(samples, call.strategy.collectives, ranks.rank) else ""
+
+
+def shares_of_evaluation(call: Call, loaders: Sequence[Any]) -> set[int]:
+    """Return the numbers of evaluation loaders that are each process's own share without a look at what they read."""
+    trainer, ranks = call.trainer, call.strategy.data_ranks
+    several, lockstep = ranks.size > 1, call.strategy.lockstep
+    if several and all(is_read_whole(call, loader) for loader in loaders):
+        return set(range(len(loaders)))
+    if several and trainer.reads_streams_whole and not trainer.use_distributed_sampler:
+        if lockstep:
+            raise ConfigError(LOCKSTEP)
+        return set(range(len(loaders)))
+    shares = {index for index, loader in enumerate(loaders) if reads_share(loader, ranks)}
+    for index in shares if not trainer.pads_shares else ():
+        call.undo.enter_context(unpadded(loaders[index]))
+    return shares
+
+
+def is_read_whole(call: Call, loader: Any) -> bool:
+    """Return whether each process takes all that it reads of a stream, as under Lightning."""
+    stream = isinstance(getattr(loader, "dataset", None), IterableDataset)
+    return call.trainer.reads_streams_whole and stream and not call.strategy.lockstep
+
+
+def require_shares_fit(call: Call, origin: str) -> None:
+    """Raise ConfigError where the run does not take shares that depend on the number of processes."""
+    replicas, processes = call.state.replicas, call.strategy.data_ranks.size
+    told = f"Each process's loader is its own share of the training data ({origin})"
+    instead = "give each process all of the data, which Legato deals out"
+    if call.strategy.lockstep:
+        raise ConfigError(LOCKSTEP)
+    if call.members_change:
+        raise ConfigError(f"{told}, which an elastic run cannot deal to others when the process is gone: {instead}.")
+    if call.bitwise:
         raise ConfigError(
-            f"use_distributed_sampler=False: the shares that processes bring may be uneven, but under strategy "
-            f"{call.strategy.name!r} all must run equally many batches. Let Legato deal the samples out, or use ddp."
+            f"{told}, so the samples of a step depend on the number of processes, which reproducible='bitwise' does "
+            f"not allow. Set reproducible='order', or {instead}."
         )
-    return own
+    if replicas != processes:
+        begun = call.source is not None if isinstance(call, JoinedCall) else False
+        ways = f"Start {replicas} processes, as the run began" if begun else f"Set trainer.replicas={processes}"
+        raise ConfigError(
+            f"{told}, the share of one replica, but there are {replicas} replicas on {processes} processes. {ways}; or "
+            f"{instead}."
+        )
 
 
 def dealing(call: Call) -> Dealing:

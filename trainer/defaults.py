@@ -69,8 +69,8 @@ class TrainerDefaults(TrainerView):
         limit_test_batches: Test batches, counted over all replicas: a count (int) or a fraction (float).
         limit_predict_batches: Prediction batches, counted over all replicas: a count (int) or a fraction (float).
         overfit_batches: Train and validate on this many training batches only, in a fixed order.
-        use_distributed_sampler: Distribute samples over replicas. False: each process's loader already
-            yields only that process's share.
+        use_distributed_sampler: Deal samples out to replicas, but for loaders that are seen to yield each
+            process its own share. False: all training loaders do.
         loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
             prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
         prefetch_to_device: Copy a batch to a CUDA device while it computes the one before; takes memory

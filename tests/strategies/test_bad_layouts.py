@@ -67,7 +67,7 @@ CASES = {
     "own shares": (
         Net,
         {**named("fsdp"), "use_distributed_sampler": False},
-        "the shares that processes bring may be un",
+        "its own share of the data, which may be un",
     ),
     "a task of no blocks": (
         Net,

@@ -99,9 +99,11 @@ class CombinedLoader(Iterable[tuple[Any, int, int]]):
 
     def count_samples(self, batch: Any) -> int:
         """Return the samples of a combined batch, summed over all loaders."""
-        if self.mode == "sequential":
-            return count_samples(batch)
-        return sum(count_samples(piece) for piece in _pieces(self.iterables, batch) if piece is not None)
+        return sum(count_samples(piece) for piece in self.pieces(batch) if piece is not None)
+
+    def pieces(self, batch: Any) -> list[Any]:
+        """Return the pieces of a combined batch, one of each loader in mode other than "sequential"."""
+        return [batch] if self.mode == "sequential" else list(_pieces(self.iterables, batch))
 
     def _rows(self) -> Iterator[list[Any]]:
         iterators = [_opened(loader) for loader in self.flattened]
@@ -417,6 +419,10 @@ class CombinedSource:
                 part.offset, offset = offset, offset + part.batches
             if loader.mode == "max_size_cycle":
                 part.cycles, part.passes = True, -(-self.length // part.batches)
+
+    def map_loaders(self) -> dict[str, MapLoader]:
+        """Return the loaders by their names."""
+        return {part.name: part.source for part in self.parts}
 
     def positions(self, epoch: int) -> int:
         """Return the number of combined batches in an epoch."""

@@ -1,19 +1,26 @@
 """Training and evaluation data: loaders dealt out to replicas, one `StepInput` per optimizer step of this process."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ..processes.collectives import Collectives
+import torch
+
+from ..errors import ConfigError
+from ..processes.collectives import SINGLE, Collectives
 from ..processes.script_collectives import StepCollectives
 from .combined import CombinedSource, is_dealable_by_batch
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
+from .shares import LOCKSTEP, Sample, are_shares, have_same, read_samples, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
-from .streams import OwnShares, StreamData
+from .streams import StreamData
 
 log = logging.getLogger("legato")
+
+COMPARED = 1024
+"""Positions of an epoch at most at which processes compare what a sampler has drawn."""
 
 
 class DealtData:
@@ -24,15 +31,23 @@ class DealtData:
     amount_read = ""
     """Empty: what each rank reads follows from lengths that all ranks compared at set-up."""
 
-    def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, in_order: bool = False) -> None:
-        """Wrap a loader for which `can_deal` is True."""
+    def __init__(
+        self,
+        loader: Any,
+        dealing: Dealing,
+        limit: int | float = 1.0,
+        in_order: bool = False,
+        ranks: Collectives = SINGLE,
+    ) -> None:
+        """Wrap a loader for which `can_deal` is True; `ranks` compare what their samplers draw for an epoch."""
+        self.loader = loader
         given = loader, dealing.seed, in_order, dealing.keyed
         self.source: MapLoader | CombinedSource = (
             MapLoader(*given)
             if is_dealable(loader)
             else CombinedSource(*given, dealing.layout.replicas if dealing.padded else 1)
         )
-        self.dealing, self.limit = dealing, limit
+        self.dealing, self.limit, self.ranks = dealing, limit, ranks
         self.warned = False
 
     @property
@@ -50,6 +65,9 @@ class DealtData:
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
         order, deal = self._order_and_deal(epoch, batches_at_most)
+        if self.ranks.size > 1 and any(part.shuffled is None for part in self.source.map_loaders().values()):
+            drawn = order.indices_by_loader(0, min(order.length, COMPARED))
+            require_same([order.length, drawn], self.ranks, f"epoch {epoch}, in the order that a sampler draws")
         replicas, leaders = self.dealing.replicas, self.dealing.leaders
         batches = self.source.batches_of(order, deal, self.dealing, start_step, epoch)
         last = deal.steps - 1
@@ -63,6 +81,14 @@ class DealtData:
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
             whole, even = step < last or _is_whole(deal), step < last or deal.is_even
             yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked, even=even)
+
+    def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
+        """Return the hashes of a few samples of each dataset, by the names of their loaders; every rank calls it."""
+        loaders = {name: part.loader for name, part in self.source.map_loaders().items()}
+        # of the shortest: where one rank lacks samples at the end, the others are the same
+        lengths = [length_of(loader.dataset) or 0 for loader in loaders.values()]
+        lengths = self.ranks.all_reduce(torch.tensor(lengths), "min").tolist()
+        return {name: read_samples(loaders[name], length) for name, length in zip(loaders, lengths, strict=True)}
 
     def step_at(self, epoch: int, step: int) -> StepInput:
         """Return a step of an epoch without loading its data: each `batch` is None."""
@@ -148,38 +174,38 @@ class EvaluationData:
         loaders: list[Any],
         dealing: Dealing,
         limit: int | float = 1.0,
-        own_shares: bool = False,
+        shares: Collection[int] = (),
         in_order: bool = False,
         step_collectives: StepCollectives | None = None,
+        ranks: Collectives = SINGLE,
+        expects_shares: bool = False,
     ) -> None:
-        """Wrap the loaders.
+        """Wrap the loaders; every rank calls it.
 
-        own_shares: each process's loaders already yield only its own share.
+        shares: the numbers of loaders that are known to yield each process's own share.
         in_order: disable shuffling.
         step_collectives: repeat samples in the last round where a step has called a collective.
+        ranks: those that compare whether a loader is the same on each, or a share.
+        expects_shares: take map-style data that cannot be compared for a share.
         """
-        self.loaders, self.limit = loaders, limit
-        self.first_replica = dealing.replicas.start if own_shares else 0
-        # a share of one's own is dealt out as in a run of one process; `first_replica` puts the numbers right again
-        layout, process = (Layout(1, 1), 0) if own_shares else (dealing.layout, dealing.process)
-        dealing = replace(dealing, layout=layout, process=process, accumulate=1, whole_rounds=False)
-        self.sources: list[TrainingData] = [
-            # the limit counts batches over all replicas, a source's own limit would count rounds
-            DealtData(loader, dealing, 1.0, in_order) if can_deal(loader) else StreamData(loader, dealing)
-            for loader in loaders
-        ]
-        for source in self.sources:
-            if own_shares and isinstance(source, DealtData) and isinstance(source.source, MapLoader):
-                source.source.is_share = True
-        self.replicas, self.whole = layout.replicas, True
-        """`replicas` share each round; `whole` is whether each had a batch in the newest one."""
+        self.loaders, self.limit, self.ranks = loaders, limit, ranks
+        self.shares, self.is_known = set[int](), set(shares)
+        """`shares`: the numbers of loaders that yield each process's own share; `is_known`: those not to compare."""
+        self.dealing = replace(dealing, accumulate=1, whole_rounds=False)
+        # the limit counts batches over all replicas, a source's own limit would count rounds
+        self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks) for loader in loaders]
+        for index, source in enumerate(self.sources):
+            if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
+                self._take_share(index)
+        self.whole = True
+        """Whether each replica had a batch in the newest round."""
         self.lengths = [
             source.source.count_batches() if isinstance(source, DealtData) else length_of(source.loader)
             for source in self.sources
         ]
         self.step_collectives = step_collectives if all(map(can_deal, loaders)) else None
         padded = loaders if self.step_collectives is not None else []
-        self.padded = [DealtData(loader, replace(dealing, padded=True), 1.0, in_order) for loader in padded]
+        self.padded = [DealtData(loader, replace(self.dealing, padded=True), 1.0, in_order) for loader in padded]
         for source in (*self.sources, *self.padded):
             if isinstance(source, DealtData):
                 source.source.drop_last = False  # the short batch is not counted; no full one is dropped with it
@@ -191,16 +217,53 @@ class EvaluationData:
         """
         if self.step_collectives is not None:
             self.step_collectives.begin()
-        for index in range(len(self.sources)):
+        for index, source in enumerate(self.sources):
+            if isinstance(source, StreamData) and self.ranks.size > 1:
+                self._compare(index, source, epoch)
             most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
+            first_replica = self.dealing.replicas.start if index in self.shares else 0
             for step in self._steps(index, epoch, most, kept=limit is None):
                 self.whole = step.whole
                 for item in (*step.batches, *step.masked):
                     item.dataloader_idx = index
-                    item.replica += self.first_replica
+                    item.replica += first_replica
                     yield item
         if self.step_collectives is not None:
             self.step_collectives.look()
+
+    def _is_share(self, source: DealtData, expects_shares: bool) -> bool:
+        """Return whether a loader of map-style data gives each process another part of them; every rank calls it."""
+        if self.ranks.size == 1:
+            return expects_shares
+        if are_shares(source.read_samples(0), self.ranks, self.dealing.process):
+            return True
+        if not expects_shares:
+            return False
+        draws = any(part.shuffled is None for part in source.source.map_loaders().values())
+        return draws or not have_same(source.source.positions(0), self.ranks)
+
+    def _compare(self, index: int, stream: StreamData, epoch: int) -> None:
+        """Take a stream for a share where processes read different first batches of it; every rank calls it."""
+        if index in self.is_known:
+            return
+        if are_shares(stream.read_samples(epoch), self.ranks, self.dealing.process):
+            self._take_share(index)
+        elif index in self.shares:
+            self.shares.remove(index)
+            stream.dealing = self.dealing
+
+    def _take_share(self, index: int) -> None:
+        """Take a loader for this process's own share, which it deals out to itself, as in a run of one process."""
+        source = self.sources[index]
+        if index in self.shares:
+            return
+        if self.dealing.lockstep:
+            raise ConfigError(LOCKSTEP)
+        self.shares.add(index)
+        tell_of_share("evaluation", source.loader, self.ranks)
+        source.dealing, source.ranks = replace(self.dealing, layout=Layout(1, 1), process=0), SINGLE
+        if isinstance(source, DealtData) and isinstance(source.source, MapLoader):
+            source.source.is_share = True
 
     def _steps(self, index: int, epoch: int, batches_at_most: int | None, kept: bool) -> Iterator[StepInput]:
         """Yield the steps of a loader; the last one padded where the steps before have called a collective."""
@@ -218,7 +281,7 @@ class EvaluationData:
     def is_whole(self) -> bool | None:
         """Whether every replica has a batch in each round of each loader; None if a length is unknown."""
         counts = [self.count(index) for index in range(len(self.loaders))]
-        known = [count % self.replicas == 0 for count in counts if count is not None]
+        known = [count % self._replicas(index) == 0 for index, count in enumerate(counts) if count is not None]
         return False if not all(known) else None if len(known) < len(counts) else True
 
     def count(self, index: int) -> int | None:
@@ -235,19 +298,18 @@ class EvaluationData:
 
     def rounds(self) -> list[int | float]:
         """Return the most batches of every loader that one replica has; infinity if unknown."""
-        return [count if count == float("inf") else -(-int(count) // self.replicas) for count in self.counts()]
+        counts = enumerate(self.counts())
+        return [count if count == float("inf") else -(-int(count) // self._replicas(index)) for index, count in counts]
+
+    def _replicas(self, index: int) -> int:
+        """Return the replicas that a loader is dealt out to."""
+        return self.sources[index].dealing.layout.replicas
 
 
 def training_data(
-    loader: Any,
-    dealing: Dealing,
-    limit: int | float,
-    in_order: bool,
-    ranks: Collectives | None,
+    loader: Any, dealing: Dealing, limit: int | float, in_order: bool, ranks: Collectives = SINGLE
 ) -> TrainingData:
-    """Wrap `loader` for training; `ranks` is given when each process brings its own share."""
-    if ranks is not None:
-        return OwnShares(loader, dealing, limit, ranks)
+    """Deal `loader` out; `ranks` compare in each epoch whether they read the same."""
     if can_deal(loader):
-        return DealtData(loader, dealing, limit, in_order)
-    return StreamData(loader, dealing, limit)
+        return DealtData(loader, dealing, limit, in_order, ranks)
+    return StreamData(loader, dealing, limit, ranks)

@@ -243,6 +243,10 @@ class MapLoader:
         kept = self.own_batches or (self.is_share and type(self.sampler) is DistributedSampler)
         return None if kept else is_plain_shuffle(self.sampler, length_of(self.loader.dataset))
 
+    def map_loaders(self) -> dict[str, "MapLoader"]:
+        """Return the loader by the name "", as combined ones have theirs."""
+        return {"": self}
+
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of an epoch; a custom sampler draws it under generators keyed by the epoch."""
         epoch = 0 if self.in_order else epoch
@@ -336,21 +340,27 @@ def set_epoch(loader: Any, epoch: int) -> None:
 def seed_samplers(key: int, *samplers: Any) -> None:
     """Seed every generator in samplers and nested samplers: the first with `key`, each further one with a key derived
     from it."""
-    for number, generator in enumerate(_generators_in(samplers)):
+    generators = [part for part in _parts_of(samplers) if isinstance(part, torch.Generator)]
+    for number, generator in enumerate(generators):
         generator.manual_seed((mix(key, number) if number else key) >> 1)
 
 
-def _generators_in(samplers: Sequence[Any]) -> Iterator[torch.Generator]:
-    """Yield each torch.Generator held by samplers, outermost first, under any attribute name."""
+def samplers_in(loader: Any) -> list[Any]:
+    """Return a loader's sampler, its batch sampler and all that these hold."""
+    return list(_parts_of([getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]))
+
+
+def _parts_of(samplers: Sequence[Any]) -> Iterator[Any]:
+    """Yield samplers and each sampler and torch.Generator that they hold, outermost first, under any attribute name."""
     waiting: list[Any] = list(samplers)
     seen: list[Any] = []
     while waiting:
         part = waiting.pop(0)
-        if any(part is other for other in seen):
+        if part is None or any(part is other for other in seen):
             continue
         seen.append(part)
+        yield part
         if isinstance(part, torch.Generator):
-            yield part
             continue
         waiting += (getattr(part, name, None) for name in ("generator", "sampler", "batch_sampler"))
         for value in getattr(part, "__dict__", {}).values():

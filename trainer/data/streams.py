@@ -2,18 +2,19 @@
 
 import logging
 from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from operator import attrgetter
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DataError
-from ..processes.collectives import Collectives
+from ..errors import DataError
+from ..processes.collectives import SINGLE, Collectives
 from .combined import CombinedLoader, loaders_in, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
-from .randomness import seed_generators
+from .randomness import generator_states, seed_generators, set_generators
 from .sampling import Layout, mix
+from .shares import Sample, hashes_of, require_different, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .workers import prepared_workers
 
@@ -30,14 +31,17 @@ class StreamData:
     Every process reads the whole stream and keeps its own batches.
     """
 
-    def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0) -> None:
-        self.loader, self.dealing, self.limit = loader, dealing, limit
+    def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, ranks: Collectives = SINGLE) -> None:
+        """Wrap a loader; `ranks` compare the first batch that they read of an epoch."""
+        self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
         self.count_samples = sample_counter(loader)
         self.restored: dict[str, Any] = {}
         self.opened, self.ended = -1, False
         """`opened` is the epoch that was opened last, `ended` whether it was read to its end."""
         self.amount_read = ""
         """Description of the batches read, once an epoch is over; all ranks must have read the same."""
+        self.first_read: tuple[int, Any, Iterator[Any]] | None = None
+        """An epoch whose first batch was read before it began, that batch, and the others."""
         # a loader with a state would be saved one step ahead of the run
         ahead = dealing.reads_ahead and dealing.layout.replicas == 1 and not hasattr(loader, "state_dict")
         self.reads_ahead = ahead and self.rounds is None
@@ -80,12 +84,15 @@ class StreamData:
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
         position, found, theirs, samples, read, self.amount_read = start_step * batches_of_step, [], [], 0, 0, ""
-        first = None
+        first, compares = None, self.ranks.size > 1
         while end is None or position < end:
             # before the batch is read, since loading draws from the same generators; workers are keyed when they open
             if keyed:
                 seed_generators(key + position)
             batch = _END if self.ended else next(batches, _END)
+            if compares:
+                compares = False
+                require_same(batch, self.ranks, f"epoch {epoch} of {type(self.loader).__name__}")
             round, replica = divmod(position, replicas)
             if batch is _END:
                 self.ended = True
@@ -123,6 +130,7 @@ class StreamData:
         restored, self.restored = self.restored, {}
         if restored.get("epoch") != epoch:
             restored = {}
+        early, self.first_read = self.first_read, None
         # Do not compare with len(loader): with workers an iterable dataset yields more batches.
         self.opened, self.ended = epoch, restored.get("ended", False)
         if self.ended:  # torchdata's loader restarts from the beginning when restored at its end
@@ -135,10 +143,13 @@ class StreamData:
             seed_samplers(key, getattr(part, "sampler", None), getattr(part, "batch_sampler", None))
         if "loader" in restored and hasattr(self.loader, "load_state_dict"):
             self.loader.load_state_dict(restored["loader"])
-            skipped = 0
-        with prepared_workers(self.loader):
-            combined = isinstance(self.loader, CombinedLoader)
-            batches = self.loader.batches() if combined else read_loader(self.loader)
+            skipped, early = 0, None
+        if early is not None and early[0] == epoch:
+            batches: Iterator[Any] = chain(() if early[1] is _END else early[1:2], early[2])
+        else:
+            with prepared_workers(self.loader):
+                combined = isinstance(self.loader, CombinedLoader)
+                batches = self.loader.batches() if combined else read_loader(self.loader)
         if skipped:
             log.warning(
                 "%s has no state_dict: reading %d batches again to get back to step %d of epoch %d.",
@@ -151,9 +162,24 @@ class StreamData:
             next(batches, None)
         return batches
 
+    def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
+        """Return the hashes of the first batch of an epoch, by the name of its loader; the epoch begins with it."""
+        states = generator_states()
+        batches = self.open(epoch, 0)
+        if self.dealing.keyed:
+            seed_generators(self.key(epoch))
+        batch = next(batches, _END)
+        self.first_read = epoch, batch, batches
+        set_generators(states)
+        if not isinstance(self.loader, CombinedLoader) or self.loader.mode == "sequential":
+            return {"": [hashes_of(batch)]}
+        names = self.loader.names
+        pieces = [_END] * len(names) if batch is _END else self.loader.pieces(batch)
+        return {name: [hashes_of(piece)] for name, piece in zip(names, pieces, strict=True)}
+
     def state_dict(self) -> dict[str, Any]:
         """Return the opened epoch, whether it has ended, and the loader's own state (torchdata) if it has one."""
-        if self.opened < 0:
+        if self.opened < 0 or self.first_read is not None:
             return {}
         own = {"loader": self.loader.state_dict()} if hasattr(self.loader, "state_dict") else {}
         return {"epoch": self.opened, "ended": self.ended, "last_is_known": self.reads_ahead, **own}
@@ -174,24 +200,24 @@ def with_last_marked(steps: Iterator[StepInput]) -> Iterator[StepInput]:
 
 
 class OwnShares(StreamData):
-    """A loader that already yields this process's share (`use_distributed_sampler=False`); shares may be uneven.
+    """A loader that yields this process's own share of the data; shares may be uneven.
 
     The processes agree on the samples of each step beforehand, and go on until the last of them is done.
     """
 
     forward_is_keyed = False
 
-    def __init__(self, loader: Any, dealing: Dealing, limit: int | float, ranks: Collectives) -> None:
-        super().__init__(loader, dealing, limit)
-        self.ranks = ranks
+    def __init__(
+        self, loader: Any, dealing: Dealing, limit: int | float, ranks: Collectives, compares: bool = True
+    ) -> None:
+        """Wrap a loader.
+
+        compares: refuse shares that begin with the same batch on all ranks.
+        """
+        super().__init__(loader, dealing, limit, ranks)
+        self.compares = compares
         alone = Dealing(Layout(1, 1), 0, dealing.accumulate, mix(dealing.seed, dealing.process), keyed=dealing.keyed)
         self.own = StreamData(loader, alone, limit)
-        if dealing.layout.replicas != dealing.layout.processes:
-            raise ConfigError(
-                f"use_distributed_sampler=False: each process's loader is the share of one replica, but there are "
-                f"{dealing.layout.replicas} replicas on {dealing.layout.processes} processes; set trainer.replicas="
-                f"{dealing.layout.processes}, or let Legato deal the samples out."
-            )
         length = length_of(loader)
         self.share = (limit if isinstance(limit, int) else None) if length is None else apply_limit(limit, length)
         # collective, so in __init__, where all ranks come by
@@ -211,6 +237,7 @@ class OwnShares(StreamData):
         dealing, process = self.dealing, self.dealing.process
         batches, key = self.own.open(epoch, start_step), self.own.key(epoch)
         limit = self.share if isinstance(self.limit, int) or self.limit != 1.0 else None
+        compares = self.compares
         for step in count(start_step):
             found: list[ReplicaBatch] = []
             for round in range(step * dealing.accumulate, (step + 1) * dealing.accumulate):
@@ -221,6 +248,10 @@ class OwnShares(StreamData):
                     self.own.ended = True
                 elif limit is None or round < limit:
                     found.append(ReplicaBatch(process, round, batch, self.count_samples(batch)))
+            if compares:
+                compares = False
+                first = found[0].batch if found else None
+                require_different(first, self.ranks, f"epoch {epoch} of {type(self.loader).__name__}")
             # one collective per step tells every process its samples, and whether anyone has batches left
             own = torch.tensor(
                 [sum(item.samples for item in found), bool(found), len(found) == dealing.accumulate, len(found)]
@@ -247,6 +278,15 @@ class OwnShares(StreamData):
         """Restore from `state_dict`; used only if the same epoch is opened next."""
         if "shares" in state:
             self.own.load_state_dict(state["shares"][self.dealing.process])
+
+
+def own_shares(data: Any, ranks: Collectives, compares: bool) -> OwnShares:
+    """Take the loader of dealt out data for each process's own share; `compares`: see `OwnShares`."""
+    shares = OwnShares(data.loader, data.dealing, data.limit, ranks, compares)
+    tell_of_share("training", data.loader, ranks)
+    if hasattr(data.loader, "__next__"):  # others begin again, under the random numbers of their own process
+        shares.own.first_read = getattr(data, "first_read", None)
+    return shares
 
 
 def by_replica(batches: list[ReplicaBatch]) -> list[ReplicaBatch]:

@@ -27,7 +27,7 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import LegatoError, WorkerError
+from ..errors import ConfigError, LegatoError, WorkerError
 from ..messages import let_be_seen
 
 log = logging.getLogger("legato")
@@ -51,6 +51,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj.__module__ in self._named and "<" not in obj.__qualname__:
             return _named_class, (obj.__module__, obj.__qualname__)
+        if _needs_its_process(obj):
+            raise ConfigError(
+                f"A {type(obj).__name__} of MosaicML's streaming was made before the processes that read it, but its "
+                "shared memory belongs to the process that made it. Make it in train_dataloader or in setup(), "
+                "which each process calls for itself; or start the script with torchrun."
+            )
         if isinstance(obj, ModuleType) and type(obj) is not ModuleType and sys.modules.get(obj.__name__) is obj:
             # torch.backends.cudnn, which cloudpickle does not recognize as a module.
             return import_module, (obj.__name__,)
@@ -62,6 +68,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             make, arguments, *state = reduced
             return _place, (obj.__qualname__, obj.__module__, make, arguments), *state
         return reduced
+
+
+def _needs_its_process(obj: Any) -> bool:
+    """Return whether an object is a dataset of MosaicML's, whose ranks would wait for each other in its first epoch."""
+    kind = getattr(sys.modules.get("streaming.base.dataset"), "StreamingDataset", None)
+    return kind is not None and isinstance(obj, kind)
 
 
 def _named_class(module: str, name: str) -> Any:

@@ -177,7 +177,8 @@ class LoaderOfSettings:
         record = history.after(step) or history.before(step)
         self.replicas = record.state.replicas if record else trainer["replicas"] or processes.data_size
         self.seed = record.state.seed if record else self.config.values["seed"]
-        self.alone = not trainer["use_distributed_sampler"] and processes.data_size > 1
+        dealt_out = record.samples.get("use_distributed_sampler", True) if record else True
+        self.alone = not dealt_out or (not trainer["use_distributed_sampler"] and processes.data_size > 1)
         self._data: dict[tuple[int, int], DealtData | StreamData] = {}
 
     def accumulation(self, epoch: int) -> int:
@@ -209,11 +210,11 @@ class LoaderOfSettings:
         limit = overfit or trainer["limit_train_batches"]
         if self.alone:
             raise DataError(
-                "use_distributed_sampler=false: each process of the run brought its own share of the data, so only "
-                "those processes know which samples they had."
+                "Each process of the run read its own share of the data, so only those processes know which samples "
+                "they had."
             )
         self.parts.__dict__.pop("loader", None)  # asked for again: some epochs have loaders of their own
-        return training_data(combined(self.parts.loader), dealing, limit, bool(overfit), None)
+        return training_data(combined(self.parts.loader), dealing, limit, bool(overfit))
 
     def dealt(self, epoch: int) -> DealtData:
         """Return the data of an epoch. Raises DataError for a stream, whose samples have no indices."""

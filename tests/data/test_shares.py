@@ -1,0 +1,303 @@
+"""Data that each process reads a share of, by a sampler, a stream or a dataset of its own: found by comparing."""
+
+import numpy as np
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+import legato as lg
+from legato.trainer.data.shares import are_shares, differ, hashes_of
+from legato.trainer.errors import ConfigError, DataError, LegatoError
+from legato.trainer.processes.collectives import Collectives
+from legato.trainer.processes.environment import run_workers
+
+pytestmark = pytest.mark.slow
+
+
+def place():
+    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+
+
+class Numbers(Dataset):
+    """Numbers of a range, with noise from a generator of its own or from the global one."""
+
+    def __init__(self, numbers, noise=None):
+        self.numbers, self.noise = numbers, noise
+        self.generator = np.random.default_rng()
+
+    def __len__(self):
+        return len(self.numbers)
+
+    def __getitem__(self, index):
+        drawn = {"own": self.generator.random, "global": lambda: torch.rand(()).item()}.get(self.noise, lambda: 0.0)()
+        return torch.tensor([float(self.numbers[index]), drawn])
+
+
+class Stream(IterableDataset):
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return (torch.tensor([float(number), 0.0]) for number in self.numbers)
+
+
+class StripedSampler(Sampler):
+    """The share of this rank, by a sampler of no class that is known."""
+
+    def __init__(self, length):
+        self.indices = range(length)[place()[0] :: place()[1]]
+
+    def __iter__(self):
+        return iter(self.indices)
+
+    def __len__(self):
+        return len(self.indices)
+
+
+class OtherSampler(DistributedSampler):
+    """A DistributedSampler of one's own."""
+
+
+class OtherBatches(BatchSampler):
+    """A batch sampler of one's own."""
+
+
+class Sum(lg.Task):
+    """A weight that a step lowers by the mean of its samples; keeps what it has seen."""
+
+    def __init__(self, train, validate=None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+        self.train_on, self.validate_on = train, validate
+        self.trained, self.validated = [], []
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, list):  # of combined loaders
+            batch = torch.cat([part for part in batch if part is not None])
+        self.trained += batch[:, 0].tolist()
+        return (self.weight * batch[:, 0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        if isinstance(batch, list):
+            batch = torch.cat([part for part in batch if part is not None])
+        self.validated += batch[:, 0].tolist()
+
+    def train_dataloader(self):
+        return self.train_on()
+
+    def val_dataloader(self):
+        return self.validate_on() if self.validate_on else None
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET |= {"max_epochs": 1, "num_sanity_val_steps": 0, "accelerator": "cpu", "save_code": False}
+
+
+def train(train, validate=None, **options):
+    """Return what all ranks have trained on and validated, the weight and the steps; or the error's text."""
+    layout = {"strategy": "ddp", "devices": place()[1]}
+    task, trainer = Sum(train, validate), lg.Trainer(**{**QUIET, **layout, **options})
+    try:
+        trainer.fit(task)
+    except LegatoError as error:
+        return f"{type(error).__name__}: {error}", trainer.global_step
+    every = trainer.strategy.collectives.gather_objects((task.trained, task.validated))
+    trained, validated = (sorted(value for rank in ranks for value in rank) for ranks in zip(*every, strict=True))
+    return trained, validated, task.weight.item(), trainer.global_step
+
+
+def share(numbers):
+    return numbers[place()[0] :: place()[1]]
+
+
+SHARES = {
+    "a sampler": lambda: DataLoader(Numbers(range(61)), 4, sampler=OtherSampler(range(61), shuffle=False)),
+    "a shuffled sampler": lambda: DataLoader(Numbers(range(61)), 4, sampler=OtherSampler(range(61))),
+    "a sampler of batches": lambda: DataLoader(
+        Numbers(range(61)), batch_sampler=OtherBatches(DistributedSampler(range(61)), 4, False)
+    ),
+    "a dataset": lambda: DataLoader(Numbers(share(range(61))), 4, shuffle=True),
+    "a dataset with noise": lambda: DataLoader(Numbers(share(range(61)), "global"), 4, num_workers=1),
+    "a weighted dataset": lambda: DataLoader(
+        Numbers(share(range(61))), 4, sampler=WeightedRandomSampler([1.0] * len(share(range(61))), 30, False)
+    ),
+    "a stream": lambda: DataLoader(Stream(share(range(61))), 4),
+    "a generator": lambda: (batch for batch in DataLoader(Stream(share(range(61))), 4)),
+    "combined": lambda: lg.CombinedLoader(
+        [DataLoader(Numbers(share(range(30))), 2), DataLoader(Stream(share(range(30, 61))), 2)], "max_size"
+    ),
+}
+SAME = {
+    "noise of its own": lambda: DataLoader(Numbers(range(61), "own"), 4),
+    "noise of its own, in a worker": lambda: DataLoader(Numbers(range(61), "own"), 4, shuffle=True, num_workers=1),
+    "other samplers": lambda: DataLoader(Numbers(range(61)), batch_sampler=OtherBatches(range(61), 4, False)),
+    "a DistributedSampler": lambda: DataLoader(Numbers(range(61)), 4, sampler=DistributedSampler(range(61))),
+    "a stream": lambda: DataLoader(Stream(range(61)), 4),
+    "few samples": lambda: DataLoader(Numbers(range(2)), 1),
+    "equal samples": lambda: DataLoader(Numbers([7] * 61), 4),
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    def work():
+        def twice(make):
+            return train(make, make, max_epochs=2)
+
+        dealt = {name: twice(make) for name, make in SAME.items()}
+        # only streams of one epoch can be read from a generator
+        return {name: train(make, make) for name, make in SHARES.items()}, dealt
+
+    return run_workers(work, 2, threads=1)
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_shares_of_61_samples_are_trained_on_and_validated_once(results, name):
+    trained, validated, _, steps = results[0][name]
+    expected = list(range(61))
+    if name == "a weighted dataset":  # which draws 30 of the 31 samples of rank 0
+        expected.remove(next(iter(set(expected) - set(trained))))
+    assert trained == expected
+    assert steps == 8
+    if name != "a weighted dataset":
+        assert validated == expected
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_data_are_dealt_out(results, name):
+    trained, validated, _, steps = results[1][name]
+    samples, size = (2, 1) if name == "few samples" else (61, 4)
+    expected = [7] * 61 if name == "equal samples" else list(range(samples))
+    assert trained == validated == sorted(2 * expected)
+    assert steps == 2 * -(-samples // (2 * size))
+
+
+REFUSED = {
+    "a sampler by rank": (
+        lambda: DataLoader(Numbers(range(60)), 4, sampler=StripedSampler(60)),
+        {},
+        "DataError: The processes read different data in epoch 0, in the order that a sampler draws",
+    ),
+    "a sampler of another rank": (
+        lambda: DataLoader(Numbers(range(61)), 4, sampler=OtherSampler(range(61), 3, place()[0] + 1)),
+        {},
+        "DataError: A OtherSampler has num_replicas=3",
+    ),
+    "no shares": (
+        lambda: DataLoader(Numbers(range(61)), 4),
+        {"use_distributed_sampler": False},
+        "DataError: All 2 processes read the same data in epoch 0 of DataLoader",
+    ),
+    "shares of some loaders": (
+        lambda: [DataLoader(Stream(share(range(30))), 2), DataLoader(Stream(range(30)), 2)],
+        {},
+        "DataError: The processes read different data of the combined loaders 0, but the same of 1",
+    ),
+    "bitwise": (
+        lambda: DataLoader(Stream(share(range(61))), 4),
+        {"reproducible": "bitwise"},
+        "ConfigError: Each process's loader is its own share of the training data (as they read different samples), so",
+    ),
+    "more replicas": (
+        lambda: DataLoader(Stream(share(range(61))), 4),
+        {"replicas": 3},
+        "there are 3 replicas on 2 processes. Set trainer.replicas=2",
+    ),
+    "fsdp": (
+        lambda: DataLoader(Numbers(range(61)), 4, sampler=OtherSampler(range(61))),
+        {"strategy": "fsdp"},
+        "under this strategy all processes must run equally many batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_right_is_refused_before_the_first_step(name):
+    make, options, message = REFUSED[name]
+    told, steps = run_workers(lambda: train(make, **options), 2, threads=1)
+    assert message in told
+    assert steps == 0
+
+
+def test_an_evaluation_of_the_same_data_is_dealt_out_though_shares_are_expected():
+    def work():
+        return train(SHARES["a stream"], lambda: DataLoader(Numbers(range(61)), 4), use_distributed_sampler=False)
+
+    trained, validated, _, _ = run_workers(work, 2, threads=1)
+    assert trained == validated == list(range(61))
+
+
+@pytest.mark.parametrize("name", ["a stream", "a dataset"])
+def test_a_run_on_shares_resumes_on_as_many_processes_alone(tmp_path, name):
+    make, options = SHARES[name], {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 2}
+
+    def work():
+        undisturbed = train(make, max_epochs=2)
+        return undisturbed, train(make, max_steps=11, **options)
+
+    def resume(**more):
+        trainer, task = lg.Trainer(**{**QUIET, **options, **more}), Sum(make)
+        trainer.fit(task, resume="auto")
+        return [value for rank in trainer.strategy.collectives.gather_objects(task.trained) for value in rank]
+
+    undisturbed, stopped = run_workers(work, 2, threads=1)
+    with pytest.raises(
+        ConfigError, match=r"own share .* \(as when the run began\).* Start 2 processes, as the run began"
+    ):
+        resume(strategy="single")
+    rest = run_workers(lambda: resume(strategy="ddp", devices=2), 2, threads=1)
+    assert sorted(stopped[0] + rest) == undisturbed[0]
+
+
+class Told(Collectives):
+    """Two ranks, of which the other one has read other samples."""
+
+    size = 2
+
+    def gather_objects(self, value):
+        data_rank, samples = value
+        return [value, (data_rank, {name: [tuple(one + 1 for one in read)] for name, (read,) in samples.items()})]
+
+
+def test_ranks_that_work_on_the_same_batches_must_read_the_same():
+    with pytest.raises(DataError, match="Ranks 0, 1 work on the same batches, but read different data"):
+        are_shares({"": [(1, 2)]}, Told(), 0)
+
+
+def test_hashes_are_of_what_a_batch_holds():
+    batch = {"x": torch.ones(2, dtype=torch.bfloat16), "more": [np.arange(3), "text", 1, None], "of": Numbers([1])}
+    again = {"x": torch.ones(2, dtype=torch.bfloat16), "more": [np.arange(3), "text", 1, None], "of": Numbers([1])}
+    del batch["of"].generator, again["of"].generator
+    assert hashes_of(batch) == hashes_of(again)
+    assert hashes_of(batch) != hashes_of({**again, "x": torch.ones(2)})
+    batch["more"].append(batch)  # a cycle ends
+    assert len(hashes_of(batch)) == len(hashes_of(again))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([[(1, 2)], [(1, 2)]], False),
+        ([[(1, 2)], [(1, 3)]], True),
+        ([[(1, None)], [(1, 3)]], False),  # noise
+        ([[(1,), (2,), (3,)], [(1,), (4,), (5,)]], True),
+        ([[(1,), (2,), (3,)], [(1,), (2,), (5,)]], False),
+        ([[(1,)], [()]], True),  # one rank has no batch
+        ([[], [(1,)]], False),
+        ([[None], [(1,)]], False),
+    ],
+)
+def test_most_samples_must_differ(ranks, expected):
+    assert differ(ranks) == expected
