@@ -88,7 +88,7 @@ class Evaluated(lg.Task):
         self.log("together", batch.mean(), add_dataloader_idx=False)
 
     def on_validation_epoch_end(self):
-        self.log("count", float(self.count), reduce_fx="sum")
+        self.log("count", float(self.count), reduce_fx="sum", sync_dist=True)
         self.count = 0
 
     def predict_step(self, batch, batch_idx, dataloader_idx=0):
