@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
@@ -145,7 +145,11 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         raise NotImplementedError(f"{type(self).__name__} has no forward.")
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of one batch: (batch) or (batch, batch_idx)."""
+        """Return the loss of one batch: (batch) or (batch, batch_idx).
+
+        A tensor, or {"loss": loss, "weight": weight} where the loss is no mean over samples: the gradient of a step is
+        the mean by these weights, such as numbers of tokens. None leaves the batch out.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no training_step.")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -206,16 +210,17 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         sync_dist: bool = False,
         sync_dist_group: Any = None,
         add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
+        batch_size: float | Tensor | None = None,
         metric_attribute: str | None = None,
         rank_zero_only: bool = False,
     ) -> None:
         """Log a number, a tensor with one value or a torchmetrics.Metric.
 
-        The value stays on its device and is reduced over batches and ranks, weighted by samples, at the next logging
-        point. The default is `on_step` in `training_step` and `on_epoch` elsewhere; with both, it is logged as
-        `name_step` and `name_epoch`. `sync_dist` is not needed, but for a sum in a hook that runs once per step or
-        epoch: with it the values of all processes are added up. Raises TaskError outside of a run.
+        The value stays on its device and is reduced over batches and ranks, weighted by samples, or by `batch_size` (a
+        number, or a tensor with one), at the next logging point. The default is `on_step` in `training_step` and
+        `on_epoch` elsewhere; with both, it is logged as `name_step` and `name_epoch`. `sync_dist` is not needed, but
+        for a sum in a hook that runs once per step or epoch: with it the values of all processes are added up. Raises
+        TaskError outside of a run.
         """
         trainer: Trainer | None = self.__dict__.get("_trainer")
         run = None if trainer is None else trainer.run
@@ -241,7 +246,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         sync_dist: bool = False,
         sync_dist_group: Any = None,
         add_dataloader_idx: bool = True,
-        batch_size: int | None = None,
+        batch_size: float | Tensor | None = None,
         rank_zero_only: bool = False,
     ) -> None:
         """Log each item of `dictionary`; the other arguments are those of `log`."""

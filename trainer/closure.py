@@ -46,7 +46,9 @@ class ClosureStep:
 
         def closure() -> Tensor | None:
             self.calls += 1
-            return self._first(run, step, arguments) if self.calls == 1 else self._again(run, step)
+            loss = self._first(run, step, arguments) if self.calls == 1 else self._again(run, step)
+            divisor = optimization.weights.divide_gradients(step)
+            return None if loss is None else loss / divisor
 
         if optimization.own_optimizer_step:
             optimizer: Any = optimization.manual_optimizers[0]
@@ -78,6 +80,7 @@ class ClosureStep:
 
     def _again(self, run: Run, step: StepInput) -> Tensor | None:
         run.metrics.muted, total = True, None
+        self.optimization.weights.begin_step()
         for item in step.batches:
             run.metrics.return_to_batch(item.replica, item.samples)
             if run.data.keys_forward:
@@ -103,14 +106,15 @@ class ClosureStep:
                 run.metrics.leave_out_batch()
             strategy.leave_out(last, after_forward=True)
             return None
-        weight = item.samples * run.gradient_scale / step.samples
-        scaled = losses[0] if weight == 1.0 else losses[0] * weight
+        weight = self.optimization.weights.take(self.output, item, step)
+        scaled = losses[0] if isinstance(weight, float) and weight == 1.0 else losses[0] * weight
         hooks.call("on_before_backward", scaled if run.trainer.hooks_see_scaled_loss else losses[0])
         if self.optimization.watches_losses:
             run.metrics.watch(losses[0])
         strategy.backward(scaled, last)
         hooks.call("on_after_backward")
-        return losses[0].detach() * weight
+        share: Tensor = losses[0].detach() * weight
+        return share
 
 
 def use_closure(call: JoinedCall, optimization: Optimization) -> None:

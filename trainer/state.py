@@ -41,6 +41,8 @@ class State:
     """Calls of optimizers' `step` in manual optimization."""
     validated_at: int = -1
     """The step after which the newest finished validation ran; -1: none yet."""
+    weight_scale: float = 0.0
+    """The power of two by which the weights that training_step returns are multiplied; 0: there were none yet."""
     left_out: list[int] = field(default_factory=list)
     """Steps, counted from 1, whose batches are left out: they count, and nothing is computed in them."""
 
@@ -52,7 +54,8 @@ class State:
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
         """Read what `to_dict` wrote. Raises CheckpointError where a field is missing or of the wrong type."""
         known = {one.name: getattr(cls(), one.name) for one in fields(cls)}
-        values = {"optimizer_steps": 0, "left_out": [], **values}  # which checkpoints of version 0.1 lack
+        # which checkpoints of version 0.1 lack
+        values = {"optimizer_steps": 0, "left_out": [], "weight_scale": 0.0, **values}
         missing = sorted(known.keys() - values.keys())
         if missing:
             raise CheckpointError(f"The checkpoint's state lacks {', '.join(missing)}; it is no Legato training state.")

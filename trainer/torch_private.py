@@ -685,8 +685,8 @@ def multiply_each(tensors: list[Tensor], factor: float) -> None:
     _for_each("mul_", tensors, factor)
 
 
-def divide_each(tensors: list[Tensor], divisor: float) -> None:
-    """Divide tensors in place."""
+def divide_each(tensors: list[Tensor], divisor: float | Tensor) -> None:
+    """Divide tensors in place by one number, which may be on their device."""
     _for_each("div_", tensors, divisor)
 
 
@@ -702,11 +702,11 @@ def copy_to_each(tensors: list[Tensor], others: list[Tensor]) -> None:
     _for_each("copy_", tensors, others)
 
 
-def _for_each(name: str, tensors: list[Tensor], others: list[Tensor] | float) -> None:
+def _for_each(name: str, tensors: list[Tensor], others: list[Tensor] | Tensor | float) -> None:
     if FOREACH.usable:
         getattr(torch, f"_foreach_{name}")(tensors, others)  # one kernel for many small tensors
         return
-    partners = repeat(others, len(tensors)) if isinstance(others, float) else others
+    partners = others if isinstance(others, list) else repeat(others, len(tensors))
     for tensor, other in zip(tensors, partners, strict=True):
         getattr(tensor, name)(other)
 

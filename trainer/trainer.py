@@ -141,7 +141,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             return
         strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization
         run.loop.step, metrics.step, metrics.batches_of_step = step, state.global_step, 0
-        output, batch, item, replica = None, None, None, -1
+        output, batch, item, replica, weights = None, None, None, -1, optimization.weights
         if optimization.automatic:
             optimization.zero_gradients(step)
             if step.masked:  # after clearing: they may add other processes' gradients to this shard
@@ -165,10 +165,11 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
                 if optimization.clears_late and item is step.batches[0]:
                     optimization.zero_gradients(step, late=True)
                 losses = losses_of(output, len(optimization.loss_inputs))
-                # by samples: accumulation, a short last batch and uneven shares need no case of their own
-                weight = item.samples * run.gradient_scale / step.samples
+                weight = item.samples * run.gradient_scale / step.samples  # uneven batches need no case of their own
+                if weights.used is not False or (isinstance(output, dict) and "weight" in output):
+                    weight = weights.take(output, item, step)
                 for index, loss in enumerate(losses):
-                    scaled = loss if weight == 1.0 else loss * weight
+                    scaled = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
                     for hook in hooks["on_before_backward"]:
                         hook(scaled if self.hooks_see_scaled_loss else loss)
                     if optimization.watches_losses:

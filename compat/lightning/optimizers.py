@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from ...trainer.data.steps import ReplicaBatch, StepInput
+from ...trainer.optimization.batch_weights import BatchWeights
 from ...trainer.optimization.optimizers import ManualOptimizer
 from .exceptions import MisconfigurationException
 
@@ -66,3 +68,15 @@ class LightningOptimizer(ManualOptimizer):
             state.optimizer_steps = steps
         self._on_after_step()
         return found
+
+
+class SampleWeights(BatchWeights):
+    """Weights by samples: under Lightning a "weight" in what training_step returns is the program's own."""
+
+    def begin_step(self) -> None:
+        """Let the weights of this step be its samples."""
+        self.used = False
+
+    def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> float:
+        """Return the factor of a batch's loss."""
+        return item.samples * self.strategy.reducer.scale / step.samples

@@ -56,7 +56,7 @@ from .loggers import (
     folder_below,
 )
 from .loops import EvaluationLoop, FitLoop, PredictionLoop
-from .optimizers import LightningOptimizer
+from .optimizers import LightningOptimizer, SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
@@ -498,6 +498,7 @@ class Trainer(TrainerAttributes):
                 f"The checkpoint has {self.state.epoch} epochs behind it, but max_epochs={self.max_epochs}: raise it."
             )
         self._drop_values()
+        self.current_run.optimization.weights = SampleWeights(self.strategy, self.state)
         super().sanity_check()
         if self.current_run.training_data.rounds:
             self._hide_evaluation_modes()

@@ -771,3 +771,17 @@ def test_modules_keep_the_mode_that_they_came_in(caplog, batches):
     assert module.modes == ((True, False) if batches else ())
     assert (module.training, module.layer.training) == (True, False)
     assert "evaluation mode" not in caplog.text
+
+
+def test_a_weight_beside_the_loss_is_the_programs_own():
+    class Returns(Small):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "weight": batch_idx if batch_idx % 2 else self.layer}
+
+    modules = []
+    for kind in (Small, Returns):
+        torch.manual_seed(0)
+        modules.append(kind())
+        pl.Trainer(**SILENT, max_epochs=1, accumulate_grad_batches=2).fit(modules[-1], loader())
+    assert torch.equal(modules[0].layer.weight, modules[1].layer.weight)

@@ -218,9 +218,11 @@ class Dispatched(TorchDispatchMode):
         self.note = note
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        if function._schema.name in ("aten::_local_scalar_dense", "aten::_to_copy"):
-            self.note(function._schema.name)
-        return function(*arguments, **(options or {}))
+        name, options = function._schema.name, options or {}
+        # a copy in another type waits for nothing, one that names a device may
+        if name == "aten::_local_scalar_dense" or (name == "aten::_to_copy" and options.get("device") is not None):
+            self.note(name)
+        return function(*arguments, **options)
 
 
 class Open(Small):
@@ -248,6 +250,16 @@ class Open(Small):
         self.between = self.global_step > 1 and self.global_step % self.every != 0
 
 
+class Weighs(Open):
+    """Returns what each batch weighs."""
+
+    def training_step(self, batch, batch_idx):
+        weight = (batch[1] > 2).sum()
+        self.log("weighted", weight.double(), batch_size=weight)
+        return {"loss": super().training_step(batch, batch_idx), "weight": weight}
+
+
+@pytest.mark.parametrize("kind", [Open, Weighs])
 @pytest.mark.parametrize(
     "options",
     [
@@ -257,8 +269,8 @@ class Open(Small):
         {"replicas": 2, "reproducible": "bitwise", "gradient_clip_val": 0.1},
     ],
 )
-def test_nothing_waits_for_the_device_between_logging_steps(trainer, options):
-    task = Open()
+def test_nothing_waits_for_the_device_between_logging_steps(trainer, kind, options):
+    task = kind()
     made = trainer(
         max_steps=40,
         log_every_n_steps=task.every,

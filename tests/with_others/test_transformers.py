@@ -1,18 +1,20 @@
 """Models of transformers and peft, trained as their users have them: loaded from a folder, padded, with adapters."""
 
-import warnings
-
 import pytest
 import torch
+import torchvision
+import transformers
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.utils.data import DataLoader
+from transformers import (
+    DistilBertConfig,
+    DistilBertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import legato as lg
-
-warnings.filterwarnings("ignore", message="Failed to load image Python extension")  # torchvision, without libjpeg
-
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from transformers import DistilBertConfig, DistilBertForSequenceClassification  # noqa: E402
 
 
 @pytest.fixture
@@ -72,3 +74,98 @@ def test_dropout_of_adapters_is_on(pretrained, trainer):
     adapters = [mode for name, mode in task.modes.items() if "lora_dropout" in name]
     assert adapters
     assert all(adapters)
+
+
+# --- means over tokens ------------------------------------------------------------------------------------------------
+PADDED = -100
+RATE, BATCH, ACCUMULATED = 0.1, 2, 4
+
+
+class CausalModel(lg.Task):
+    """Fine-tunes a language model on padded texts, as docs/how-to/from-transformers.md has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = causal_model()
+
+    def training_step(self, batch, batch_idx):
+        loss = self.model(**batch).loss
+        tokens = (batch["labels"][:, 1:] != PADDED).sum()
+        self.log("train/loss", loss, batch_size=tokens)
+        return {"loss": loss, "weight": tokens}
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def causal_model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)).double()
+
+
+def texts():
+    """Texts of 2 to 10 tokens, padded; the first token of each is given, so that everyone counts the same tokens."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for length in torch.randint(2, 11, (22,), generator=generator).tolist():
+        tokens, mask = torch.randint(32, (10,), generator=generator), torch.arange(10) < length
+        labels = tokens.masked_fill(~mask | (torch.arange(10) == 0), PADDED)
+        rows.append({"input_ids": tokens, "attention_mask": mask.long(), "labels": labels})
+    return rows
+
+
+def weights_of(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def texts_by_hand():
+    """Return the weights after an epoch in which each step is one batch whose loss is a mean over its tokens."""
+    model = causal_model().train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for batch in DataLoader(texts(), BATCH * ACCUMULATED):
+        optimizer.zero_grad()
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"][:, 1:]).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": ACCUMULATED},
+        {"replicas": ACCUMULATED},
+        {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": ACCUMULATED // 2},
+        {"devices": 2, "strategy": "fsdp", "accumulate_grad_batches": ACCUMULATED // 2},
+    ],
+)
+def test_padded_texts_are_trained_by_their_tokens(trainer, options):
+    task = CausalModel()
+    trainer(max_epochs=1, **options).fit(task, DataLoader(texts(), BATCH))
+    assert float((weights_of(task.model) - texts_by_hand()).abs().max()) < 1e-8
+
+
+def test_padded_texts_are_trained_as_by_transformers(trainer, tmp_path):
+    torchvision.disable_beta_transforms_warning()  # transformers.Trainer imports them
+
+    class InOrder(transformers.Trainer):
+        def get_train_dataloader(self):
+            return DataLoader(self.train_dataset, BATCH)
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH,
+        gradient_accumulation_steps=ACCUMULATED,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    model, task = causal_model(), CausalModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    InOrder(model, arguments, train_dataset=texts(), optimizers=(optimizer, None)).train()
+    trainer(max_epochs=1, accumulate_grad_batches=ACCUMULATED).fit(task, DataLoader(texts(), BATCH))
+    assert float((weights_of(task.model) - weights_of(model)).abs().max()) < 1e-8

@@ -166,6 +166,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     run.loop.epoch_skipped = False
     # One checks the first step of its process, on which the ranks must agree.
     run.optimization.guard = make_guard(run.optimization, run)
+    run.optimization.weights.forget()
     if state.epoch_ended:
         run.count_epoch()
     sources = [run.training_data, *(source for data in run.data.evaluations.values() for source in data.sources)]

@@ -37,6 +37,9 @@ from .torchmetrics import MetricStates, is_metric, read_values, updates_within
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool, bool]
 """prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`."""
 
+BatchSize = float | Tensor | None
+"""Weight of a value in its mean; None: the samples of its batch."""
+
 PENDING_LIMIT = 1024
 """Maximum number of values, or losses, that wait on the device before they are read even if no logging point is due."""
 
@@ -91,7 +94,7 @@ class Metrics:
         self.loaders_of: dict[str, set[int]] = {}
         """Evaluation loaders that logged a name without a loader index, by name."""
         self.batches_of_step = 0
-        self.pending: list[tuple[Series, Any, float, int, int]] = []
+        self.pending: list[tuple[Series, Any, Any, int, int]] = []
         self.dropped = -1
         """The newest step if it was dropped: values still logged for it are ignored."""
         self.shows_newest_batch = False
@@ -167,7 +170,7 @@ class Metrics:
         self.batches_left_out += 1
         self.batches_of_step -= self.stage == "train"
 
-    def log(self, name: str, value: Any, batch_size: int | None, options: Options) -> None:
+    def log(self, name: str, value: Any, batch_size: BatchSize, options: Options) -> None:
         """Record one value; see `Task.log`."""
         if self.muted:
             return
@@ -201,7 +204,7 @@ class Metrics:
         # no value.item() here, which would wait for the device in every step
         self.pending.append((series, value, weight, self.replica, self.step))
 
-    def log_dict(self, values: Mapping[str, Any], batch_size: int | None, options: Options) -> None:
+    def log_dict(self, values: Mapping[str, Any], batch_size: BatchSize, options: Options) -> None:
         """Record several values with the same options: equal to `log` for each, in a quarter of the time."""
         known, in_step = self.series, self.in_step
         # the rare cases go through `log`; what follows checks once for all values (1.2 to 2.8 us for each of 100)
@@ -307,15 +310,16 @@ class Metrics:
         # skip values that only an earlier step's logging point would have shown
         pending = [one for one in pending if (one[0].keeps_sums or one[4] >= since) and one[4] != dropped]
         values = to_floats([one[1] for one in pending])
+        weights = read_weights(pending)
         if self.shares and self.stage == "train":
             # Not into the sums yet: a step that breaks off is repeated, and would count twice. They are counted when
             # all ranks have them, before the update (share_step).
             self.unshared += [
                 Row(series, replica, value, weight, step)
-                for (series, _, weight, replica, step), value in zip(pending, values, strict=True)
+                for (series, _, _, replica, step), value, weight in zip(pending, values, weights, strict=True)
             ]
             return
-        for (series, _, weight, replica, step), value in zip(pending, values, strict=True):
+        for (series, _, _, replica, step), value, weight in zip(pending, values, weights, strict=True):
             if series.kind in AVERAGED and step < since:  # most values of most runs, without two calls
                 if series.kind == "mean":
                     entry = series.sums.get(replica)
@@ -397,8 +401,8 @@ class Metrics:
         self.pending = [one for one in self.pending if one[4] != self.step]
         self.flush()
         self.pending, more = newest, dict[str, dict[int, list[float]]]()
-        for (series, _, weight, replica, step), value in zip(
-            newest, to_floats([one[1] for one in newest]), strict=True
+        for (series, _, _, replica, step), value, weight in zip(
+            newest, to_floats([one[1] for one in newest]), read_weights(newest), strict=True
         ):
             if series.keeps_sums and series.kind != "metric" and step != EPOCH_END and replica != ONCE_PER_PROCESS:
                 accumulate(more.setdefault(series.name, {}), replica, series.kind, value, weight)
@@ -779,6 +783,12 @@ class Metrics:
         # 0 if the replicas that this process now owns had no batch in the epoch so far
         self.batches["train"] = sum(bool(series.sums) for series in plain) if plain else len(state["series"])
         self.states.load(state["states"])
+
+
+def read_weights(pending: Sequence[tuple[Series, Any, Any, int, int]]) -> list[float]:
+    """Return the weights of pending values; those that are tensors are read from their device, in one transfer."""
+    weights = [one[2] for one in pending]
+    return to_floats(weights) if any(isinstance(weight, Tensor) for weight in weights) else weights
 
 
 def rows_of(chosen: Iterable[Series], sums: dict[str, dict[int, list[float]]]) -> list[Row]:

@@ -15,6 +15,7 @@ from ..errors import ConfigError, TaskError, did_you_mean, first_names
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
+from .batch_weights import BatchWeights
 from .optimizers import ManualOptimizer, SchedulerConfig, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
 from .weight_watch import WeightWatch
@@ -137,6 +138,8 @@ class Optimization:
         """Check of the gradients before a step, or None."""
         self.watch = WeightWatch(task) if self.automatic and self._repeats_steps() else None
         """Search for weights that training_step changes, in the first steps."""
+        self.weights = BatchWeights(trainer.strategy, trainer.state)
+        """Weights of batches in the gradient of a step, where training_step returns them."""
         self.watches_losses = trainer.nan == "raise" or self.own_optimizer_step  # to which the loss is given
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """Parameters that the gradient of each loss reaches; None for all."""
@@ -168,6 +171,8 @@ class Optimization:
         if not late:
             if self.guard is not None:
                 self.guard.begin_step()
+            if self.weights.used is not False:
+                self.weights.begin_step()
             # callbacks unfreeze between epochs; to compare all parameters in every step would cost each run
             if strategy.reducer.has_frozen or self.epoch != self.state.epoch:
                 self.epoch = self.state.epoch
@@ -205,6 +210,8 @@ class Optimization:
         if self.watch is not None:
             self._require_same_weights(self.watch)
         strategy = self.strategy
+        if self.weights.used is not False:
+            self.weights.divide_gradients(step)
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
         # before clipping and unscaling, which would hide what was not finite

@@ -1,12 +1,14 @@
 """Reducers: how the gradients of a step's replicas become the gradient of the step, where DDP does not reduce them."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..data.sampling import Layout
 from ..optimization.finite import are_finite
+from ..torch_private import divide_each, local_part
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.tree import GradientTree
 
@@ -53,6 +55,17 @@ class Reducer:
         Returns whether buffers must be aligned now, too.
         """
         return False
+
+    def divide(self, divisor: Tensor) -> None:
+        """Divide the gradients of a step, which have met, by a number that is the same on every rank."""
+        kinds: dict[tuple[Any, ...], list[Tensor]] = {}
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad).detach()
+                kinds.setdefault((gradient.device, gradient.dtype, gradient.layout), []).append(gradient)
+        for (device, dtype, _), gradients in kinds.items():
+            # in their own type torch divides all at once; half precision would round the divisor
+            divide_each(gradients, divisor.to(device).to(dtype if dtype.itemsize >= 4 else divisor.dtype))
 
     def abandon(self) -> None:
         """Drop the gradients of a step that ends before its last backward."""

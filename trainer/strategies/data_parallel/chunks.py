@@ -11,6 +11,7 @@ from torch.nn import parallel
 
 from ...data.transfer import to_device
 from ...errors import DataError, TaskError
+from ...optimization.batch_weights import weight_of
 
 
 def chunk_sizes(samples: int, devices: int) -> list[int]:
@@ -86,7 +87,7 @@ def _slice(item: Any, sizes: list[int]) -> list[Any]:
     return [item[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
-def combine(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+def combine(outputs: Sequence[Any], sizes: Sequence[Any], device: torch.device) -> Any:
     """Return what the undivided batch's step would have returned, on `device`, with its graph.
 
     Means over samples (floating point scalars) are averaged with the numbers of samples as weights, counts (integer
@@ -125,7 +126,25 @@ def combine(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) 
     return first if all(part is first or part == first for part in parts) else parts
 
 
-def _combine_sequences(outputs: Sequence[Any], parts: list[Any], sizes: Sequence[int], device: torch.device) -> Any:
+TINY = 1e-30
+"""Number that changes no weight that it is added to."""
+
+
+def combine_losses(outputs: Sequence[Any], sizes: Sequence[int], device: torch.device) -> Any:
+    """Return what the undivided batch's training_step would have returned; a loss is averaged by what chunks weigh."""
+    whole, weights = combine(outputs, sizes, device), [weight_of(output) for output in outputs]
+    if all(weight is None for weight in weights):
+        return whole
+    if any(weight is None and output is not None for weight, output in zip(weights, outputs, strict=True)):
+        raise _differ("weight", weights)
+    shares = [0.0 if weight is None else to_device(weight, device) for weight in weights]
+    whole["weight"] = sum(shares)
+    # more than zero, where no chunk weighs anything
+    whole["loss"] = combine(_pick(outputs, "loss"), [share + TINY for share in shares], device)
+    return whole
+
+
+def _combine_sequences(outputs: Sequence[Any], parts: list[Any], sizes: Sequence[Any], device: torch.device) -> Any:
     first = parts[0]
     if not any(isinstance(entry, (Tensor, np.ndarray, dict, list, tuple)) for part in parts for entry in part):
         return type(first)(entry for part in parts for entry in part)

@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ...torch_private import is_compiled
 from ..bitwise.buffers import ReplicaBuffers
 from ..strategy import Strategy
-from .chunks import chunk_sizes, combine, split
+from .chunks import chunk_sizes, combine, combine_losses, split
 from .copies import LogRecorder, copy_to_device, copy_to_devices, find_metrics, keep_buffers, share_metrics
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class DataParallelStrategy(Strategy):
         if name not in self.checked_steps:
             self.checked_steps.add(name)
             _warn_of_lost_attributes(name, attributes, copies[0].__dict__)
-        return combine(outputs, sizes, root)
+        return (combine_losses if name == "training_step" else combine)(outputs, sizes, root)
 
 
 class _BuffersByDevice(ReplicaBuffers):

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ...data.sampling import Layout
 from ...errors import ConfigError, TaskError
+from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import describe_bad_loss
 from ...processes.collectives import Collectives
 from ...processes.environment import Place, find_store
@@ -217,7 +218,13 @@ class DDPRPCStrategy(DDPStrategy):
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
         """Call training_step in a distributed autograd context of its own."""
         self._open_context()
-        return super().training_step(arguments, last)
+        output = super().training_step(arguments, last)
+        if weight_of(output) is not None:
+            raise TaskError(
+                "training_step returned a 'weight' beside its loss: strategy ddp_rpc sends gradients to its servers "
+                "before the weights of all batches are known. Return the loss alone, or use strategy ddp."
+            )
+        return output
 
     def _open_context(self) -> int:
         # A context of its own for each batch: a second backward in the same context waits for ever (a distributed

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...optimization.precision import Precision
 from ...processes.environment import Place
 from ...torch_private import own_buffers
-from ..data_parallel.chunks import chunk_sizes, combine, split
+from ..data_parallel.chunks import chunk_sizes, combine_losses, split
 from ..ddp import DDPSteps, DDPStrategy
 from .parts import check_counts, cut, find_part_blocks, no_blocks, refuse_shared
 
@@ -277,7 +277,7 @@ class DDPModelParallelStrategy(DDPStrategy):
             metrics.samples = size  # what is logged counts as much as the piece has samples
             outputs.append(step(piece, *others))
         metrics.samples = whole
-        return combine(outputs, sizes, self.device)
+        return combine_losses(outputs, sizes, self.device)
 
 
 class _SteppedByPieces(DDPSteps):

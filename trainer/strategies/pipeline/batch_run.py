@@ -20,6 +20,7 @@ from ...data.transfer import count_samples, map_tensors
 from ...errors import TaskError
 from ...metrics.reduce import to_floats
 from ...metrics.torchmetrics import is_metric
+from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
 from ..data_parallel.chunks import split
 from ..data_parallel.copies import LogRecorder
@@ -49,8 +50,8 @@ class BatchRun:
         count = count_pieces(self._of_all(samples), wanted, strategy.schedule, places)
         self.sizes = [samples // count] * count
         self.batches = split(batch, self.sizes) if count > 1 else [batch]
-        counts = 0.0 if run.metrics.muted else run.metrics.samples * run.gradient_scale  # muted is what is masked
-        self.share = counts / run.loop.step.samples / count
+        self.step, self.is_masked = run.loop.step, run.metrics.muted
+        self.share = run.metrics.samples * run.gradient_scale / run.loop.step.samples / count
         self.kind = (count, tuple(map_shapes(batch)))
         # processes of one pipeline have the same batch; pipelines that shard together must agree, or one would look at
         # shapes (with collectives of its own) while the others train
@@ -92,7 +93,9 @@ class BatchRun:
         if not losses:
             # a loss with a graph all the same: torch's schedule calls backward on each piece
             return output.float().sum() * 0.0
-        return self.strategy.precision.scale(losses[0] * self.share)
+        weight, weights = weight_of(result), self.task.trainer.current_run.optimization.weights
+        share = self.share if weight is None else weights.factor(weight, self.step)
+        return self.strategy.precision.scale(losses[0] * (0.0 if self.is_masked else share))
 
     def _step(self, index: int) -> Any:
         """Call training_step with a piece of the batch, whose random numbers are the same on all processes."""

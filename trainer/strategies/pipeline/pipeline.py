@@ -23,10 +23,11 @@ from ...data.sampling import Layout
 from ...data.transfer import map_tensors
 from ...errors import ConfigError
 from ...metrics.reduce import to_floats
+from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
 from ...processes.environment import Place
 from ...torch_private import set_local_data
-from ..data_parallel.chunks import combine
+from ..data_parallel.chunks import combine_losses
 from ..mesh import dtensors, weight_broadcast
 from ..mesh.mesh import MeshStrategy
 from ..mesh.sharding import sharded
@@ -232,11 +233,13 @@ class PipelineMeshStrategy(MeshStrategy):
         """Let every process of the pipeline log what the last stage has, and return the turn's loss."""
         assert self.stages is not None
         assert self.task is not None
-        output = combine(batch_run.outputs, batch_run.sizes, self.device) if self.stages.has_last else None
+        output = combine_losses(batch_run.outputs, batch_run.sizes, self.device) if self.stages.has_last else None
         message: list[Any] = [None]
         if self.stages.has_last:
             losses = losses_of(output, 1)
-            message = [(to_floats([loss.detach() for loss in losses]), isinstance(output, dict), batch_run.logged())]
+            weight = weight_of(output)
+            numbers = [loss.detach() for loss in losses] + ([] if weight is None else [weight])
+            message = [(to_floats(numbers), isinstance(output, dict), batch_run.logged())]
         dist.broadcast_object_list(message, group=self.line, group_src=self.owners.last, device=torch.device("cpu"))
         values, in_dict, logged = message[0]
         for name, value, args, options in logged:
@@ -247,7 +250,7 @@ class PipelineMeshStrategy(MeshStrategy):
             return None
         loss = torch.tensor(values[0], device=self.device)
         self.precision.scale(loss)  # a scaler is ready to unscale only when it has scaled
-        return {"loss": loss} if in_dict else loss
+        return dict(zip(("loss", "weight"), (loss, *values[1:]), strict=False)) if in_dict else loss
 
     def backward(
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False

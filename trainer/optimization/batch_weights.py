@@ -1,0 +1,149 @@
+"""BatchWeights: weights of the batches of a step in its gradient, where training_step returns them.
+
+The gradient of a step is the mean over its batches, weighted by their samples or by what training_step returns:
+
+    {"loss": loss, "weight": tokens}       sum(tokens * gradient of loss) / sum(tokens)
+
+The weights of later batches and of other ranks are unknown before backward. So each loss is multiplied by its own
+weight, and the gradients are divided by the sum of all weights once they have met.
+"""
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..data.steps import ReplicaBatch, StepInput
+from ..errors import TaskError
+from ..processes.collectives import Collectives
+from ..state import State
+
+FIRST_SCALE = 2.0**-10
+"""Factor of all weights until the first step has shown how large they are."""
+
+
+class DividedGradients(Protocol):
+    """The gradients of a step, as a reducer has them."""
+
+    scale: float
+
+    def divide(self, divisor: Tensor) -> None:
+        """Divide them, once they have met."""
+
+
+class WeighingStrategy(Protocol):
+    """Attributes of a strategy that the weights of batches use."""
+
+    data_ranks: Collectives
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the task."""
+        raise NotImplementedError
+
+    @property
+    def reducer(self) -> DividedGradients:
+        """The reducer of the gradients of its batches."""
+        raise NotImplementedError
+
+
+class BatchWeights:
+    """The weights of one step's batches, by replica, and whether this run has any."""
+
+    def __init__(self, strategy: WeighingStrategy, state: State) -> None:
+        self.strategy, self.state = strategy, state
+        self.used: bool | None = None
+        """Whether batches have weights; None until the ranks have compared what their first step returned."""
+        self.sums = torch.zeros(0)
+        self.counts = [0, 0]
+        """Batches without a weight, and with one, until that is compared."""
+
+    def begin_step(self) -> None:
+        """Forget the weights of the step before."""
+        device = self.strategy.device
+        kind = torch.float32 if device.type == "mps" else torch.float64
+        self.sums, self.counts = torch.zeros(self.state.replicas, dtype=kind, device=device), [0, 0]
+
+    def forget(self) -> None:
+        """Compare again in the next step, because the set of ranks has changed."""
+        self.used = None
+
+    def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
+        """Return the factor of a batch's loss, and add the weight that training_step returned with it to the step's."""
+        weight = weight_of(output)
+        if output is not None:
+            self.counts[weight is not None] += 1
+            if self.used not in (None, weight is not None):
+                raise TaskError(MIXED)
+        if weight is None:
+            return item.samples * self.strategy.reducer.scale / step.samples
+        self.sums[item.replica] += weight
+        return self.factor(weight, step)
+
+    def factor(self, weight: Any, step: StepInput) -> Any:
+        """Return what the loss of a batch with this weight is multiplied with."""
+        return weight * (self.strategy.reducer.scale / step.samples * self._scale())
+
+    def divide_gradients(self, step: StepInput) -> Tensor | float:
+        """Divide the step's gradients by the sum of the weights of all its batches; every rank calls it.
+
+        Returns the divisor; 1.0 without weights. Raises TaskError, on all ranks, where only some batches have one.
+        """
+        ranks = self.strategy.data_ranks
+        if self.used is False:
+            return 1.0
+        if self.used is None:
+            without, weighted = ranks.all_reduce(torch.tensor(self.counts), "sum").tolist()
+            if without and weighted:
+                raise TaskError(MIXED)
+            if without or not weighted:
+                self.used = False if without else None  # without a batch it stays unknown
+                return 1.0
+        # by replica, so that the sum is the same on any number of processes
+        total = ranks.all_reduce(self.sums, "sum").sum()
+        divisor = total * self._scale() / step.samples
+        divisor = torch.where(divisor == 0.0, 1.0, divisor)  # where no batch weighs anything
+        if self.used is None:
+            self._settle(float(total) / step.samples)
+        self.strategy.reducer.divide(divisor)
+        return divisor
+
+    def _scale(self) -> float:
+        return self.state.weight_scale or FIRST_SCALE
+
+    def _settle(self, weight_of_sample: float) -> None:
+        """Note that batches have weights, and how large they are. Raises TaskError where they are not usable."""
+        if not 0.0 <= weight_of_sample < math.inf:
+            raise TaskError(f"The weights that training_step returned add up to {weight_of_sample}; {EXPECTED_WEIGHT}.")
+        self.used = True
+        # Half precision would overflow with losses that are multiplied by thousands of tokens. A power of two changes
+        # no other bits, and the run keeps it, so that a resume has the same.
+        if not self.state.weight_scale and weight_of_sample:
+            self.state.weight_scale = 2.0 ** -round(math.log2(weight_of_sample))
+
+
+EXPECTED_WEIGHT = "expected a number that is not negative, or a tensor with one, such as the batch's number of tokens"
+MIXED = (
+    "training_step returned a 'weight' beside the loss of some batches and none for others, so the mean over the step "
+    'is unknown. Return {"loss": loss, "weight": weight} for every batch, or for none.'
+)
+
+
+def weight_of(output: Any) -> Any:
+    """Return the weight in what training_step returned, as a number or a tensor without dimensions; None if none is.
+
+    Raises TaskError for anything else.
+    """
+    weight = output.get("weight") if isinstance(output, Mapping) else None
+    if weight is None:
+        return None
+    if isinstance(weight, Real) and 0.0 <= float(weight) < math.inf:
+        return float(weight)
+    if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
+        weight = weight.detach().reshape(())
+        return weight.double() if weight.device.type != "mps" else weight.float()
+    came = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
+    raise TaskError(f"training_step returned the weight {came}; {EXPECTED_WEIGHT}.")
