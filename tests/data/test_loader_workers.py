@@ -13,13 +13,15 @@ import pytest
 import torch
 from forked import Forked
 from tiny import Tiny
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from waiting import wait_until
 
+import legato as lg
 from legato.trainer.data.loaders import iterate_loader
 from legato.trainer.data.workers import WorkerSetup
 from legato.trainer.errors import DataError
+from legato.trainer.processes.environment import run_workers
 
 
 class Locks:
@@ -239,3 +241,59 @@ def test_a_trainer_that_has_gone_is_not_worth_a_traceback(stranger):
     assert worker.returncode == 0
     assert ("KeyError: 'no number'" in errors) == stranger
     assert errors.count("Traceback") == stranger
+
+
+class Counted(IterableDataset):
+    """A stream with a length, of which each worker reads a part; `more` samples come after that length."""
+
+    def __init__(self, samples, more=0):
+        self.samples, self.more = samples, more
+
+    def __len__(self):
+        return self.samples
+
+    def __iter__(self):
+        worker = get_worker_info()
+        return iter(range(self.samples + self.more)[worker.id :: worker.num_workers])
+
+
+class Evaluated(lg.Task):
+    """Keeps the samples that it is evaluated on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def validation_step(self, batch, batch_idx):
+        self.seen += batch.tolist()
+
+    def predict_step(self, batch, batch_idx):
+        return batch.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset", "ignore:This DataLoader will create 3 worker")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_evaluation_sees_the_short_batch_of_each_worker(trainer, processes):
+    """Three workers of 34, 33 and 33 samples have 15 batches of 8, where the length is 13."""
+
+    def evaluate():
+        strategy = "ddp" if processes > 1 else "single"
+        made, task = trainer(strategy=strategy, devices=processes), Evaluated()
+        made.validate(task, DataLoader(Counted(100), 8, num_workers=3), verbose=False)
+        seen = [value for rank in made.strategy.collectives.gather_objects(task.seen) for value in rank]
+        predicted = made.predict(task, DataLoader(Counted(100), 8, num_workers=3))
+        half = trainer(strategy=strategy, devices=processes, limit_predict_batches=0.5)
+        longer = DataLoader(Counted(100, more=10_000), 8, num_workers=3)
+        return (
+            seen,
+            predicted,
+            half.predict(task, DataLoader(Counted(100), 8, num_workers=3)),
+            made.predict(task, longer),
+        )
+
+    seen, predicted, half, longer = evaluate() if processes == 1 else run_workers(evaluate, processes, threads=1)
+    assert sorted(seen) == list(range(100))
+    assert sorted(value for batch in predicted for value in batch) == list(range(100))
+    assert len(half) == 6
+    assert len(longer) == 13 + 3 - 1

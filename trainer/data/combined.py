@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import ConfigError, DataError, did_you_mean
 from .loaders import (
@@ -160,6 +160,22 @@ def sample_counter(loader: Any) -> Callable[[Any], int]:
 def loaders_in(loader: Any) -> list[Any]:
     """Return the parts of a combined loader, or `[loader]`."""
     return loader.flattened if isinstance(loader, CombinedLoader) else [loader]
+
+
+def batches_at_most(loader: Any) -> int | None:
+    """Return how many batches a loader may yield in an epoch; None if it has no length.
+
+    Each worker of a DataLoader ends an iterable dataset with a short batch of its own, which torch's length leaves out.
+    """
+    if isinstance(loader, CombinedLoader):
+        lengths = [batches_at_most(part) for part in loader.flattened]
+        return None if None in lengths else loader.combine_lengths([length for length in lengths if length is not None])
+    length = length_of(loader)
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    if length is None or not is_stream or type(loader).__len__ is not DataLoader.__len__:
+        return length
+    workers: int = loader.num_workers
+    return length + max(0, workers - 1)
 
 
 def _has_loader(loaders: Any) -> bool:

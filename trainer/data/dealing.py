@@ -10,7 +10,7 @@ import torch
 from ..errors import ConfigError
 from ..processes.collectives import SINGLE, Collectives
 from ..processes.script_collectives import StepCollectives
-from .combined import CombinedSource, is_dealable_by_batch
+from .combined import CombinedSource, batches_at_most, is_dealable_by_batch
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of
 from .sampling import Deal, Layout
 from .shares import LOCKSTEP, Sample, are_shares, have_same, read_samples, require_same, tell_of_share
@@ -189,8 +189,8 @@ class EvaluationData:
         expects_shares: take map-style data that cannot be compared for a share.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
-        self.shares, self.is_known = set[int](), set(shares)
-        """`shares`: the numbers of loaders that yield each process's own share; `is_known`: those not to compare."""
+        self.shares, self.certain_shares = set[int](), set(shares)
+        """The numbers of loaders that yield each process's own share, and of those where that need not be compared."""
         self.dealing = replace(dealing, accumulate=1, whole_rounds=False)
         # the limit counts batches over all replicas, a source's own limit would count rounds
         self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks) for loader in loaders]
@@ -220,7 +220,8 @@ class EvaluationData:
         for index, source in enumerate(self.sources):
             if isinstance(source, StreamData) and self.ranks.size > 1:
                 self._compare(index, source, epoch)
-            most = min((count for count in (limit, self.count(index)) if count is not None), default=None)
+            limits = limit, self._batches_at_most(index)
+            most = min((count for count in limits if count is not None), default=None)
             first_replica = self.dealing.replicas.start if index in self.shares else 0
             for step in self._steps(index, epoch, most, kept=limit is None):
                 self.whole = step.whole
@@ -244,7 +245,7 @@ class EvaluationData:
 
     def _compare(self, index: int, stream: StreamData, epoch: int) -> None:
         """Take a stream for a share where processes read different first batches of it; every rank calls it."""
-        if index in self.is_known:
+        if index in self.certain_shares:
             return
         if are_shares(stream.read_samples(epoch), self.ranks, self.dealing.process):
             self._take_share(index)
@@ -290,6 +291,11 @@ class EvaluationData:
         if length is None:
             return self.limit if isinstance(self.limit, int) else None
         return apply_limit(self.limit, length)
+
+    def _batches_at_most(self, index: int) -> int | None:
+        """Return the number of batches after which an evaluation of a loader ends, also of an endless one."""
+        is_whole = isinstance(self.limit, float) and self.limit == 1.0
+        return batches_at_most(self.loaders[index]) if is_whole else self.count(index)
 
     def counts(self) -> list[int | float]:
         """Return the number of batches of every loader; infinity if unknown."""
