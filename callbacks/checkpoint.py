@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..trainer.checkpoints.run_names import require_local
 from ..trainer.errors import CheckpointError, ConfigError
 from .monitor import Monitor
 from .retention import Retention, checkpoint_name, is_name
@@ -69,6 +70,7 @@ class Checkpoint(Retention):
         self.monitor, self.mode, self.save_top_k, self.save_last = monitor, mode, save_top_k, save_last
         self._given_dirpath = None if dirpath is None else str(dirpath)
         # absolute, in case the process changes its directory
+        require_local(dirpath, "Checkpoint's dirpath")
         self.dirpath = None if dirpath is None else Path(os.path.abspath(dirpath))
         self.every_n_train_steps, self.every_n_epochs = every_n_train_steps or 0, every_n_epochs or 0
         self.seconds_between = 60 * train_time_interval if train_time_interval else math.inf

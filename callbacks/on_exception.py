@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..trainer.checkpoints.run_names import require_local
 from ..trainer.errors import ConfigError
 from .checkpoint_callback import CheckpointCallback
 from .retention import is_name
@@ -22,6 +23,7 @@ class OnExceptionCheckpoint(CheckpointCallback):
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
         if not filename or not is_name(filename):
             raise ConfigError(f"OnExceptionCheckpoint: filename={filename!r} is no plain name of a folder in dirpath.")
+        require_local(dirpath, "OnExceptionCheckpoint's dirpath")
         self.dirpath, self.filename = Path(os.path.abspath(dirpath)), filename
 
     @property

@@ -25,7 +25,7 @@ from .checkpoints import contents, convert, fingerprint, restore, run_record, st
 from .checkpoints.left_out import add_left_out
 from .checkpoints.manifest import load_manifest
 from .checkpoints.reading import read_for_all
-from .checkpoints.run_names import EVALUATIONS, name_problem
+from .checkpoints.run_names import EVALUATIONS, name_problem, require_local
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
 from .closure import use_closure
@@ -440,6 +440,7 @@ def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Pa
         callbacks = with_callbacks_of(request.task, trainer.callbacks)
         return request.weights.weights([one for one in callbacks if isinstance(one, Checkpoint)])
     path = Path(named_checkpoint(trainer, request.weights) or "")
+    require_local(path, "The checkpoint")
     if not path.exists():
         hint = did_you_mean(str(path), ("last", "best", "none")) or " Expected a path, 'last' or 'best'."
         raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
@@ -1013,6 +1014,7 @@ def check_arguments(trainer: "Trainer") -> None:
     for name in NONE_FOR_DEFAULT:
         if getattr(trainer, name) is None:
             setattr(trainer, name, TrainerArguments.__dataclass_fields__[name].default)
+    require_local(trainer.default_root_dir, "trainer.default_root_dir")
     root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
     trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
     for name in ARGUMENT_NAMES:

@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function, tensorboard_trace_handler
 
 from ..callbacks.callback import Callback
+from .checkpoints.run_names import require_local
 from .errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Profiler:
     """
 
     def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        require_local(dirpath, "A profiler's dirpath")
         self.dirpath, self.filename = dirpath, filename
 
     dirpath: str | Path | None = None

@@ -27,6 +27,7 @@ from .checkpoints.run_names import (
     REPLAY,
     VERSION,
     identity_of,
+    require_local,
 )
 from .checkpoints.run_record import STARTS, jobs_of, read_starts
 from .errors import ConfigError, did_you_mean
@@ -232,6 +233,7 @@ def find_runs(root: Path) -> list[RunDirectory]:
 
     Links to folders are not followed, and folders that cannot be read are passed over.
     """
+    require_local(root, "The folder of runs")
     if not root.is_dir():
         near = sorted(one.name for one in root.parent.glob("*/")) if root.parent.is_dir() else []
         raise ConfigError(f"{str(root)!r} is no folder.{did_you_mean(root.name, near)} Name one with runs below it.")
@@ -261,6 +263,7 @@ def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
 
     Raises ConfigError, with the nearest name, if there is none.
     """
+    require_local(word, "The run")
     for path in (Path(word), root / word):
         if path.is_dir():
             base = root if root in path.parents else path

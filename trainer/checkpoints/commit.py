@@ -21,6 +21,7 @@ from ..processes.collectives import SINGLE, Collectives
 from ..quantities import format_bytes
 from . import manifest
 from .format import MODEL, OTHERS, FileSum, FlatState, file_sum, write_bytes, write_tensors
+from .run_names import require_local
 from .shards import SHARD_FILE, file_name
 
 T = TypeVar("T")
@@ -280,6 +281,7 @@ def make_folder(path: Path) -> None:
 
 def require_new(target: Path) -> None:
     """Raise CheckpointError if something has this name."""
+    require_local(target, "The file to write")
     if os.path.lexists(target):
         raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
 

@@ -27,6 +27,8 @@ OLD_EVENTS = "tensorboard"
 """The folder that they were in before they were in the run directory itself."""
 LARGEST = 64 << 20
 """Bytes of a small file of a run directory: its state, its record, its identity."""
+ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
+"""The address of a store such as s3://bucket/run; `Path` takes one slash off. One letter is a drive of Windows."""
 LONGEST = 255
 """Maximum bytes of a file's name, on all usual file systems."""
 
@@ -55,8 +57,31 @@ def name_problem(name: str) -> str | None:
     return path_problem(name)
 
 
+def require_local(path: object, what: str = "") -> None:
+    """Raise ConfigError for the address of a store; `what`: the argument that has it, such as "dirpath"."""
+    problem = address_problem(path)
+    if problem is not None:
+        raise ConfigError(f"{what or 'A path'} {problem}")
+
+
+def address_problem(path: object) -> str | None:
+    """Return why a path is no local one but the address of a store, such as s3://bucket; None if it is local."""
+    address = ADDRESS.match(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
+    if address is None:
+        return None
+    scheme, rest = address[1], address[2]
+    if scheme == "file":
+        return f"is the address 'file:///{rest}': write it as a path, {'/' + rest!r}."
+    return (
+        f"is '{scheme}://{rest}', the address of a store. Legato reads and writes folders of this machine only: mount "
+        f"the store, or copy the files, and name the folder."
+    )
+
+
 def path_problem(path: str) -> str | None:
     """Return why no file system accepts a path; None if one may."""
+    if (problem := address_problem(path)) is not None:
+        return problem
     if "\0" in path:
         return f"has a null byte, which no path can have: {path[:60]!r}."
     size, part = max(((len(os.fsencode(part)), part) for part in Path(path).parts), default=(0, ""))

@@ -34,7 +34,7 @@ from .foreign import read_contents
 from .format import MODEL, OTHERS, FileSum, file_sum, flatten, read_verified, unflatten
 from .run_lock import belongs_to_training
 from .run_names import CHECKPOINTS as CHECKPOINTS
-from .run_names import CONFIG, IDENTITY, VERSION, name_problem
+from .run_names import CONFIG, IDENTITY, VERSION, name_problem, require_local
 from .run_names import identity_of as identity_of
 from .run_record import jobs_of
 from .shards import SHARD_FILE, ShardFiles, load_stored
@@ -70,6 +70,7 @@ def write(
     `extra_files` maps further file names to functions that write the file at a given path. Raises CheckpointError if a
     value cannot be stored, the disk is too full or writing fails; nothing is left behind then.
     """
+    require_local(directory, "The checkpoint to write")
     flat = flatten(contents)
     flat.assign_writers(ranks)
     commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks, owner)
@@ -223,6 +224,7 @@ def resolve(path: Path, check: Check = verify) -> Path:
 
     Raises CheckpointError with the paths that were tried.
     """
+    require_local(path, "The checkpoint")
     # "." has no name, and so no place beside it
     path = path if path.name else path.absolute()
     # the second: a process died while it replaced the checkpoint
@@ -383,6 +385,7 @@ def find(
             log.info("resume=auto: there is no complete checkpoint in %s, so a new run begins.", root / name)
         return found if found is not None else (None, None)
     path = Path(resume)
+    require_local(path, "The checkpoint to resume from")
     if not path.exists():
         raise CheckpointError(f"There is no checkpoint at {path}. Expected a path, 'auto', 'last', 'best' or nothing.")
     return None, path if path.is_file() else resolve(path, check)

@@ -13,7 +13,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checkpoints.run_names import name_problem, path_problem
+from ..checkpoints.run_names import address_problem, name_problem, path_problem
 from ..checkpoints.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
 from ..errors import ConfigError, did_you_mean
 from ..launchers import LAUNCHERS
@@ -376,6 +376,9 @@ class Checker:
         else:
             yield from self.arguments(run, ("run",), "run", RUN, self.on_target)[1]
         for name, expected in WORDS.items():
+            if (problem := address_problem(self.values.get(name))) is not None:
+                yield Problem((name,), problem)
+                continue
             yield from fit_value(expected, self.values.get(name), (name,), self.on_target)[1]
 
     def _path_meant(self, name: str) -> str:

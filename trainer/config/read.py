@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from ..checkpoints.run_names import CONFIG, is_run_directory
+from ..checkpoints.run_names import CONFIG, is_run_directory, require_local
 from ..checkpoints.targets import TARGET
 from ..errors import ConfigError, did_you_mean
 from ..messages import LEVELS
@@ -256,6 +256,7 @@ def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, ke
     if not files:
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
     for one in files:
+        require_local(one, "A config file")
         if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
             raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_word_instead(one, arguments)}")
     merged = reduce(merge, [_read_config_file(Path(one), ()) for one in files])

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from ..checkpoints.run_names import address_problem
 from ..checkpoints.targets import TARGET, misspelt_word
 from ..errors import did_you_mean
 from .read import Key
@@ -74,6 +75,8 @@ def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitte
     elif not _has_shape(kind, parts, value):
         return value, [Problem(key, _wrong([expected], value))]
     if kind == "path":
+        if (problem := address_problem(value)) is not None:
+            return value, [Problem(key, problem)]
         return pathlib.Path(value), []
     if kind == "timedelta":
         days, hours, minutes, seconds = map(int, value.split(":"))

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from ..checkpoints.run_names import require_local
+
 HPARAMS_FILE = "hparams.yaml"
 
 
@@ -17,6 +19,7 @@ class LogFolder:
     """
 
     def __init__(self, save_dir: str | Path, name: str | None, version: int | str | None) -> None:
+        require_local(save_dir, "A logger's save_dir")
         self.save_dir, self.name = os.fspath(save_dir), name
         self._start = os.getcwd()  # wherever the process goes later
         self._version = version

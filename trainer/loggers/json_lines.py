@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..checkpoints.run_names import run_directory_gone
+from ..checkpoints.run_names import require_local, run_directory_gone
 from .logger import Logger
 
 log = logging.getLogger("legato")
@@ -32,6 +32,7 @@ class JSONLinesLogger(Logger):
 
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
+        require_local(path, "JSONLinesLogger's path")
         self.path = None if path is None else Path(os.path.abspath(path))
         """Path of the file; by default in the run directory."""
         self._own_path = path is not None

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...checkpoints.run_names import require_local
 from ...errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parent / "project"
@@ -22,6 +23,7 @@ def run_new(arguments: Sequence[str]) -> None:
     """Run `legato new`."""
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise ConfigError("legato new takes one argument: the name of the project, which becomes a folder here.")
+    require_local(arguments[0], "The project's folder")
     folder = Path(arguments[0])
     written = write_project(folder)
     print("\n".join(f"  {folder / path}" for path in written))

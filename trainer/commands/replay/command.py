@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....callbacks.callback import Callback
+from ...checkpoints.run_names import require_local
 from ...checkpoints.store import directory_name
 from ...errors import ConfigError, DataError, did_you_mean
 from ...messages import STDERR, STDOUT
@@ -51,6 +52,7 @@ class ReplayArguments:
             elif name in ("step", "until", "jobs", "replica") and equals:
                 found[name] = whole_number(name, text)
             elif name in ("save", "into") and equals:
+                require_local(text, f"{name}=")
                 found[name] = Path(text).absolute()
             elif name == "devices" and equals:
                 found[name] = tuple(whole_number(name, one) for one in text.strip("[]").split(","))
