@@ -16,6 +16,7 @@ from tiny import Tiny, make_loader, make_trainer
 import legato as lg
 from legato.trainer.checkpoints import run_record
 from legato.trainer.checkpoints.run_record import FILES, README, RECORD, read_starts
+from legato.trainer.commands.replay.origin import differences
 
 
 def git(folder, *words):
@@ -65,6 +66,21 @@ def test_a_start_says_with_what_the_run_was_started(project):
         "diff_file": None,
     }
     assert not list(made.run_dir.glob("*.diff"))
+
+
+def test_a_link_that_git_does_not_know_is_stored_as_a_link(project, tmp_path):
+    (tmp_path / "private.py").write_text("password = 'hunter2'\n")
+    (project / "linked.py").symlink_to(tmp_path / "private.py")
+    made = fit(project)
+    diff = (made.run_dir / "uncommitted.diff").read_bytes()
+    assert b"hunter2" not in diff
+    git(tmp_path, "clone", "-q", str(project), "copy")
+    git(tmp_path / "copy", "apply", str(made.run_dir / "uncommitted.diff"))
+    assert os.readlink(tmp_path / "copy" / "linked.py") == str(tmp_path / "private.py")
+    assert list(differences(made.run_dir, 1)) == []
+    (project / "linked.py").unlink()
+    (project / "linked.py").symlink_to("elsewhere")
+    assert "linked.py" in "".join(differences(made.run_dir, 1))
 
 
 def test_the_diff_makes_of_the_commit_what_ran(project, tmp_path):

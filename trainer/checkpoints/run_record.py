@@ -272,14 +272,20 @@ def _git(folder: Path, deadline: float, *words: str) -> bytes | None:
 
 def _new_file(root: Path, name: str) -> bytes:
     """Return a file that git does not know yet as the diff that makes it; nothing for one that cannot be read."""
+    path = root / name
+    if path.is_symlink():  # as git stores it: what it points to may be anything, outside of the repository too
+        return _diff_of(name, os.fsencode(os.readlink(path)), b"120000")
     try:
         content = b"" if (root / name).stat().st_size > LARGEST_DIFF else (root / name).read_bytes()
     except OSError:
         return b""
-    if not content or b"\0" in content:
-        return b""
+    return b"" if not content or b"\0" in content else _diff_of(name, content, b"100644")
+
+
+def _diff_of(name: str, content: bytes, mode: bytes) -> bytes:
+    """Return the diff that makes a file with this content."""
     encoded = os.fsencode(name)
     lines = re.findall(rb"[^\n]*\n|[^\n]+", content)
-    head = b"diff --git a/%b b/%b\nnew file mode 100644\n--- /dev/null\n+++ b/%b\n" % (encoded, encoded, encoded)
+    head = b"diff --git a/%b b/%b\nnew file mode %b\n--- /dev/null\n+++ b/%b\n" % (encoded, encoded, mode, encoded)
     end = b"" if content.endswith(b"\n") else b"\n\\ No newline at end of file\n"
     return head + b"@@ -0,0 +1,%d @@\n" % len(lines) + b"".join(b"+" + line for line in lines) + end

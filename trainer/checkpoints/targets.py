@@ -6,11 +6,13 @@ can use this module without it.
 
 import functools
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, did_you_mean
+from ..processes.environment import get_variable
 
 TARGET = "_target_"
 """The key under which a mapping names the class or function to call."""
@@ -37,8 +39,11 @@ def call_target(target: Callable[..., Any], arguments: Mapping[str, Any], partia
 def rebuild_targets(value: Any, kind: type, name: str) -> Any:
     """Build what a config had built as hyperparameter `name` of a task or data module of class `kind`.
 
-    Raises CheckpointError where the checkpoint names something that may not be called for it; see `_find_trusted`.
+    In texts references to environment variables are replaced by their values. Raises CheckpointError where the
+    checkpoint names something that may not be called for it; see `_find_trusted`.
     """
+    if isinstance(value, str):
+        return re.sub(r"\$\{env:(\w+)\}", lambda found: _value_of(found[1], name), value)
     if isinstance(value, list | tuple):
         return type(value)(rebuild_targets(item, kind, name) for item in value)
     if not isinstance(value, Mapping):
@@ -48,6 +53,16 @@ def rebuild_targets(value: Any, kind: type, name: str) -> Any:
     target = _find_trusted(str(value[TARGET]), kind, name)
     rest = {key: item for key, item in value.items() if key not in (TARGET, PARTIAL)}
     return call_target(target, rebuild_targets(rest, kind, name), bool(value.get(PARTIAL)))
+
+
+def _value_of(variable: str, name: str) -> str:
+    value = get_variable(variable)
+    if value is None:
+        raise CheckpointError(
+            f"The hyperparameter {name!r} is that of the environment variable {variable}, which is not set. Set it, or "
+            f"hand the value over: load_from_checkpoint(path, {name}=...)."
+        )
+    return value
 
 
 def _find_trusted(path: str, kind: type, name: str) -> Callable[..., Any]:

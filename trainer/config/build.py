@@ -3,6 +3,8 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ from ...tasks.hyperparameters import Hyperparameters
 from ..checkpoints.targets import PARTIAL, TARGET, call_target
 from ..errors import ConfigError, add_note
 from .check import EXPECTED, Checker, Config, is_entry
-from .read import Key, dotted
+from .read import Key, dotted, replace_item
 from .signatures import ANYTHING, Signature, load_target
 from .values import Fitted
 
@@ -145,6 +147,9 @@ class _InstanceBuilder:
             kind = type(made).__name__
             raise ConfigError(f"{place}: {value[TARGET]!r} returned {kind}, not {expected}, which is required here.")
         configs = {name: self._config_of(one) for name, one in arguments.items()}
+        for secret, text in self.config.secrets.items():
+            if secret[: len(key)] == key and isinstance(reduce(getitem, secret, self.config.values), str):
+                configs = replace_item(configs, secret[len(key) :], text)
         if nested and not isinstance(made, _PLAIN):
             # the object is kept as well, so that its id is not given to another one
             self.made[id(made)] = made, {TARGET: value[TARGET], **({PARTIAL: True} if partial else {}), **configs}

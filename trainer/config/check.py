@@ -30,6 +30,7 @@ from .read import (
     format_value,
     own_directory,
     read_config,
+    replace_item,
 )
 from .signatures import NO_DEFAULT, Parameter, Signature, Sources
 from .values import Fitted, OnTarget, Problem, describe, describe_type, fit_value, is_target, same
@@ -81,8 +82,19 @@ class Config(Layer):
     """The source files that were parsed to check it; the build uses them again."""
 
     def text(self, origins: bool = False) -> str:
-        """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment."""
-        return dump_yaml(escape(self.values), self.origin if origins else None)
+        """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment.
+
+        In place of a secret it has the name of the environment variable.
+        """
+        return dump_yaml(self.stored_values, self.origin if origins else None)
+
+    @property
+    def stored_values(self) -> dict[str, Any]:
+        """The values as they are stored, to be read again: with references in place of secrets."""
+        values: dict[str, Any] = escape(self.values)
+        for key, text in self.secrets.items():
+            values = replace_item(values, key, text)
+        return values
 
     def to_run_again(self) -> "Config":
         """Return the config that a run directory stores: of a run that went on, one that begins it anew."""
@@ -101,10 +113,10 @@ class Config(Layer):
                 for name, item in value.items():
                     yield from words(item, (*key, name))
             elif self.origin(key).startswith("override"):
-                yield f"{dotted(key)}={format_value(escape(value))}"
+                yield f"{dotted(key)}={format_value(value)}"
 
-        sections = ("seed", "task", "data", "trainer", "callbacks", "loggers")
-        return [word for name in sections if name in self.values for word in words(self.values[name], (name,))]
+        sections, stored = ("seed", "task", "data", "trainer", "callbacks", "loggers"), self.stored_values
+        return [word for name in sections if name in stored for word in words(stored[name], (name,))]
 
     def given_text(self) -> str:
         """Return what files and overrides have set, without defaults, with the origin of each value as a comment."""
@@ -115,7 +127,7 @@ class Config(Layer):
             items = {name: given(item, (*key, name)) for name, item in value.items()}
             return {name: item for name, item in items.items() if item is not NO_DEFAULT} or NO_DEFAULT
 
-        return dump_yaml(escape(given(self.values, ())), self.origin)
+        return dump_yaml(given(self.stored_values, ()), self.origin)
 
 
 def load_config(arguments: Sequence[str]) -> Config:
@@ -322,7 +334,7 @@ class Checker:
             options = self.signature_of_named("launcher", LAUNCHERS[given["name"]])
             values["launcher"] = filled(given, ("launcher",), options)
         kept = [name for name in SECTIONS if values.get(name) is not None or name in ("resume", "checkpoint")]
-        return Config({name: values[name] for name in kept}, origins, sources=self.sources)
+        return Config({name: values[name] for name in kept}, origins, layer.secrets, sources=self.sources)
 
     def _entry(self, value: Any, key: Key) -> Iterator[Problem]:
         """Yield every mistake in the value of a key that must name a class."""

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -68,6 +68,8 @@ _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
 _PURE_RESOLVERS = {"oc.select"}
 _VARIABLE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{env:([^${},]*)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
 _REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_LEAST_WITHIN = 6  # characters of a secret that is looked for within longer texts
 _RUN_NAMES: tuple[Key, ...] = (("run", "name"), ("trainer", "run_name"))
 
 Defaults = Callable[[Any, Key], Sequence[Any]]
@@ -80,6 +82,8 @@ class Layer:
 
     values: Any
     origins: dict[Key, str]
+    secrets: dict[Key, str] = field(default_factory=dict, repr=False)
+    """Texts with `${env:NAME}` that are stored in place of the values of secret environment variables."""
 
     def origin(self, key: Key) -> str:
         """Return the origin of a key, or of the nearest key above it that has one."""
@@ -242,6 +246,17 @@ def escape(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+def replace_item(value: Any, key: Key, item: Any) -> Any:
+    """Return plain data with another item at a key; itself where there is no such key."""
+    if not key:
+        return item
+    if isinstance(value, dict) and key[0] in value:
+        return value | {key[0]: replace_item(value[key[0]], key[1:], item)}
+    if isinstance(value, list) and isinstance(key[0], int) and key[0] < len(value):
+        return [replace_item(one, key[1:], item) if index == key[0] else one for index, one in enumerate(value)]
+    return value
+
+
 # --- layers -----------------------------------------------------------------------------------------------------------
 def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, key: ()) -> Layer:
     """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
@@ -262,7 +277,9 @@ def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, ke
     merged = reduce(merge, [_read_config_file(Path(one), ()) for one in files])
     merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
     _refuse_unused_vars(merged)
-    return _resolve(_read_environment(merged), defaults)
+    read, variables = _read_environment(merged)
+    resolved = _resolve(read, defaults)
+    return replace(resolved, secrets=_find_secrets(resolved, variables))
 
 
 def merge(base: Layer, over: Layer) -> Layer:
@@ -490,22 +507,26 @@ def _known_key(key: str) -> str | None:
 
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
-def _read_environment(merged: Layer) -> Layer:
+def _read_environment(merged: Layer) -> tuple[Layer, dict[str, str]]:
     """Replace `${env:NAME}` and `${env:NAME,default}` by the variable's value or the default.
 
-    Where the text is nothing else, the value is read as YAML reads a word: a number, a bool, null, a text.
+    Where the text is nothing else, the value is read as YAML reads a word: a number, a bool, null, a text. Also returns
+    the names of variables with secret values, by their values: of those whose name, or key, says so.
     """
     found = [(key, text) for key, text in _texts(merged.values, ()) if "${env:" in text]
     if not found:
-        return merged
-    values, origins = deepcopy(merged.values), dict(merged.origins)
+        return merged, {}
+    values, origins, variables = deepcopy(merged.values), dict(merged.origins), dict[str, str]()
+    secrets = dict[Key, str]()
     for key, text in found:
         place, names = f"{merged.origin(key)}: {dotted(key)}", list[str]()
 
-        def text_of(match: re.Match[str], place: str = place, names: list[str] = names) -> str:
+        def text_of(match: re.Match[str], key: Key = key, place: str = place, names: list[str] = names) -> str:
             given = _variable(match, place)
             if given is not None:
                 names.append(match[2].strip())
+                if given and any(_SECRET.search(str(word)) for word in (names[-1], *key[-2:])):
+                    variables[given] = names[-1]
             return match[1][: len(match[1]) // 2] + (escape(given) if given is not None else match[3].strip())
 
         whole = _VARIABLE.fullmatch(text)
@@ -516,10 +537,25 @@ def _read_environment(merged: Layer) -> Layer:
                 new = parse_yaml(new, f"{place}: the default").values if new else ""
             elif not from_default:
                 new = _read_word(new)
+                if not isinstance(new, str) and variables.keys() & {_variable(whole, place)}:
+                    secrets[key] = text
         reduce(getitem, key[:-1], values)[key[-1]] = new
         if names:
             origins[key] = f"{merged.origin(key)}, from {', '.join(names)}"
-    return Layer(values, origins)
+    return Layer(values, origins, secrets), variables
+
+
+def _find_secrets(layer: Layer, variables: Mapping[str, str]) -> dict[Key, str]:
+    """Return the text to store for each key whose value holds that of a secret variable, wherever it came from."""
+    found = dict(layer.secrets)  # numbers
+    for key, value in _texts(layer.values, ()) if variables else ():
+        text = escape(value)
+        for secret, name in variables.items():
+            if value == secret or len(secret) >= _LEAST_WITHIN:
+                text = text.replace(escape(secret), f"${{env:{name}}}")
+        if text != escape(value):
+            found[key] = text
+    return found
 
 
 def _variable(match: re.Match[str], place: str) -> str | None:
@@ -597,7 +633,7 @@ def _resolve(merged: Layer, defaults: Defaults) -> Layer:
             hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
             problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
             raise ConfigError(f"{place}: {text!r} cannot be resolved: {problem}.{hint}") from error
-    return Layer(values, merged.origins)
+    return replace(merged, values=values)
 
 
 def _add_defaults(values: Any, texts: Sequence[tuple[Key, str]], defaults: Defaults) -> None:

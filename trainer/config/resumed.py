@@ -81,7 +81,8 @@ def _differences(given: Config, stored: Config) -> Iterator[str]:
     """Yield each key that a file sets to another value than the run has, with both values."""
     for key, value in _single_values(given.values, ()):
         origin = given.origin(key)
-        if key[0] in OF_THE_COMMAND or origin.startswith(("default", "override")):
+        secret = key in given.secrets or key in stored.secrets
+        if key[0] in OF_THE_COMMAND or secret or origin.startswith(("default", "override")):
             continue
         there = _stored_value(stored.values, key)
         if there == []:

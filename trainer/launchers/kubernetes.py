@@ -3,7 +3,7 @@
 import re
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -96,8 +96,6 @@ class KubernetesLauncher(Launcher):
 
     def manifests(self, command: str, config: "Config") -> list[dict[str, Any]]:
         """Return the ConfigMap with the config, the Service by which pods find the first one, and the Job."""
-        from ..config.check import Config
-
         machines = machines_of(config.values, self.name)
         values = dict(config.values)
         if self.claim is not None:
@@ -109,7 +107,7 @@ class KubernetesLauncher(Launcher):
         about: dict[str, Any] = {"name": name, "labels": {"app": name}}
         if self.namespace is not None:
             about["namespace"] = self.namespace
-        text = without_launcher(Config(values, config.origins))
+        text = without_launcher(replace(config, values=values))
         # headless, so that each pod has a name in the DNS; not ready ones too, since they look for the first one before
         # that
         service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}

@@ -1,7 +1,7 @@
 """Launcher: the interface between the command line and a cluster's way to start a run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
@@ -50,11 +50,9 @@ def make_launcher(config: "Config") -> Launcher | None:
 
 def without_launcher(config: "Config", **changes: Any) -> str:
     """Return the config as YAML without `launcher`, and with changed arguments of the trainer."""
-    from ..config.check import Config
-
     values = {name: value for name, value in config.values.items() if name != "launcher"}
     values["trainer"] = {**values["trainer"], **changes}
-    return Config(values, config.origins).text()
+    return replace(config, values=values).text()
 
 
 def machines_of(values: Mapping[str, Any], name: str) -> Machines:

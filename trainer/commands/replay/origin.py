@@ -1,5 +1,6 @@
 """Versions, git commit and changed files of a run, compared with those of today."""
 
+import os
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -53,6 +54,8 @@ def is_changed(root: Path, name: str, diff: bytes) -> bool:
     """Return whether a file is not what a diff made of it; a file that was new then may still be as it was."""
     lines = [line[1:] for line in diff.splitlines() if line.startswith(b"+") and not line.startswith(b"+++")]
     path = root / name
+    if path.is_symlink():
+        return lines != [os.fsencode(os.readlink(path))]
     return b"new file mode" not in diff or not path.is_file() or path.read_bytes().splitlines() != lines
 
 
