@@ -75,8 +75,12 @@ class ClosureStep:
         return both
 
     def _first(self, run: Run, step: StepInput, arguments: Sequence[Any]) -> Tensor | None:
-        alone = len(step.batches) == 1  # else gradients were cleared after the forward of the first batch
-        return self._run(run, step, step.batches[-1], arguments, clears=alone and self.optimization.clears_late)
+        optimization, alone = self.optimization, len(step.batches) == 1
+        # of several batches the gradients were cleared after the forward of the first one
+        share = self._run(run, step, step.batches[-1], arguments, clears=alone and optimization.clears_late)
+        if share is not None and optimization.losses is not None:
+            optimization.losses.append((0, share))
+        return optimization.loss_of_step()
 
     def _again(self, run: Run, step: StepInput) -> Tensor | None:
         run.metrics.muted, total = True, None
@@ -139,4 +143,6 @@ def use_closure(call: JoinedCall, optimization: Optimization) -> None:
             f"optimizer.step(closure) in training_step."
         )
     if fits:
+        optimization.losses = []
+        call.data.keys_forward = call.keyed  # whatever keyed its first forward, each further one is to draw the same
         optimization.closure_step = ClosureStep(lambda: trainer.current_run, optimization)

@@ -135,7 +135,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     # --- one optimizer step -----------------------------------------------------------------------------------------
     def train_step(self, step: StepInput) -> None:
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
-        run, state, left = self.current_run, self.state, len(step.batches)
+        run, state, last = self.current_run, self.state, step.batches[-1] if step.batches else None
         if step.left_out:
             run.leave_out(step)
             return
@@ -147,7 +147,6 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             if step.masked:  # after clearing: they may add other processes' gradients to this shard
                 masked.train(run, step.masked if step.batches else step.masked[:-1], last=False)
         for item in step.batches:
-            left -= 1
             if run.by_replica and item.replica != replica:
                 replica = item.replica
                 strategy.open_replica(replica)
@@ -157,10 +156,10 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
             if hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
                 return
-            if left == 0 and optimization.closure_step is not None:
+            if item is last and optimization.closure_step is not None:
                 output = optimization.closure_step(step, (batch, item.batch_idx)[: run.arity])
                 break
-            output = strategy.training_step((batch, item.batch_idx)[: run.arity], left == 0)
+            output = strategy.training_step((batch, item.batch_idx)[: run.arity], item is last)
             if optimization.automatic:
                 if optimization.clears_late and item is step.batches[0]:
                     optimization.zero_gradients(step, late=True)
@@ -174,22 +173,23 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
                         hook(scaled if self.hooks_see_scaled_loss else loss)
                     if optimization.watches_losses:
                         metrics.watch(loss)
-                    strategy.backward(scaled, left == 0, optimization.loss_inputs[index], index + 1 < len(losses))
+                    if optimization.losses is not None:
+                        optimization.losses.append((index, scaled.detach()))
+                    strategy.backward(scaled, item is last, optimization.loss_inputs[index], index + 1 < len(losses))
                     for hook in hooks["on_after_backward"]:
                         hook()
                 if not losses:
                     metrics.leave_out_batch()
-                    strategy.leave_out(left == 0, after_forward=True)
-            if left and hooks["on_train_batch_end"]:
+                    strategy.leave_out(item is last, after_forward=True)
+            if item is not last and hooks["on_train_batch_end"]:
                 hooks.call("on_train_batch_end", as_outputs(output, self.no_output), batch, item.batch_idx)
         if item is None:
             strategy.leave_out(last=True, after_forward=False)
         if run.by_replica:
             strategy.finish_backward()
-        if optimization.automatic:
-            for optimizer in optimization.due(step):
-                optimization.updating = True
-                strategy.optimizer_step(optimizer)
+        for optimizer in optimization.due(step):
+            optimization.updating = True
+            strategy.optimizer_step(optimizer)
         run.count(step)
         if hooks["on_train_batch_end"]:
             run.end_step(item, as_outputs(output, self.no_output), batch)

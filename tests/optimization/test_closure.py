@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny import Tiny, assert_same_bits, make_loader
+from tiny import Tiny, assert_same_bits, make_loader, train_by_hand
+from torch import nn
 
 import legato as lg
 from legato.trainer.errors import ConfigError
@@ -11,6 +12,10 @@ from legato.trainer.errors import ConfigError
 class Newton(Tiny):
     evaluations = 0
 
+    def __init__(self, line_search=None):
+        super().__init__()
+        self.line_search = line_search
+
     def training_step(self, batch, batch_idx):
         self.evaluations += 1
         loss = super().training_step(batch, batch_idx)
@@ -18,12 +23,13 @@ class Newton(Tiny):
         return loss
 
     def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4)
+        return torch.optim.LBFGS(self.parameters(), lr=0.5, max_iter=4, line_search_fn=self.line_search)
 
 
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])  # the latter compares all values with the first one
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_lbfgs_evaluates_the_whole_step(trainer, accumulate):
-    task, by_hand = Newton(), Newton()
+def test_lbfgs_evaluates_the_whole_step(trainer, accumulate, line_search):
+    task, by_hand = Newton(line_search), Newton(line_search)
     made = trainer(accumulate_grad_batches=accumulate)
     made.fit(task, make_loader(16))
     optimizer, batches, first = by_hand.configure_optimizers(), list(make_loader(16)), []
@@ -43,6 +49,46 @@ def test_lbfgs_evaluates_the_whole_step(trainer, accumulate):
     assert task.evaluations > 2 * len(batches)  # several a batch
     assert made.global_step == len(first)
     assert made.callback_metrics["loss"].isfinite()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"replicas": 2}])
+def test_a_closure_returns_the_loss_of_the_whole_step(trainer, options):
+    class Asking(Tiny):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            self.value = optimizer_closure().item()
+            optimizer.step()
+
+    task, by_hand = Asking(), Tiny()
+    trainer(limit_train_batches=1 if "replicas" in options else 2, **options).fit(task, make_loader())
+    first, second = list(make_loader())[:2]
+    if options:
+        expected = (by_hand.loss(first) + by_hand.loss(second)) / 2
+    else:
+        train_by_hand(by_hand, [first])
+        expected = by_hand.loss(second)
+    assert task.value == pytest.approx(expected.item(), rel=1e-6)
+
+
+class Values(torch.optim.SGD):
+    """Evaluates the loss three times."""
+
+    def step(self, closure):
+        self.values = [closure().item() for _ in range(3)]
+
+
+def test_each_evaluation_has_the_same_random_numbers(trainer):
+    """Of a stream too, whose first forward draws on where loading its batch has left the generators."""
+
+    class Dropping(Tiny):
+        def training_step(self, batch, batch_idx):
+            return self.loss([nn.functional.dropout(batch[0], 0.5), batch[1]])
+
+        def configure_optimizers(self):
+            return Values(self.parameters(), self.lr)
+
+    made = trainer()
+    made.fit(Dropping(), list(make_loader()))
+    assert len(set(made.optimizers[0].values)) == 1
 
 
 def test_values_are_logged_once_a_batch(play):

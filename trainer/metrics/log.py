@@ -112,8 +112,6 @@ class Metrics:
         self.muted = False
         """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
-        self.loss: Tensor | None = None
-        """The most recent loss."""
         self.unshared: list[Row] = []
         """Training values not yet sent to other ranks, where values are shared."""
         self.exchanges = 0
@@ -294,8 +292,7 @@ class Metrics:
 
     def watch(self, loss: Tensor) -> None:
         """Record a loss, to check later that it is finite."""
-        self.loss = loss = loss.detach()
-        self.losses.append((loss, self.step))
+        self.losses.append((loss.detach(), self.step))
         if len(self.losses) >= PENDING_LIMIT:
             self._read_losses()
 

@@ -112,13 +112,8 @@ class Optimization:
             or bool(hooks["on_before_optimizer_step"])
         )
         self.draws = Draws.of(self)
-        self.prepares_steps = (
-            self.looks_at_gradients
-            or self.draws.in_updates
-            or self.own_optimizer_step
-            or self.strategy.precision.scaler is not None
-            or metrics.shares
-        )
+        self.prepares_steps = self.looks_at_gradients or self.draws.in_updates or self.own_optimizer_step
+        self.prepares_steps |= self.strategy.precision.scaler is not None or metrics.shares
         """Whether anything runs right before or after an optimizer step."""
         self.idle = False
         """Whether backward and steps that a task calls itself do nothing, as where it only measures batch norms."""
@@ -140,7 +135,9 @@ class Optimization:
         """Search for weights that training_step changes, in the first steps."""
         self.weights = BatchWeights(trainer.strategy, trainer.state)
         """Weights of batches in the gradient of a step, where training_step returns them."""
-        self.watches_losses = trainer.nan == "raise" or self.own_optimizer_step  # to which the loss is given
+        self.watches_losses = trainer.nan == "raise"
+        self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
+        """Index and share of each loss of the newest step, where a closure may return them; else None."""
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """Parameters that the gradient of each loss reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
@@ -169,6 +166,8 @@ class Optimization:
         """
         strategy = self.strategy
         if not late:
+            if self.losses is not None:
+                self.losses.clear()
             if self.guard is not None:
                 self.guard.begin_step()
             if self.weights.used is not False:
@@ -205,13 +204,15 @@ class Optimization:
 
     def due(self, step: StepInput) -> Iterable[Optimizer]:
         """Return the optimizers to step now; iterate to prepare each right before its step."""
-        if self.closure_step is not None and step.batches:
-            return ()  # done with the last batch
+        if not self.automatic or (self.closure_step is not None and step.batches):
+            return ()  # done by training_step, or with the last batch
         if self.watch is not None:
             self._require_same_weights(self.watch)
         strategy = self.strategy
         if self.weights.used is not False:
-            self.weights.divide_gradients(step)
+            divisor = self.weights.divide_gradients(step)
+            if self.losses is not None:
+                self.losses = [(index, share / divisor) for index, share in self.losses]
         if strategy.reducer.has_frozen:
             strategy.reducer.drop_early_gradients()
         # before clipping and unscaling, which would hide what was not finite
@@ -268,9 +269,14 @@ class Optimization:
 
     def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
         batch_idx = step.batches[-1].batch_idx if step.batches else self.state.epoch_rounds
-        loss = self.metrics.loss
-        wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
-        self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: loss)
+        index = self.optimizers.index(optimizer)
+        wrapped: Any = self.manual_optimizers[index]
+        self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: self.loss_of_step(index))
+
+    def loss_of_step(self, index: int = 0) -> Tensor | None:
+        """Return the loss of an optimizer in the newest step: the mean over the samples of this process's batches."""
+        shares = [share for number, share in self.losses or () if number == index]
+        return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:
         """Return the key of an update's random numbers: the same on all ranks that update the same weights."""
