@@ -12,7 +12,7 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,7 @@ from ..elastic import launcher
 from ..elastic.store import ElasticOptions, ElasticWorker, split_address
 from ..errors import ConfigError
 from . import connections, fork_safety, own_group, rendezvous, workers
+from .interfaces import address_towards, has_public_name, interface_of, interface_to_ranks
 from .rendezvous import Rendezvous, host_store, is_loopback, join_store
 from .workers import GRACE
 from .workers import warm_up as warm_up
@@ -338,7 +339,10 @@ def join_process_group(
         allow_connections(place.world_size)
     where, store = find_store(place, timeout, init_method)
     bound = device if device is not None and "nccl" in backend else None
-    with connections.noting():
+    # torchrun's agents end each other's ranks
+    several = place.origin != "torchrun" and not _find_rendezvous(place, init_method).one_node
+    telling = rendezvous.telling_failure(store, place.rank, place.world_size) if several else nullcontext()
+    with connections.noting(), telling:
         distributed.init_process_group(
             backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, device_id=bound
         )
@@ -378,7 +382,12 @@ def find_store(place: Place, timeout: timedelta, init_method: str | None = None)
     where = _find_rendezvous(place, init_method)
     if where.one_node:
         _keep_to_loopback()
-    return str(where), join_store(where, place.rank, place.world_size, timeout)
+    store = join_store(where, place.rank, place.world_size, timeout)
+    if not where.one_node:
+        name = interface_to_ranks(store, where.host, place.rank, place.world_size)
+        if not has_public_name():
+            _keep_to_interface(name)
+    return str(where), store
 
 
 def tell_failure(text: str, by_user: bool) -> None:
@@ -458,8 +467,12 @@ def _rendezvous_address(place: Place) -> tuple[str, int]:
 
 def _keep_to_loopback() -> None:
     """Restrict gloo and NCCL to the loopback interface, unless the user has chosen another."""
-    name = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    if name is not None:
+    _keep_to_interface(next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), ""))
+
+
+def _keep_to_interface(name: str) -> None:
+    """Restrict gloo and NCCL to a network interface, if there is one, unless the user has chosen another."""
+    if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
         os.environ.setdefault("TP_SOCKET_IFNAME", name)
@@ -584,5 +597,7 @@ def _set_worker_environment(
     )
     if elastic_worker and is_loopback(host):
         _keep_to_loopback()
+    elif elastic_worker and not has_public_name():
+        _keep_to_interface(interface_of(address_towards(host)))
     # OpenMP has read its variable already, in the fork server, when torch was imported
     torch.set_num_threads(threads)

@@ -6,13 +6,18 @@ import ipaddress
 import itertools
 import json
 import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError, WorkerError
+from .failures import end_process
+from .transport import is_communication
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -102,6 +107,44 @@ def join_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta
             del _open[where]  # closes the port on rank 0
             raise
     return store
+
+
+@contextmanager
+def telling_failure(store: "Store", rank: int, world_size: int) -> Iterator[None]:
+    """Tell the other ranks where this one fails to connect to them, and end this process where another one has.
+
+    They would wait for the limit of start-up. Raises WorkerError with gloo's error and what to do.
+    """
+    connected = threading.Event()
+    connection = store.clone()  # type: ignore[attr-defined]  # the main thread's connection serves one call at a time
+    threading.Thread(target=_end_with_others, args=(connection, connected), daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_communication(error):
+            raise
+        connected.set()
+        reason = " ".join(str(error).split())
+        said = (
+            f"Rank {rank} of {world_size} cannot connect to the others ({reason}). Ranks reach each other at the "
+            f"address of the interface in GLOO_SOCKET_IFNAME, or else of the machine's name: set that variable and "
+            f"NCCL_SOCKET_IFNAME, on each machine, to the interface that leads to the others. See to firewalls, too."
+        )
+        store.set("unconnected", said)
+        _leave_failed(store, rank, world_size)
+        raise WorkerError(said, rank) from error
+    finally:
+        connected.set()
+
+
+def _end_with_others(store: "Store", connected: threading.Event) -> None:
+    """End this process once a rank has told that it cannot connect."""
+    while not connected.wait(0.5):
+        with suppress(RuntimeError):  # the store is gone
+            if store.check(["unconnected"]) and not connected.is_set():
+                said = store.get("unconnected").decode()
+                store.add("know", 1)
+                end_process(WorkerError(said))
 
 
 def _open_store(where: Rendezvous, rank: int, world_size: int, timeout: timedelta) -> "Store":
