@@ -90,9 +90,6 @@ class Callback:
     that all processes must do alike, such as averaging weights. `late` callbacks are always called.
     """
 
-    drops_steps = False
-    """Whether `judge_step` may return True: then what a step changes besides the weights is kept until it is judged."""
-
     names_are_free: ClassVar[bool] = False
     """Whether subclasses may use the names of what is no hook for something of their own, as in another package."""
 
@@ -113,14 +110,6 @@ class Callback:
 
     def extend_optimizers(self, task: "Task", optimizers: list[Any]) -> None:
         """Add the parameter groups that a resumed run had added, to what configure_optimizers has made."""
-
-    def judge_step(self, trainer: "Trainer", task: "Task") -> bool:
-        """Return whether to drop the update of the step whose gradient is complete, neither unscaled nor clipped yet.
-
-        Called under automatic optimization, where a callback overrides it. Every process returns the same. A dropped
-        step counts, as with `nan: skip`.
-        """
-        return False
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Called first in a stage ("fit", "validate", "test", "predict"), before anything is moved to a device."""

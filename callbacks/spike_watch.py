@@ -1,20 +1,19 @@
-"""SpikeWatch: steps whose loss or gradient norm leaves its running range."""
+"""SpikeWatch: steps whose loss or gradient norm is far above that of the steps before."""
 
 import json
 import logging
 import math
 import statistics
-from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..trainer.errors import ConfigError, did_you_mean
 from .callback import Callback
-from .microscope import moments, norm, refuse_parts, summary_of
+from .microscope import refuse_parts
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from torch import Tensor
+    from torch.optim import Optimizer
 
     from ..tasks.task import Task
     from ..trainer.trainer import Trainer
@@ -22,8 +21,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("legato")
 
 SPIKES = "spikes.jsonl"
-"""File in the run directory with a line for each spike."""
-What = Literal["warn", "skip", "rewind"]
+"""File in the run directory with a line for each spike; where a step has several, the last one counts."""
+LEAST = 10
+"""Steps that are seen before the first one is judged."""
 NORMAL = 1.4826
 """Standard deviations of a normal distribution in its median absolute deviation."""
 LEAST_SPREAD = 0.01
@@ -31,221 +31,201 @@ LEAST_SPREAD = 0.01
 
 
 class SpikeWatch(Callback):
-    """Judges each step by the mean loss over its samples, and by the norm of its gradient before clipping. Where one is
-    above median + factor * spread of the last `window` steps, with the spread the median absolute deviation in standard
-    deviations of a normal distribution, or is not finite, the step is a spike, on all ranks alike.
+    """Judges each step, from the tenth on, by the mean loss over its samples and by the norm of its gradient before
+    clipping. A value is a spike if it is not finite, or above median + factor * spread of the last `window` steps; the
+    spread is the median absolute deviation, in standard deviations of a normal distribution. Spikes do not count for
+    the range. Steps that `nan=skip` or the loss scale of 16-mixed skip are not judged.
 
-    Its samples, the norms of weights and gradients by module, and the moments of activations go to `spikes.jsonl` in
-    the run directory. A spike does not count for the range. Each step waits for the device: the loss is read before the
-    update.
+    "warn" reads the values where the run reads the device anyway, and warns at the next log point. "skip" reads them in
+    each step, and leaves out the update of a spike before the optimizer: weights and optimizer states stay, what
+    forward has changed (batch norm, logged values) is kept. Each spike is a line of `spikes.jsonl` in the run folder;
+    `legato samples RUN step=N` lists its samples, and `trainer.leave_out_samples` leaves them out.
 
     Args:
         factor: how many spreads above the median is a spike.
-        window: steps of the running range; the first `window` steps are not judged.
-        then: "warn"; "skip": drop the update of the step; "rewind": go back to the newest checkpoint before the spike
-            and leave out its batches, of `margin` steps on either side too. The order of all other samples, and the
-            numbers of steps, stay; the steps left out are part of the run's state. Without such a checkpoint the update
-            is dropped.
-        most_in_a_row: more spikes than this in a row are a new level, which counts for the range and is only warned of.
+        window: steps of the running range.
+        then: "warn" or "skip".
+        most_in_a_row: more finite spikes than this in a row are a new level, which counts and is only warned of.
     """
 
     def __init__(
-        self, factor: float = 10.0, window: int = 100, then: What = "warn", margin: int = 0, most_in_a_row: int = 10
+        self, factor: float = 10.0, window: int = 100, then: Literal["warn", "skip"] = "warn", most_in_a_row: int = 10
     ) -> None:
-        if then not in get_args(What):
-            hint = did_you_mean(str(then), get_args(What))
-            raise ConfigError(f"SpikeWatch: then must be one of {', '.join(get_args(What))}, got {then!r}.{hint}")
-        for name, value, least in (("window", window, 3), ("margin", margin, 0), ("most_in_a_row", most_in_a_row, 1)):
-            if value < least:
-                raise ConfigError(f"SpikeWatch: {name} must be at least {least}, got {value}.")
-        if factor <= 0:
-            raise ConfigError(f"SpikeWatch: factor must be positive, got {factor}.")
-        self.factor, self.window, self.then = factor, window, then
-        self.margin, self.most_in_a_row = margin, most_in_a_row
-        self.drops_steps = then != "warn"
+        if then not in ("warn", "skip"):
+            hint = did_you_mean(str(then), ("warn", "skip"))
+            raise ConfigError(f"SpikeWatch: then must be warn or skip, got {then!r}.{hint}")
+        if not (factor > 0 and window >= 3 and most_in_a_row >= 1):
+            raise ConfigError(
+                f"SpikeWatch: expected factor above 0, window of at least 3 and most_in_a_row of at least 1; got "
+                f"factor={factor}, window={window}, most_in_a_row={most_in_a_row}."
+            )
+        self.factor, self.window, self.then, self.most_in_a_row = factor, window, then, most_in_a_row
+        self._forget()
+
+    def _forget(self) -> None:
         self.spikes: list[int] = []
         """The steps that were spikes."""
-        self._ranges: dict[str, deque[float]] = {}
-        self._in_a_row = 0
-        self._losses: list[tuple[int, torch.Tensor, int]] = []
+        self.judged = 0
+        """Number of steps that were judged."""
+        self._range: list[list[float]] = []  # step, loss and gradient norm
+        self._losses: list[tuple[int, Tensor, int]] = []  # of the batches of a step: replica, loss and samples
+        self._norms: list[Tensor] = []  # of the gradients of each optimizer
+        self._step = 0  # the step of both
+        self._unread: dict[int, Tensor] = {}  # by step: epoch, sum of the losses, samples, gradient norm
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running range and the spikes."""
-        ranges = {name: [_strict_json(value) for value in values] for name, values in self._ranges.items()}
-        return {"ranges": ranges, "in_a_row": self._in_a_row, "spikes": list(self.spikes)}
+        """Return the running range, the spikes, and the values that are not judged yet."""
+        unread = {str(step): list(map(str, values.tolist())) for step, values in self._unread.items()}
+        return {"range": self._range, "spikes": self.spikes, "judged": self.judged, "unread": unread}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the running range and the spikes."""
-        ranges = state_dict["ranges"].items()
-        self._ranges = {name: deque(map(float, values), maxlen=self.window) for name, values in ranges}
-        self._in_a_row, self.spikes = state_dict["in_a_row"], list(state_dict["spikes"])
+        """Restore what `state_dict` returned."""
+        import torch
+
+        self._range, self.spikes = list(state_dict["range"]), list(state_dict["spikes"])
+        self.judged, unread = state_dict["judged"], state_dict["unread"].items()
+        self._unread = {int(step): torch.tensor(list(map(float, values))) for step, values in unread}
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
         """Forget the last run. Raises ConfigError where steps cannot be judged."""
         refuse_parts(self, trainer, stage)
-        if stage != "fit":
-            return
-        self._ranges, self._in_a_row, self._losses, self.spikes = {}, 0, [], []
-        if not task.automatic_optimization:
-            raise ConfigError(
-                "SpikeWatch judges a step before its update, which manual optimization leaves to training_step: judge "
-                "the loss there."
-            )
-        if self.then == "rewind" and trainer.current_run.members_change:
-            raise ConfigError("SpikeWatch(then='rewind') needs processes that stay; here they may leave (elastic).")
+        if stage == "fit":
+            self._forget()
+            if not task.automatic_optimization:
+                raise ConfigError(
+                    "SpikeWatch judges a step before its update, which manual optimization leaves to training_step: "
+                    "judge the loss there."
+                )
 
-    def on_train_epoch_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Forget the losses of a step that was not finished."""
-        self._losses = []
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Raise ConfigError for optimizers whose update cannot be judged or left out."""
+        optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.closure_step is not None
+        if runs_step or (self.then == "skip" and len(optimizers) > 1):
+            came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
+            raise ConfigError(f"SpikeWatch(then={self.then!r}) takes one optimizer with one update a step, got {came}.")
 
     def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
         """Forget the losses of a step that is done again in other processes (elastic)."""
-        self._losses = []
+        self._step = 0
 
-    def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "torch.Tensor") -> None:
+    def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "Tensor") -> None:
         """Keep the loss of a batch."""
+        self._begin_step(trainer.global_step + 1)
         self._losses.append((trainer.metrics.replica, loss.detach(), trainer.metrics.samples))
 
-    def judge_step(self, trainer: "Trainer", task: "Task") -> bool:
-        """Judge the step; return whether to drop its update."""
-        losses, self._losses = self._losses, []
-        values = {"loss": mean_loss(trainer, losses), "gradient_norm": gradient_norm(trainer)}
-        # not <=, so that NaN, for which every comparison is false, is above any limit
-        above = {name: limit for name, value in values.items() if not value <= (limit := self._limit(name))}
-        step, run = trainer.global_step + 1, trainer.current_run
-        if not above:
-            self._in_a_row = 0
-            self._count(values)
-            return False
-        before = 0
-        # after a rewind the count in a row is the checkpoint's; the steps left out are known all the same
-        while step - before - 1 in trainer.state.left_out:
-            before += 1
-        is_level = max(self._in_a_row, before) >= self.most_in_a_row
-        then = "warn" if is_level else self.then
-        self._report(trainer, task, values, above, then)
-        self._in_a_row += 1  # what is counted comes after all that ranks do together: where one dies, it is done again
-        if is_level:
-            self._count(values)
-        if then == "rewind":
-            run.rewind(range(max(1, step - self.margin), step + self.margin + 1))
-            if trainer.is_global_zero:
-                log.warning("There is no checkpoint before step %d to go back to; its update is dropped.", step)
-        self.spikes.append(step)
-        return then != "warn"
+    def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
+        """Keep the step's values on the device; judge them now to skip the update of a spike."""
+        self._begin_step(trainer.global_step + 1)
+        self._norms.append(gradient_norm(optimizer))
+        if len(self._norms) == len(trainer.optimizers):
+            self._unread[self._step] = step_values(trainer, self._losses, self._norms)
+            if self.then == "skip" and self._judge(trainer):
+                trainer.leave_out_update()
 
-    def _limit(self, name: str) -> float:
+    def _begin_step(self, step: int) -> None:
+        # not where a step ends: one that `nan: skip` skips never gets to its optimizers
+        if self._step != step:
+            self._step, self._losses, self._norms = step, [], []
+
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Judge the steps since the last log point, where the run reads the device anyway."""
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            self._judge(trainer)
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Judge the last steps of the epoch."""
+        self._judge(trainer)
+
+    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Say how many steps were judged."""
+        if trainer.is_global_zero:
+            spikes = f"{len(self.spikes)} were spikes" if len(self.spikes) != 1 else "1 was a spike"
+            log.info("SpikeWatch judged %d of %d steps; %s.", self.judged, trainer.global_step, spikes)
+
+    def _judge(self, trainer: "Trainer") -> bool:
+        """Judge the steps that were not yet; return whether to leave out the update of the newest one."""
+        import torch
+
+        unread, self._unread, is_left_out = self._unread, {}, False
+        if unread:
+            rows = torch.stack(list(unread.values())).tolist()
+            for step, (epoch, total, samples, norm) in zip(unread, rows, strict=True):
+                # a scaled gradient may overflow, and the scaler skips the update itself
+                overflows = trainer.strategy.precision.scaler is not None and not math.isfinite(norm)
+                is_left_out = bool(samples) and not overflows and self._is_spike(trainer, step, int(epoch), {
+                    "loss": total / samples, "gradient_norm": norm,
+                })  # fmt: skip
+        return is_left_out
+
+    def _is_spike(self, trainer: "Trainer", step: int, epoch: int, values: dict[str, float]) -> bool:
+        """Return whether a step is a spike, and no new level; count it."""
+        is_told = step in self.spikes
+        # the step may be done again, by a resume or in other processes
+        self._range = [row for row in self._range if row[0] < step][-self.window :]
+        self.spikes = [spike for spike in self.spikes if spike < step]
+        limits = {name: self._limit([row[column] for row in self._range]) for column, name in enumerate(values, 1)}
+        above = [name for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])]
+        self.judged += len(self._range) >= min(LEAST, self.window)
+        is_level = all(step - back in self.spikes for back in range(1, self.most_in_a_row + 1)) and all(
+            map(math.isfinite, values.values())
+        )
+        if not above or is_level:
+            self._range.append([step, *values.values()])
+        if above:
+            self.spikes.append(step)
+            if not is_told and trainer.is_global_zero:
+                self._tell(
+                    trainer, {"step": step, "epoch": epoch, **values}, {name: limits[name] for name in above}, is_level
+                )
+        return bool(above) and not is_level
+
+    def _limit(self, values: list[float]) -> float:
         """Return the value above which a step is a spike; infinity before there are enough."""
-        values = self._ranges.get(name, ())
-        if len(values) < self.window:
+        if len(values) < min(LEAST, self.window):
             return math.inf
         middle = statistics.median(values)
         spread = NORMAL * statistics.median(abs(value - middle) for value in values)
         return middle + self.factor * max(spread, LEAST_SPREAD * abs(middle))
 
-    def _count(self, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            if math.isfinite(value):
-                self._ranges.setdefault(name, deque(maxlen=self.window)).append(value)
-
-    def _report(
-        self, trainer: "Trainer", task: "Task", values: dict[str, float], above: dict[str, float], then: str
-    ) -> None:
-        """Warn, and write the spike with its samples and the view of the modules; every rank calls it."""
-        run, step = trainer.current_run, trainer.global_step + 1
-        items = [] if run.loop.step is None else run.loop.step.batches
-        mine = [(item.replica, item.batch_idx, item.indices_by_loader) for item in items]
-        samples = [
-            {"replica": replica, "batch": batch, "indices": indices}
-            for rank in trainer.strategy.data_ranks.gather_objects(mine)
-            for replica, batch, indices in rank
-        ]
-        view = view_of(trainer, task)
-        record = {
-            "step": step,
-            "epoch": trainer.current_epoch,
-            **{name: _strict_json(value) for name, value in values.items()},
-            "limits": above,
-            "then": then,
-            "samples": samples,
-            "modules": view,
-        }
-        if not trainer.is_global_zero:
-            return
-        told = ", ".join(f"{name} {values[name]:.6g} (limit {limit:.6g})" for name, limit in above.items())
-        shown = [str(index) for one in samples for found in (one["indices"] or {}).values() for index in found]
-        of = f" Its samples: {', '.join(shown[:16])}{' ...' if len(shown) > 16 else ''}." if shown else ""
-        doing = {
-            "warn": "It is trained on",
-            "skip": "Its update is dropped",
-            "rewind": "The run goes back to a checkpoint and leaves it out",
-        }
-        log.warning("Step %d is a spike: %s. %s.%s", step, told, doing[then], of)
+    def _tell(self, trainer: "Trainer", record: dict[str, Any], limits: dict[str, float], is_level: bool) -> None:
+        told = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
+        then = "warn" if is_level else self.then
+        doing = "Its update is left out" if then == "skip" else "It is trained on"
+        log.warning("Step %d is a spike: %s. %s.", record["step"], told, doing)
         if trainer.run_dir is not None:
+            line = json.dumps({**record, "limits": limits, "then": then}, default=str)
             path = trainer.run_dir / SPIKES
-            lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] != step]  # a resume may come by here again
-            with trainer.saver.writing():
-                path.write_text("\n".join([*kept, json.dumps(record, default=str), ""]), encoding="utf-8")
+            with trainer.saver.writing(), path.open("ab+") as file:
+                file.seek(max(0, file.tell() - 1))
+                # a kill may have torn the last line
+                begin = b"" if file.read() in (b"", b"\n") else b"\n"
+                file.write(begin + line.encode() + b"\n")
 
 
-def mean_loss(trainer: "Trainer", losses: "list[tuple[int, torch.Tensor, int]]") -> float:
-    """Return the mean loss over all samples of the step; the same bits on any number of processes. Collective."""
+def step_values(trainer: "Trainer", losses: "list[tuple[int, Tensor, int]]", norms: "list[Tensor]") -> "Tensor":
+    """Return epoch, sum of the losses, samples and gradient norm of a step, on the device. Collective."""
     import torch
 
-    sums = torch.zeros(trainer.state.replicas, 2, dtype=torch.float64)
+    rows = torch.zeros(trainer.state.replicas, 2, device=norms[0].device)
     for replica, loss, samples in losses:
-        sums[replica] += torch.tensor([float(loss) * samples, samples], dtype=torch.float64)
-    # each row is of one rank, so that adding zeros changes no bit
-    rows = trainer.strategy.data_ranks.all_reduce(sums, "sum").tolist()
-    weight = math.fsum(row[1] for row in rows)
-    totals = [row[0] for row in rows]
-    if not all(map(math.isfinite, totals)):
-        return math.nan
-    return math.fsum(totals) / weight if weight else 0.0
+        rows[replica, 0] += loss * samples
+        rows[replica, 1] += samples
+    # each row is of one rank: adding zeros changes no bit, and any number of ranks has the same sums
+    total = trainer.strategy.data_ranks.all_reduce(rows, "sum").sum(0)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return torch.stack([torch.full_like(norm, trainer.current_epoch), *total, norm])
 
 
-def gradient_norm(trainer: "Trainer") -> float:
-    """Return the norm of the step's gradient, which all ranks have, before clipping. Collective for sharded ones."""
-    scaler = trainer.strategy.precision.scaler
-    norms = [trainer.strategy.clip(optimizer, math.inf, "norm") for optimizer in trainer.optimizers]
-    total = math.sqrt(math.fsum(float(one) ** 2 for one in norms if one is not None))
-    return total / float(scaler.get_scale()) if scaler is not None else total
+def gradient_norm(optimizer: "Optimizer") -> "Tensor":
+    """Return the norm of an optimizer's gradients in float32, which stay as they are. Collective for sharded ones."""
+    import torch
 
-
-def view_of(trainer: "Trainer", task: "Task") -> dict[str, float]:
-    """Return what Microscope would log of the step, but for updates; activations where they can be computed again."""
-    values: dict[str, float] = {}
-    found: dict[str, list[list[float]]] = {}
-
-    def look(name: str, output: Any) -> None:
-        if hasattr(output, "is_floating_point") and output.is_floating_point():
-            found.setdefault(name, []).append(moments(output.detach()).tolist())
-
-    def hook(name: str) -> Any:
-        return lambda module, inputs, output: look(name, output)
-
-    handles = []
-    for name, module in task.named_modules():
-        own: list[nn.Parameter] = [one for one in module.parameters(recurse=False) if one.requires_grad]
-        if own:
-            values[f"weights/{name}"] = norm(own)
-            values[f"gradients/{name}"] = norm([one.grad for one in own if one.grad is not None])
-        if not any(True for _ in module.children()):
-            handles.append(module.register_forward_hook(hook(name)))
-    try:
-        trainer.current_run.repeat_step()
-    finally:
-        for handle in handles:
-            handle.remove()
-    ranks = trainer.strategy.data_ranks.gather_objects(found)
-    for name in dict.fromkeys(name for rank in ranks for name in rank):
-        rows = [row for rank in ranks for row in rank.get(name, ())]
-        for what, value in zip(("mean", "std", "largest", "kurtosis"), summary_of(rows), strict=True):
-            values[f"activations/{name}.{what}"] = value
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}  # type: ignore[misc]
-
-
-def _strict_json(value: float) -> Any:
-    """Return a number as strict JSON has it: as text where it is not finite."""
-    return value if math.isfinite(value) else str(value)
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for gradient in (parameter.grad for parameter in group["params"] if parameter.grad is not None):
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(values)
+    found = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in found]
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    return torch.linalg.vector_norm(torch.stack(norms).float()) if norms else torch.zeros((), device=device)

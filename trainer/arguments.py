@@ -117,8 +117,8 @@ class TrainerArguments:
     A resume calls them once more for the resumed epoch, with `current_epoch` as it was then.
     """
 
-    leave_out_steps: list[int] | None = None
-    """Steps, counted from 1, whose batches are left out; the order of all others, and their numbers, stay."""
+    leave_out_samples: list[int] | None = None
+    """Indices of the training dataset that are in no batch of any epoch; all other samples keep their step."""
     resume_at: Literal["step", "epoch"] = "step"
     """Point at which to resume if the samples of a step have changed (batch size, data, limits).
 
@@ -243,9 +243,9 @@ def wanted(name: str, value: Any) -> str | None:
         return None if fits else "a count (int), a fraction up to 1.0 (float) or a time"
     if name == "accelerator" and value not in ACCELERATORS:
         return f"one of {', '.join(ACCELERATORS)}"
-    if name == "leave_out_steps" and value is not None:
-        steps = isinstance(value, list) and all(type(step) is int and step >= 1 for step in value)
-        return None if steps else "a list of steps, of which the first is 1"
+    if name == "leave_out_samples" and value is not None:
+        fits = isinstance(value, list) and all(type(index) is int and index >= 0 for index in value)
+        return None if fits else "a list of indices of the training dataset, of which the first is 0"
     if name == "devices" and not _counts_devices(value):
         return "a positive count, a list of different indices, -1 or 'auto'"
     return None

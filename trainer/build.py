@@ -31,7 +31,7 @@ from .checkpoints.store import FRESH, StoredRun
 from .closure import use_closure
 from .data.combined import combined, loaders_in, one_after_another
 from .data.dealing import DealtData, EvaluationData, TrainingData, training_data
-from .data.loaders import close_loaders, length_of, opened_loaders, require_iterable
+from .data.loaders import close_loaders, is_dealable, length_of, opened_loaders, require_iterable
 from .data.randomness import seed_generators
 from .data.sampling import Layout, mix
 from .data.shares import LOCKSTEP, are_shares, reads_share, unpadded
@@ -146,7 +146,6 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     source, goes_on, saved = find_directory(call, request)
     membership.adopt_settings()
     restore.start_state(trainer, saved if call.stage == "fit" else None)
-    state.left_out = sorted({*state.left_out, *(trainer.leave_out_steps or ()), *request.left_out})
     # the user's wish comes back: None again, so that the next run chooses for its own processes
     undo.callback(setattr, trainer, "replicas", trainer.replicas)
     trainer.replicas = state.replicas  # while the run lasts: configure_optimizers may want to know
@@ -655,12 +654,16 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
     padded, ahead, ends = trainer.pads_shares, trainer.knows_last_batch, trainer.ends_at_length
-    shares = replace(dealing(call), whole_rounds=whole, padded=padded, reads_ahead=ahead, ends_at_length=ends)
+    left_out = samples_left_out(trainer.leave_out_samples, loader)
+    shares = replace(
+        dealing(call), whole_rounds=whole, padded=padded, reads_ahead=ahead, ends_at_length=ends, left_out=left_out
+    )
     ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
     data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
+        samples_left_out(trainer.leave_out_samples, loader, is_share=True)
         if not (whole or trainer.pads_shares):
             call.undo.enter_context(unpadded(loader))
         data = own_shares(data, call.strategy.collectives, compares=not trainer.reads_streams_whole)
@@ -678,6 +681,21 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
         )
+
+
+def samples_left_out(wanted: list[int] | None, loader: Any, is_share: bool = False) -> frozenset[int]:
+    """Return the dataset indices to leave out. Raises ConfigError where the samples of the loader have none."""
+    if not wanted:
+        return frozenset()
+    if is_share or not is_dealable(loader):
+        raise ConfigError(
+            f"trainer.leave_out_samples names indices of one training dataset, but {type(loader).__name__} is a "
+            f"stream, several loaders, or one process's share of the data: leave the samples out in the dataset."
+        )
+    length = length_of(loader.dataset)
+    if length is not None and max(wanted) >= length:
+        raise ConfigError(f"trainer.leave_out_samples names {max(wanted)}, but the last index is {length - 1}.")
+    return frozenset(wanted)
 
 
 def make_evaluation_data(call: Call, word: str, limit: int | float, required: bool = False) -> None:

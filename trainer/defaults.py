@@ -77,8 +77,8 @@ class TrainerDefaults(TrainerView):
             for one more batch there.
         reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n
             epochs. 0: never.
-        leave_out_steps: Steps, counted from 1, whose batches are left out; the order of all others, and
-            their numbers, stay.
+        leave_out_samples: Indices of the training dataset that are in no batch of any epoch; all other
+            samples keep their step.
         resume_at: Point at which to resume if the samples of a step have changed (batch size, data, limits).
         val_check_interval: Validate after this fraction of an epoch (float), this many training batches
             of a replica (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes":

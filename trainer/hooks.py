@@ -77,10 +77,6 @@ class Hooks(dict[str, Calls]):
         asked = [c for c in together if overrides(c, Callback, "on_train_batch_end")]
         self.after_every_step: Calls = tuple(partial(c.on_train_batch_end, trainer, task) for c in asked)
         """`on_train_batch_end` calls after a step for which this process had no batch."""
-        judging = [c for c in callbacks if overrides(c, Callback, "judge_step") and not c.names_are_free]
-        self.judges: Calls = tuple(partial(c.judge_step, trainer, task) for c in judging)
-        self.drops_steps = any(c.drops_steps for c in judging)
-        """Whether a judge may drop the update of a step."""
         self.may_draw = frozenset(name for name, calls in self.items() if not all(map(is_of_this_package, calls)))
         """Names of hooks with code that may draw random numbers; this package's own hooks draw none."""
 

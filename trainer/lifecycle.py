@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from . import build
 from .errors import TaskError, WorkerError
 from .processes.signals import RESUME_ME
-from .run import DOING_OF_STAGE, Call, Request, RewindRequested, Run
+from .run import DOING_OF_STAGE, Call, Request, Run
 from .undo import Errors
 
 if TYPE_CHECKING:
@@ -39,12 +39,9 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
     trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics = {}, {}, {}
     own = ("train", "validation") if request.stage == "fit" else (DOING_OF_STAGE[request.stage],)
     trainer.lengths = {word: length for word, length in trainer.lengths.items() if word not in own}
-    errors, request.pending = Errors(), False
+    errors = Errors()
     try:
         yield build.set_up(call, request)
-    except RewindRequested as asked:
-        request.pending, request.run_dir = True, trainer.run_dir
-        request.resume, request.left_out = asked.source, asked.left_out
     except BaseException as caught:
         errors.first = error = named(trainer.run, caught)
         if error is not caught:

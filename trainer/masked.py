@@ -54,22 +54,6 @@ def counted(run: "Run", batches: Iterable[ReplicaBatch], step: str, arity: int) 
             yield item
 
 
-def repeat(run: "Run") -> bool:
-    """Call training_step once more for each batch of the newest step, without gradients; nothing of it is kept.
-
-    Returns False where that cannot be done: a forward that is a collective takes equally many batches on all ranks.
-    """
-    if run.strategy.lockstep or run.trainer.sync_batchnorm or run.loop.step is None:
-        return False
-    for item in run.loop.step.batches:
-        with _discarding_effects(run, item), torch.no_grad():
-            batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
-            if run.data.keys_forward:
-                seed_generators(mix(run.state.seed, run.state.global_step, item.replica, item.batch_idx))
-            run.strategy.repeat_step((batch, item.batch_idx)[: run.arity])
-    return True
-
-
 @contextmanager
 def _discarding_effects(run: "Run", item: ReplicaBatch) -> Iterator[None]:
     metrics, state = run.metrics, run.state

@@ -5,7 +5,7 @@ A call grows by phases, none of which changes once it is made: a `Call` has what
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -51,14 +51,6 @@ DOING_OF_STAGE = {"fit": "train", "validate": "validation", "test": "test", "pre
 """Names of the hooks and steps of each stage."""
 
 
-class RewindRequested(BaseException):
-    """Raised on all ranks by `Run.rewind`; the call is closed without an error, and begun again from a checkpoint."""
-
-    def __init__(self, source: Path, left_out: list[int]) -> None:
-        super().__init__(source, left_out)
-        self.source, self.left_out = source, left_out
-
-
 @dataclass
 class Request:
     """Arguments of one call of fit, validate, test or predict."""
@@ -78,12 +70,6 @@ class Request:
     """Whether predictions are returned."""
     verbose: bool = False
     """Whether the metrics of an evaluation are printed."""
-    pending: bool = True
-    """Whether it is to be done, or done again from another checkpoint."""
-    run_dir: Path | None = None
-    """The run directory to stay in, where it is done again."""
-    left_out: list[int] = field(default_factory=list)
-    """Steps to leave out then, besides those that the checkpoint knows of."""
     generators: Any = None
     """States of the script's generators, with which workers begin; None: they are seeded."""
 
@@ -449,35 +435,13 @@ class Run(JoinedCall):
         return known or state.epoch_rounds >= self.trainer.num_training_batches
 
     def leave_out(self, step: StepInput) -> None:
-        """Count a step whose batches are left out; schedulers advance, as in a step that nan=skip skips."""
+        """Count a step all of whose samples are left out; schedulers advance, as in a step that nan=skip skips."""
         self.loop.step, self.metrics.step, self.metrics.batches_of_step = step, self.state.global_step, 0
         for optimizer in self.optimization.optimizers:
             mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
         self.count(step)
         if self.hooks["on_train_batch_end"]:
             self.end_step(None, None, None)
-
-    def repeat_step(self) -> bool:
-        """Call training_step once more for each batch of the newest step; see `masked.repeat`."""
-        from . import masked  # which names a run
-
-        return masked.repeat(self)
-
-    def rewind(self, steps: Sequence[int]) -> bool:
-        """Go back to the newest checkpoint before some steps, and leave these out from there on; every rank calls it.
-
-        Newer checkpoints are deleted. Returns False where there is no such checkpoint, and nothing has changed.
-        """
-        trainer, source = self.trainer, None
-        if trainer.is_global_zero:
-            trainer.saver.wait()
-            source = trainer.saver.discard_after(min(steps) - 1)
-        # rank 0 knows the files; all ranks must go back to the same checkpoint, or none
-        source = trainer.broadcast(source)
-        if source is None:
-            return False
-        self.metrics.forget_epoch()  # torchmetrics objects of the task would keep what they have seen
-        raise RewindRequested(source, sorted({*self.state.left_out, *steps}))
 
     def end_step(self, item: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
         """Call on_train_batch_end for the step's last batch.
@@ -740,16 +704,7 @@ class Run(JoinedCall):
         """Return the remaining steps of the epoch: none where a hook that began it has skipped it or ended the run."""
         if self.loop.epoch_skipped or self.trainer.stops_here():
             return iter(())
-        steps = self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
-        return self._with_steps_left_out(steps) if self.state.left_out else steps
-
-    def _with_steps_left_out(self, steps: Iterator[StepInput]) -> Iterator[StepInput]:
-        """Yield the steps, those to leave out without their batches; the order of all others stays as it is."""
-        for step in steps:
-            if self.state.global_step + 1 in self.state.left_out:
-                yield StepInput([], 0, step.rounds, step.whole, left_out=True)
-            else:
-                yield step
+        return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
 
     def record_parameter_groups(self) -> None:
         """Take note of parameter groups that were added to the optimizers, for a resume to expect them."""

@@ -1,7 +1,7 @@
 """Loop state of a run, as a checkpoint stores it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from .errors import CheckpointError
@@ -43,8 +43,6 @@ class State:
     """The step after which the newest finished validation ran; -1: none yet."""
     weight_scale: float = 0.0
     """The power of two by which the weights that training_step returns are multiplied; 0: there were none yet."""
-    left_out: list[int] = field(default_factory=list)
-    """Steps, counted from 1, whose batches are left out: they count, and nothing is computed in them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
@@ -55,7 +53,7 @@ class State:
         """Read what `to_dict` wrote. Raises CheckpointError where a field is missing or of the wrong type."""
         known = {one.name: getattr(cls(), one.name) for one in fields(cls)}
         # which checkpoints of version 0.1 lack
-        values = {"optimizer_steps": 0, "left_out": [], "weight_scale": 0.0, **values}
+        values = {"optimizer_steps": 0, "weight_scale": 0.0, **values}
         missing = sorted(known.keys() - values.keys())
         if missing:
             raise CheckpointError(f"The checkpoint's state lacks {', '.join(missing)}; it is no Legato training state.")
@@ -63,6 +61,4 @@ class State:
             kind = type(known[name])
             if isinstance(values[name], bool) != (kind is bool) or not isinstance(values[name], (int, kind)):
                 raise CheckpointError(f"state.{name} must be {kind.__name__}, got {values[name]!r}.")
-        if not all(type(step) is int for step in values["left_out"]):
-            raise CheckpointError(f"state.left_out must be a list of steps, got {values['left_out']!r:.80}.")
         return cls(**{name: values[name] for name in known})

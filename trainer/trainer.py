@@ -76,28 +76,27 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         if run_in_workers.needs_workers(self, request):
             run_in_workers.run_in_workers(self, request)
             return
-        while request.pending:  # once; again where a callback has the run go back to a checkpoint
-            self.state, self.run_dir, self.should_stop = self.new_state(), request.run_dir or self.given_dir, False
-            with lifecycle.begin(self, request) as run, run.preemption:
-                state = self.state
-                run.hooks.call("on_fit_start")
-                self.sanity_check()
-                run.start_training()
-                while not run.loop.ended:
-                    with run.membership:  # where processes may leave and join, the loop continues here when some did
-                        while not self.is_done():
-                            self.begin_epoch()
-                            for step in run.steps_left():
-                                self.train_step(step)
-                                # before a validation, which may save: a checkpoint comes after the point of its step
-                                if state.global_step % self.log_every_n_steps == 0:
-                                    self.log_step()
-                                if run.validation_is_due():
-                                    self.validate_now()
-                                if run.loop.epoch_skipped or self.stops_here():
-                                    break
-                            self.end_epoch()
-                        run.end_training()
+        self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
+        with lifecycle.begin(self, request) as run, run.preemption:
+            state = self.state
+            run.hooks.call("on_fit_start")
+            self.sanity_check()
+            run.start_training()
+            while not run.loop.ended:
+                with run.membership:  # where processes may leave and join, the loop continues here when some did
+                    while not self.is_done():
+                        self.begin_epoch()
+                        for step in run.steps_left():
+                            self.train_step(step)
+                            # before a validation, which may save: a checkpoint comes after the point of its step
+                            if state.global_step % self.log_every_n_steps == 0:
+                                self.log_step()
+                            if run.validation_is_due():
+                                self.validate_now()
+                            if run.loop.epoch_skipped or self.stops_here():
+                                break
+                        self.end_epoch()
+                    run.end_training()
 
     def validate(
         self,
@@ -136,7 +135,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     def train_step(self, step: StepInput) -> None:
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
         run, state, last = self.current_run, self.state, step.batches[-1] if step.batches else None
-        if step.left_out:
+        if not step.samples:
             run.leave_out(step)
             return
         strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization

@@ -305,6 +305,13 @@ class TrainerView(TrainerArguments):
         """Return rank 0's `value` on every rank."""
         return self.strategy.collectives.broadcast(value)
 
+    def leave_out_update(self) -> None:
+        """Leave out the update of this step: weights and optimizers stay as they are, and the step counts.
+
+        Called on every rank, from on_before_optimizer_step of a callback or the task, under automatic optimization.
+        """
+        self.current_run.optimization.leaves_out_update = True
+
     def print(self, *arguments: Any, **options: Any) -> None:
         """Print on rank 0 only; a closed standard output is ignored."""
         if self.is_global_zero:

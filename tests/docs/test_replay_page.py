@@ -32,5 +32,8 @@ def test_the_bad_shard_is_found_named_and_left_out(tmp_path: Path, monkeypatch: 
     told = "\n".join(block.text for block in blocks(PAGE) if block.language == "text")
     for line in rounded(told):
         assert line in shown or not line.strip() or line == "..." or "is a spike" in line
+    for spared in ("version_1", "version_2"):
+        losses = [json.loads(line)["train/loss"] for line in (runs / spared / "metrics.jsonl").read_text().splitlines()]
+        assert max(losses) < 3
     assert (runs / "version_0.replay-1" / "metrics.jsonl").read_text().count("gradients/net.0") >= 20
     assert sum("Every bit is the same up to step 60." in text for _, text in said) == 1

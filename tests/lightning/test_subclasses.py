@@ -414,8 +414,8 @@ def test_names_of_legatos_own_are_free(tmp_path):
         raise AssertionError("called by the trainer")
 
     for package in PACKAGES:
-        free = dict.fromkeys(("set_task", "judge_step", "extend_optimizers"), fails)
-        callback = type("Own", (package.Callback,), {**free, "late": True, "drops_steps": "no"})()
+        free = dict.fromkeys(("set_task", "extend_optimizers"), fails)
+        callback = type("Own", (package.Callback,), {**free, "late": True})()
         callback.after_every_step = callback.set_task = 3
         saves = type("Saves", (package.callbacks.ModelCheckpoint,), dict.fromkeys(("save", "find_folder"), fails))
         logger = type("Log", (package.loggers.TensorBoardLogger,), dict.fromkeys(("open", "follow", "log_text"), fails))

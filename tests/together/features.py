@@ -102,6 +102,7 @@ def on_two(strategy, **more):
 
 WHOLE = {"pipeline": "averages all weights"}
 LOOKS = {"pipeline": "looks at all modules"}
+SPIKES = LOOKS | {"manual": "judges a step"}
 SHAPING = [
     Feature("accumulation", arguments(accumulate_grad_batches=2), group="accumulation"),
     Feature("clip", arguments(gradient_clip_val=0.3)),
@@ -166,6 +167,17 @@ SHAPING = [
     # Sums of fourth powers are rounded by where a tensor lies in memory. Which modules are trained is asked before a
     # step begins: in the first step of a resumed run that is before a hook of the task freezes some of them.
     Feature("microscope", callback(lambda folder: Microscope(3)), refused=LOOKS, tolerance=1e-12, apart=("freeze",)),
+    Feature(
+        "spike skip",
+        callback(lambda folder: SpikeWatch(2.0, 3, "skip")),
+        group="spikes",
+        refused=SPIKES | {"two optimizers": "takes one optimizer"},
+    ),
+    Feature(
+        "left out",
+        arguments(leave_out_samples=[1, 4, 5]),
+        refused={"several loaders": "several loaders", "stream": "is a stream"},
+    ),
     Feature("sparse log", arguments(log_every_n_steps=3)),
     Feature("save by steps", lambda scene: scene.checkpoint.update(every_n_train_steps=2), group="saves"),
     Feature("save all", lambda scene: scene.checkpoint.update(save_top_k=-1), group="saves"),
@@ -194,7 +206,7 @@ NEUTRAL = [
     Feature("lr monitor", callback(lambda folder: LearningRateMonitor())),
     Feature("throughput", callback(lambda folder: ThroughputMonitor())),
     Feature("stragglers", callback(lambda folder: StragglerMonitor()), refused={"elastic": "StragglerMonitor"}),
-    Feature("spike watch", callback(lambda folder: SpikeWatch(window=3)), refused=LOOKS | {"manual": "judges a step"}),
+    Feature("spike watch", callback(lambda folder: SpikeWatch(window=3)), group="spikes", refused=SPIKES),
     Feature("bar and summary", arguments(enable_progress_bar=True, enable_model_summary=True)),
     Feature("second log", lambda scene: scene.loggers.append(lambda folder: JSONLinesLogger(folder / "second.jsonl"))),
     Feature("sanity", arguments(num_sanity_val_steps=2)),

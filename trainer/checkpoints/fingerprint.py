@@ -30,6 +30,8 @@ SCHEDULED = {"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momen
 """Settings of a parameter group that a schedule depends on."""
 LAYOUT = {"threads", "cpu_capability", "cpu_features", "micro_batches", "optimizers"}
 """Keys of `kernels.numerics` that may differ between machines and layouts, and change last bits only."""
+LEFT_OUT_SAMPLES = "leave_out_samples"
+"""The setting of samples that may change within an epoch, and under bitwise: all other samples keep their step."""
 MISSING = object()
 
 
@@ -71,6 +73,7 @@ def fingerprint_of(trainer: TrainerArguments, optimization: "Optimization") -> d
             "nan": trainer.nan,
             "sync_batchnorm": trainer.sync_batchnorm,
             "automatic_optimization": optimization.automatic,
+            LEFT_OUT_SAMPLES: sorted(trainer.leave_out_samples or ()),
         },
         "optimizers": [
             _describe_optimizer(optimizer, names(optimization.task, optimizer)) for optimizer in optimization.optimizers

@@ -276,7 +276,8 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
             f"was; or set trainer.resume_at=epoch, which ends this epoch here and begins the next; or begin a new run "
             f"by resume=PATH."
         )
-    differing = [change for change in found.changed + found.restored if change.name != "reproducible"]
+    allowed = ("reproducible", fingerprint.LEFT_OUT_SAMPLES)
+    differing = [change for change in found.changed + found.restored if change.name not in allowed]
     begun = (saved.get("fingerprint") or {}).get("training", {}).get("reproducible", "bitwise")
     if run.bitwise and begun == "bitwise" and differing:
         raise ConfigError(

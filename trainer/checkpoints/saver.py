@@ -244,27 +244,6 @@ class Saver:
             except CheckpointError as error:
                 log.warning("%s The run continues, and leaves it as it is.", error)
 
-    def discard_after(self, step: int) -> Path | None:
-        """Delete this run's checkpoints of later steps; return the newest whole one of those left, None without one.
-
-        Nothing is deleted then. Looks into the folders of all Checkpoint callbacks that save whole runs.
-        """
-        callbacks = [one for one in self.trainer.checkpoint_callbacks if not getattr(one, "save_weights_only", False)]
-        folders = dict.fromkeys(Path(one.dirpath) for one in callbacks if one.dirpath is not None)
-        own = [(folder / name) for folder in folders for name in self.own_in(folder)]
-        by_step = sorted(own, key=store.checkpoint_step)
-        for path in reversed([one for one in by_step if store.checkpoint_step(one) <= step]):
-            try:
-                store.verify(path)
-            except CheckpointError as error:
-                log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
-                continue
-            # only now that one to go back to is known to be whole
-            for later in (one for one in by_step if store.checkpoint_step(one) > step):
-                self.discard(later)
-            return path
-        return None
-
 
 def new_identity() -> str:
     """Return an id that no other run has."""

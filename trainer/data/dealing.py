@@ -2,17 +2,17 @@
 
 import logging
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..processes.collectives import SINGLE, Collectives
 from ..processes.script_collectives import StepCollectives
 from .combined import CombinedSource, batches_at_most, is_dealable_by_batch
 from .loaders import EpochOrder, MapLoader, is_dealable, length_of
-from .sampling import Deal, Layout
+from .sampling import Deal, Layout, ThinnedDeal
 from .shares import LOCKSTEP, Sample, are_shares, have_same, read_samples, require_same, tell_of_share
 from .steps import Dealing, ReplicaBatch, StepInput, apply_limit
 from .streams import StreamData
@@ -60,7 +60,8 @@ class DealtData:
     def is_whole(self) -> bool | None:
         """Whether every replica has a batch in each round of an epoch; None if unknown before the order is drawn."""
         positions = self.source.positions(0)
-        return None if positions is None else _is_whole(self._deal(positions))
+        deal = None if positions is None else self._deal(positions)
+        return None if deal is None else deal.is_whole(deal.steps - 1) and not self.dealing.left_out
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
@@ -79,8 +80,15 @@ class DealtData:
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            whole, even = step < last or _is_whole(deal), step < last or deal.is_even
-            yield StepInput(found, order.step_samples(deal, step), rounds, whole, masked, even=even)
+            whole, even = deal.is_whole(step), step < last or deal.is_even
+            samples_of_step = order.step_samples(deal, step)
+            if self.dealing.whole_rounds and samples_of_step and not whole:
+                raise DataError(
+                    f"trainer.leave_out_samples leaves a replica without a batch in step {step + 1} of epoch {epoch}, "
+                    f"but manual optimization and sync_batchnorm take a batch of every replica. Use a larger batch "
+                    f"size or one replica."
+                )
+            yield StepInput(found, samples_of_step, rounds, whole, masked, even=even)
 
     def read_samples(self, epoch: int) -> dict[str, list[Sample]]:
         """Return the hashes of a few samples of each dataset, by the names of their loaders; every rank calls it."""
@@ -122,6 +130,11 @@ class DealtData:
         deal = self._deal(order.length)
         if deal.samples > order.length:
             order.begin_again()
+        if self.dealing.left_out:
+            order.leave_out(self.dealing.left_out)
+            settings = {each.name: getattr(deal, each.name) for each in fields(Deal)}
+            processes, lockstep = self.dealing.layout.processes, self.dealing.lockstep
+            deal = ThinnedDeal(**settings, processes=processes, lockstep=lockstep, count=order.samples)
         return order, deal
 
     def _deal(self, positions: int) -> Deal:
@@ -151,11 +164,6 @@ class DealtData:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing; see `state_dict`."""
-
-
-def _is_whole(deal: Deal) -> bool:
-    """Return whether the last round has a batch for the last replica."""
-    return deal.rounds == 0 or len(deal.span(deal.rounds - 1, deal.replicas - 1)) > 0
 
 
 def can_deal(loader: Any) -> bool:
@@ -191,7 +199,7 @@ class EvaluationData:
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
         self.shares, self.certain_shares = set[int](), set(shares)
         """The numbers of loaders that yield each process's own share, and of those where that need not be compared."""
-        self.dealing = replace(dealing, accumulate=1, whole_rounds=False)
+        self.dealing = replace(dealing, accumulate=1, whole_rounds=False, left_out=frozenset())
         # the limit counts batches over all replicas, a source's own limit would count rounds
         self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks) for loader in loaders]
         for index, source in enumerate(self.sources):

@@ -32,7 +32,7 @@ from ..processes.environment import Place, find_place
 from ..processes.transport import Failure
 from ..torch_private import batches_of, came_from_samples, end_loader_workers, loader_workers, read_so_far
 from .randomness import KeyedDataset, seed_generators
-from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation
+from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing
 from .workers import WorkerSetup, guard_collate
 
@@ -173,6 +173,15 @@ class EpochOrder:
     order: EpochIndices
     sizes: npt.NDArray[np.int64] | None = None
     """Samples per position when each position is a whole batch of the user's batch sampler; else None."""
+    left_out: frozenset[int] = frozenset()
+    """Dataset indices that are in no batch."""
+
+    def leave_out(self, indices: frozenset[int]) -> None:
+        """Leave out dataset indices; positions stay."""
+        self.left_out = indices
+        if self.sizes is not None and indices:
+            batches = self.order(np.arange(self.length, dtype=np.int64))
+            self.sizes = np.array([len(without(batch, indices)) for batch in batches], np.int64)
 
     def begin_again(self) -> None:
         """Let positions from `length` on be those of the beginning."""
@@ -181,14 +190,17 @@ class EpochOrder:
 
     def samples(self, start: int, stop: int) -> int:
         """Return the number of samples at positions [start, stop)."""
-        return stop - start if self.sizes is None else int(self.sizes[np.arange(start, stop) % self.length].sum())
+        if self.sizes is not None:
+            return int(self.sizes[np.arange(start, stop) % self.length].sum())
+        return len(self.indices(start, stop)) if self.left_out else stop - start
 
     def indices(self, start: int, stop: int) -> list[Any]:
         """Return the dataset indices of the samples at positions [start, stop)."""
         found = self.order(np.arange(start, stop, dtype=np.int64))
         if self.sizes is not None:
-            return [index for batch in found for index in batch]
-        return found.tolist() if isinstance(found, np.ndarray) else list(found)
+            found = [index for batch in found for index in batch]
+        indices = found.tolist() if isinstance(found, np.ndarray) else list(found)
+        return without(indices, self.left_out) if self.left_out else indices
 
     def indices_by_loader(self, start: int, stop: int) -> dict[str, list[Any]]:
         """Return the dataset indices at positions [start, stop) by the name of their loader: "" where there is one."""
@@ -197,6 +209,8 @@ class EpochOrder:
     def positions_of(self, index: Any) -> list[int]:
         """Return the positions of a dataset index, in O(length) time and O(1) memory."""
         found: list[int] = []
+        if index in self.left_out:
+            return found
         for start in range(0, self.length, SEARCHED_AT_ONCE):
             at = self.order(np.arange(start, min(start + SEARCHED_AT_ONCE, self.length), dtype=np.int64))
             if isinstance(at, np.ndarray):
@@ -208,7 +222,7 @@ class EpochOrder:
 
     def step_samples(self, deal: Deal, step: int) -> int:
         """Return the number of samples of one optimizer step over all replicas."""
-        if self.sizes is None:
+        if self.sizes is None and not self.left_out:
             return deal.step_samples(step)
         rounds = deal.rounds_of(step)
         return self.samples(deal.span(rounds.start, 0).start, deal.span(rounds.stop - 1, deal.replicas - 1).stop)
@@ -293,6 +307,7 @@ class MapLoader:
             self.sibling = copy_loader(self.loader, dataset, self.batches, dealing.loader_options)
         self.batches.deal, self.batches.replicas, self.batches.order = deal, replicas, order.order
         self.batches.start_step, self.batches.epoch, self.batches.leaders = start_step, epoch, dealing.leaders
+        self.batches.left_out = dealing.left_out
         return iterate_loader(open_loader(self.sibling))
 
 

@@ -10,10 +10,11 @@ position, and a plan for 10^12 samples on 16,384 processes takes milliseconds.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import isqrt
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -271,6 +272,10 @@ class Deal:
             found += masked[: len(masked) - len(found)]
         return found
 
+    def is_whole(self, step: int) -> bool:
+        """Return whether every replica has a batch in each round of a step."""
+        return step < self.steps - 1 or self.rounds == 0 or len(self.span(self.rounds - 1, self.replicas - 1)) > 0
+
     def batches_from(self, step: int, replicas: range) -> int:
         """Return the number of batches that some replicas have from a step to the end of the epoch, in O(1)."""
         rounds = range(min(step * self.accumulate, self.rounds), self.rounds)
@@ -280,6 +285,42 @@ class Deal:
         last_start = rounds[-1] * self.replicas * self.batch_size
         served = -(-(self.samples - last_start) // self.last_size)
         return (len(rounds) - 1) * len(replicas) + len(range(replicas.start, min(replicas.stop, served)))
+
+
+@dataclass(frozen=True)
+class ThinnedDeal(Deal):
+    """Division of an epoch some of whose samples are left out: positions stay, and batches without a sample are passed
+    over."""
+
+    processes: int = 1
+    lockstep: bool = False
+    """Whether every process runs as many batches of a step as the one that has most."""
+    count: Callable[[int, int], int] = lambda start, stop: stop - start
+    """Returns how many samples of the positions [start, stop) are not left out."""
+
+    def spans(self, step: int, replicas: range, leaders: range | None = None) -> list[BatchSpan]:
+        """Return the batches of a step that have a sample, for some replicas; in lockstep others' after them.
+
+        Which process has most batches follows from the samples, and not from `leaders`.
+        """
+        found = self._filled(step, replicas)
+        if self.lockstep:
+            layout = Layout(self.replicas, self.processes)
+            most = max((self._filled(step, layout.owned(process)) for process in range(self.processes)), key=len)
+            found += most[: len(most) - len(found)]
+        return found
+
+    def _filled(self, step: int, replicas: range) -> list[BatchSpan]:
+        return [span for span in super().spans(step, replicas) if self.count(span.start, span.stop)]
+
+    def is_whole(self, step: int) -> bool:
+        """Return whether every replica has a batch in each round of a step."""
+        return len(self._filled(step, range(self.replicas))) == self.replicas * len(self.rounds_of(step))
+
+
+def without(indices: Sequence[Any], left_out: Collection[int]) -> list[Any]:
+    """Return dataset indices but for those to leave out."""
+    return [index for index in indices if not isinstance(index, Integral) or int(index) not in left_out]
 
 
 class KeyedIndices(list[Any]):
@@ -297,7 +338,11 @@ class KeyedIndices(list[Any]):
 
 
 def keyed_batches(
-    order: EpochIndices, spans: "Sequence[range | BatchSpan]", epoch: int, whole: bool = False
+    order: EpochIndices,
+    spans: "Sequence[range | BatchSpan]",
+    epoch: int,
+    whole: bool = False,
+    left_out: Collection[int] = (),
 ) -> list[KeyedIndices]:
     """Return the indices of each span of positions; with `whole` a position is a batch of indices already."""
     found = order(np.concatenate([np.arange(span.start, span.stop, dtype=np.int64) for span in spans]))
@@ -305,7 +350,8 @@ def keyed_batches(
     batches, offset = [], 0
     for span in spans:
         end = offset + span.stop - span.start
-        batches.append(KeyedIndices(indices[offset] if whole else indices[offset:end], span.start, epoch))
+        batch = indices[offset] if whole else indices[offset:end]
+        batches.append(KeyedIndices(without(batch, left_out) if left_out else batch, span.start, epoch))
         offset = end
     return batches  # no generator, which would add a Python call to every step
 
@@ -329,13 +375,15 @@ class DealtBatches:
         self.epoch = epoch
         self.leaders: range | None = None
         """The replicas of process 0 when processes run in lockstep (see `Dealing.lockstep`)."""
+        self.left_out: Collection[int] = ()
+        """Dataset indices that are in no batch."""
 
     def __len__(self) -> int:
         return self.deal.batches_from(self.start_step, self.replicas if self.leaders is None else self.leaders)
 
     def __iter__(self) -> Iterator[KeyedIndices]:
         for spans in self._chunks():
-            yield from keyed_batches(self.order, spans, self.epoch, self.whole)
+            yield from keyed_batches(self.order, spans, self.epoch, self.whole, self.left_out)
 
     def _chunks(self) -> Iterator[list[BatchSpan]]:
         chunk, positions = list[BatchSpan](), 0

@@ -48,15 +48,13 @@ class StepInput:
 
     batches: list[ReplicaBatch]
     samples: int
-    """Samples of the step over all replicas of the run."""
+    """Samples of the step over all replicas of the run; 0 where all are left out, and nothing is computed."""
     rounds: int
     """Batches of each replica in the step."""
     whole: bool = True
     """Whether every replica has a batch in every round."""
     masked: Sequence[ReplicaBatch] = ()
     """Masked batches that fill up to the largest number of any process; see `Dealing.lockstep`."""
-    left_out: bool = False
-    """Whether the batches are left out, on every process: the step counts, and nothing is computed in it."""
     even: bool = True
     """Whether every replica has as many samples as any other, of data that is dealt out by position."""
     last: bool = False
@@ -85,6 +83,8 @@ class Dealing:
     """Whether a stream without a length is read one step ahead, so that its last one is known; with one replica."""
     ends_at_length: bool = False
     """Whether a stream that has a length ends there, though it may go on."""
+    left_out: frozenset[int] = frozenset()
+    """Dataset indices that are in no batch: positions stay, and batches shrink."""
 
     @property
     def replicas(self) -> range:

@@ -1,4 +1,4 @@
-"""Guards before the update of a step: a check of the first loss; steps that are skipped, for NaN or by a callback."""
+"""Guards before the update of a step: a check of the first loss; steps that are skipped for NaN."""
 
 import logging
 from typing import TYPE_CHECKING, Protocol
@@ -59,7 +59,7 @@ class FirstStepGuard(StepGuard):
 
 
 class SkippingGuard(StepGuard):
-    """Skips steps with a non-finite gradient, for `nan: skip`, and those that a callback drops (`judge_step`).
+    """Skips steps with a non-finite gradient, for `nan: skip`.
 
     The reduced gradients are the same on every rank, so all ranks skip the same steps without a collective. Buffers,
     torchmetrics states and logged values of a skipped step are rolled back. The step still counts.
@@ -101,7 +101,7 @@ class SkippingGuard(StepGuard):
         # On reduced gradients: all ranks see the same values, and skip the same steps without asking each other.
         if self.strategy.reducer.are_finite(self.parameters) or not self._is_to_blame():
             state.skipped_in_a_row = 0
-            return self._is_dropped()
+            return False
         self._roll_back()
         state.skipped_in_a_row += 1
         limit = self.optimization.trainer.nan_skips
@@ -114,14 +114,6 @@ class SkippingGuard(StepGuard):
             )
             raise self.run.explained(error)
         return True
-
-    def _is_dropped(self) -> bool:
-        """Ask all callbacks, also after one has dropped the step; roll it back if one does."""
-        answers = [judge() for judge in self.optimization.hooks.judges]
-        dropped = any(answers)
-        if dropped:
-            self._roll_back()
-        return dropped
 
     def _roll_back(self) -> None:
         """Undo what the step has changed besides the weights, and count it as skipped."""
@@ -147,39 +139,8 @@ class SkippingGuard(StepGuard):
         reduced.all["skipped_steps"] = reduced.loggers["skipped_steps"] = float(self.state.skipped_steps)
 
 
-class JudgingGuard(SkippingGuard):
-    """Skips the steps that a callback drops. With `nan: raise` it checks the first loss at once, as FirstStepGuard."""
-
-    def __init__(self, optimization: "Optimization", run: Checks) -> None:
-        super().__init__(optimization, run)
-        self.needs_losses, self.drops = False, optimization.hooks.drops_steps
-        self.checks_first = optimization.trainer.nan == "raise"
-
-    def begin_step(self) -> None:
-        """Snapshot what a dropped step would have to undo; losses stay, to be checked later."""
-        if self.drops:
-            self.snapshot()
-
-    def drops_step(self) -> bool:
-        """Return whether a callback drops the step, and its loss, whatever that is."""
-        if self.checks_first:
-            self.run.check_losses()
-            self.checks_first = False
-        dropped = self._is_dropped()
-        if dropped:
-            self.metrics.losses = [item for item in self.metrics.losses if item[1] != self.metrics.step]
-        return dropped
-
-    def report(self, reduced: Reduced) -> None:
-        """Add the number of skipped steps to a logging point, where steps may be skipped."""
-        if self.drops:
-            super().report(reduced)
-
-
 def make_guard(optimization: "Optimization", run: Checks) -> StepGuard | None:
-    """Return the guard for the argument `nan` and for callbacks that judge steps, or None."""
+    """Return the guard for the argument `nan`, or None."""
     kinds: dict[str, type[StepGuard]] = {"raise": FirstStepGuard, "skip": SkippingGuard}
     nan = optimization.trainer.nan
-    if optimization.hooks.judges and optimization.automatic and nan != "skip":
-        return JudgingGuard(optimization, run)
     return kinds[nan](optimization, run) if nan in kinds else None

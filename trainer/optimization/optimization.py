@@ -15,6 +15,7 @@ from ..errors import ConfigError, TaskError, did_you_mean, first_names
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
+from ..torch_private import mark_stepped
 from .batch_weights import BatchWeights
 from .optimizers import ManualOptimizer, SchedulerConfig, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
@@ -121,6 +122,8 @@ class Optimization:
         """Whether weights and loop state may not fit together: from a step's first update until it is counted."""
         self.clears_late = False
         """Whether gradients stay until the forward of a step's first batch is done."""
+        self.leaves_out_update = False
+        """Whether a hook has left out the update of this step; see `Trainer.leave_out_update`."""
         self.closure_step: EndOfStep | None = None
         """The end of a step, where the optimizer calls it as a closure."""
         self.epoch = -1
@@ -242,18 +245,23 @@ class Optimization:
     def _prepared(self, step: StepInput) -> Iterator[Optimizer]:
         strategy, shares = self.strategy, self.metrics.shares
         self.metrics.leave_batches(step.samples)
+        self.leaves_out_update = False
         for optimizer in self.optimizers:
             if self.looks_at_gradients:
                 self.prepare(optimizer)
             if shares:  # once a step, before any of its updates
                 self.metrics.share_step()
                 shares = False
+            if self.leaves_out_update:
+                mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
+                continue
             if self.draws.in_updates:  # no states are put back: the next batch seeds the generators anew
                 seed_generators(self._update_key(optimizer))
             if self.own_optimizer_step:
                 self._call_optimizer_step(optimizer, step)
             else:
                 yield optimizer
+        self.state.skipped_steps += self.leaves_out_update
         if strategy.precision.scaler is not None:
             strategy.precision.update()
 

@@ -16,7 +16,7 @@ from .history import RunHistory
 from .origin import differences
 from .pieces import replay_pieces
 from .replay import Replayed, conclude, make_directory, new_directory, replay_steps, require_outside
-from .samples import SampleLookup, left_out, shown_samples, whole_number
+from .samples import SampleLookup, shown_samples, whole_number
 from .watchers import DebugStep, StepReport, StopAfterStep
 
 SHOWN_MODULES = 5
@@ -108,7 +108,6 @@ def run_replay(arguments: Sequence[str]) -> None:
             watchers,
             overrides,
             every_step=True,
-            as_if_not_left_out=options.first in left_out(history),
         )
     except BdbQuit:
         print("The debugger was left; the replay ends here.", file=STDOUT, flush=True)
@@ -127,7 +126,7 @@ def described(
     """Yield the lines that tell what the steps came to, and which samples they had."""
     origin = f"the checkpoint of step {replayed.source.step:,}" if replayed.source else "the start of the run"
     yield f"Replayed steps {replayed.first:,} to {options.last:,} of {history.directory}, from {origin}"
-    lookup, gone = SampleLookup(history), left_out(history)
+    lookup = SampleLookup(history)
     for record in replayed.steps():
         rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(record["learning_rates"]))
         loss = "none" if record["loss"] is None else f"{record['loss']:.9g}"
@@ -136,8 +135,6 @@ def described(
         largest = sorted(record["modules"].items(), key=lambda item: -item[1])[:SHOWN_MODULES]
         shown = (f"{name or 'the task'} {norm:.4g}" for name, norm in largest)
         yield f"  largest gradients: {', '.join(shown)}"
-        if record["step"] in gone:
-            yield "  the run has left this step out; here it is as it would have been"
         try:
             place, step = lookup.place(record["step"]), lookup.at(record["step"])
             yield from list(shown_samples(history.directory, place, step, options.replica))[1:]

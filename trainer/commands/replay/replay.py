@@ -13,7 +13,6 @@ from ....callbacks.callback import Callback
 from ....callbacks.checkpoint_callback import CheckpointCallback
 from ....callbacks.device_stats_monitor import DeviceStatsMonitor
 from ....callbacks.progress_bar import ProgressDisplay
-from ....callbacks.spike_watch import SpikeWatch
 from ....callbacks.straggler_monitor import StragglerMonitor
 from ....callbacks.throughput_monitor import ThroughputMonitor
 from ....callbacks.timer import Timer
@@ -27,8 +26,7 @@ from ...run_directory import is_run
 from ..plan.plan import shown_count
 from ..plan.processes import find_processes
 from .history import RunHistory
-from .samples import left_out
-from .watchers import STEPS_FILE, LeaveOutSteps, StepReport, StopAfterStep
+from .watchers import STEPS_FILE, StepReport, StopAfterStep
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -190,12 +188,10 @@ def replay_steps(
     watchers: Sequence[Callback],
     overrides: Sequence[str] = (),
     every_step: bool = False,
-    as_if_not_left_out: bool = False,
 ) -> Replayed:
     """Compute the steps up to `last` again, from the newest checkpoint before `first`, and write to `directory` alone.
 
     every_step: log every step, and not only those that the run has logged.
-    as_if_not_left_out: compute these steps also where the run has left them out; nothing is then compared with it.
 
     Raises ConfigError where the run was resumed with another config between the two.
     """
@@ -210,12 +206,10 @@ def replay_steps(
         )
     config = replay_config(history, first, overrides, every_step)
     run = build_config(config)
-    gone = [step for step in left_out(history) if not (as_if_not_left_out and first <= step <= last)]
     resume: Any = config.values["resume"]
     fit = partial(run.trainer.fit, run.task, datamodule=run.data, resume=None if resume == "auto" else resume)
-    fit_again(history, run.trainer, run.task, fit, (first, last), directory, [LeaveOutSteps(gone), *watchers])
-    compared = first - 1 if as_if_not_left_out else last
-    return Replayed(history, source, begun + 1, compared, directory, *sameness(history, first, config))
+    fit_again(history, run.trainer, run.task, fit, (first, last), directory, watchers)
+    return Replayed(history, source, begun + 1, last, directory, *sameness(history, first, config))
 
 
 def fit_again(
@@ -277,12 +271,7 @@ def replay(
     trainer.loggers = [TensorBoardLogger(), JSONLinesLogger()]
     trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
     trainer.max_restarts, trainer.requeue = 0, False
-    for one in trainer.callbacks:
-        if isinstance(one, SpikeWatch):
-            one.then, one.drops_steps = ("skip", True) if one.then == "skip" else ("warn", False)
-    watchers: list[Callback] = [
-        LeaveOutSteps(left_out(history)), StepReport(step, last), StopAfterStep(last),
-    ]  # fmt: skip
+    watchers: list[Callback] = [StepReport(step, last), StopAfterStep(last)]
     fit = partial(trainer.fit, task, train_dataloaders, val_dataloaders, datamodule)
     fit_again(history, trainer, task, fit, (step, last), directory, watchers)
     bitwise, begun = trainer.reproducible == "bitwise", source.step if source else 0
@@ -325,9 +314,6 @@ def replay_config(history: RunHistory, step: int, overrides: Sequence[str], ever
     if every_step:
         settings["log_every_n_steps"] = 1
     trainer |= {name: one for name, one in settings.items() if config.origin(("trainer", name)) != "override"}
-    for one in (values.get("callbacks") or {}).values():
-        if str(one.get("_target_")).endswith("SpikeWatch") and one.get("then") == "rewind":
-            one["then"] = "warn"  # a replay goes back to nothing
     values.pop("loggers", None)
     values.pop("launcher", None)
     return replace(config, values=values)

@@ -205,7 +205,8 @@ class LoaderOfSettings:
         trainer = self.trainer
         whole = not task.automatic_optimization or trainer["sync_batchnorm"]
         keyed = trainer["reproducible"] != "off"
-        dealing = Dealing(Layout(self.replicas, 1), 0, accumulate, self.seed, whole, keyed)
+        left_out = frozenset(trainer["leave_out_samples"] or ())
+        dealing = Dealing(Layout(self.replicas, 1), 0, accumulate, self.seed, whole, keyed, left_out=left_out)
         overfit = trainer["overfit_batches"]
         limit = overfit or trainer["limit_train_batches"]
         if self.alone:
@@ -269,16 +270,7 @@ def run_samples(arguments: Sequence[str]) -> None:
     if options.show:
         task = lookup.source(options.step).parts.task
         lines += shown_batches(task, chosen_batches(step, options.replica))
-    if options.step in left_out(history):
-        lines.append("The run has left this step out: its samples were not trained on.")
     print("\n".join(lines))
-
-
-def left_out(history: RunHistory) -> Sequence[int]:
-    """Return the steps whose batches the run has left out."""
-    newest = history.checkpoints[-1:]
-    found: Sequence[int] = getattr(newest[0].state, "left_out", ()) if newest else ()
-    return found
 
 
 def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
@@ -316,7 +308,7 @@ def shown_sample(index: Any) -> str:
 
 def shown_steps(lookup: SampleLookup, options: SamplesArguments) -> Iterator[str]:
     """Yield the lines that tell in which steps a sample was seen."""
-    until, count, skipped = options.until or lookup.history.last_step, 0, left_out(lookup.history)
+    until, count = options.until or lookup.history.last_step, 0
     for place in lookup.steps_with(options.index, until):
         for item in lookup.at(place.step).batches:
             names = [name for name, found in (item.indices_by_loader or {}).items() if options.index in found]
@@ -324,8 +316,7 @@ def shown_steps(lookup: SampleLookup, options: SamplesArguments) -> Iterator[str
                 count += 1
                 where = f", loader {', '.join(names)}" if names != [""] else ""
                 which = f"replica {item.replica}, batch {item.batch_idx:,}{where}"
-                gone = "  (left out)" if place.step in skipped else ""
-                yield f"step {place.step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}{gone}"
+                yield f"step {place.step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}"
     yield f"Sample {shown_sample(options.index)} was seen {shown_count(count, 'time')} in {shown_count(until, 'step')}."
 
 

@@ -2,7 +2,7 @@
 
 import json
 import pdb
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,19 +81,6 @@ class StepReport(Callback):
         if self._file is not None:
             self._file.close()
             self._file = None
-
-
-class LeaveOutSteps(Callback):
-    """Leaves out the steps that the run has left out in the end, of which its earlier checkpoints do not know yet."""
-
-    late = -1
-
-    def __init__(self, steps: Sequence[int]) -> None:
-        self.steps = list(steps)
-
-    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Set the steps."""
-        trainer.state.left_out = self.steps
 
 
 class StopAfterStep(Callback):
