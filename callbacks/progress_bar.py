@@ -32,11 +32,11 @@ class ProgressBar(ProgressDisplay):
     """Shows a line of status, a table with a row for each epoch, and at the end how long the run took.
 
     The line names epoch, step, samples per second (over all replicas, of the last seconds), the time left of the run,
-    and the metrics that were logged with `prog_bar=True`: those of training as mean over the epoch so far (over this
-    process's batches), others at their newest value. In a terminal it is drawn in place, at most ten times a second, by
-    rich where that is installed, else by tqdm; in a notebook as tqdm's bar; elsewhere it is a line a minute. Between
-    two drawings a step costs two readings of the clock. Metrics are read from the device at logging steps, and once in
-    two seconds.
+    and the metrics that were logged with `prog_bar=True`: those of training as mean over the epoch so far (on several
+    processes up to the newest logging point), others at their newest value. In a terminal it is drawn in place, at most
+    ten times a second, by rich where that is installed, else by tqdm; in a notebook as tqdm's bar; elsewhere it is a
+    line a minute. Between two drawings a step costs two readings of the clock. Metrics are read from the device at
+    logging steps, and once in two seconds.
 
     The table shows the metrics of `prog_bar=True` and the monitored one of a Checkpoint, whose best value is marked;
     where there are none, all that were logged. Epochs are counted from 1.

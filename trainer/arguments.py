@@ -148,7 +148,7 @@ class TrainerArguments:
     save_code: bool = True
     """Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config."""
     log_every_n_steps: int = 50
-    """Optimizer steps between two logging points; values are read from the device only then."""
+    """Optimizer steps between two logging points; values are read from the device only then. The last step is one."""
     callbacks: "list[Callback] | Callback | None" = None
     """Callbacks of the run."""
     enable_checkpointing: bool = True

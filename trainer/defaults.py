@@ -91,7 +91,8 @@ class TrainerDefaults(TrainerView):
         logger: True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own.
         write_csv: Write `metrics.csv` besides. `run.csv` in a config.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
-        log_every_n_steps: Optimizer steps between two logging points; values are read from the device only then.
+        log_every_n_steps: Optimizer steps between two logging points; values are read from the device only then. The
+            last step of a run is one, too.
         callbacks: Callbacks of the run.
         enable_checkpointing: Add a Checkpoint callback if none is given.
         enable_progress_bar: Add a ProgressBar callback if none is given.
@@ -261,6 +262,10 @@ class TrainerDefaults(TrainerView):
             if owner.__dict__.get("_log_hyperparams", True):
                 found |= logged_hyperparameters(owner)
         return found or None
+
+    def logs_last_step(self) -> bool:
+        """Return whether the last step of a run is a logging point in any case."""
+        return True
 
     def publish_batch(self, reduced: Reduced, index: int) -> None:
         """Publish what rank 0 has logged for a batch of an evaluation, the `index`-th of its loader in this run."""

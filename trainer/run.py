@@ -556,6 +556,7 @@ class Run(JoinedCall):
             if self.trainer.is_done():
                 self.end_fit()
                 return
+        self.tell_few_points()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
         self.trainer.agree()
@@ -612,7 +613,40 @@ class Run(JoinedCall):
                 self.state.epoch,
             )
         self.check_losses()
-        self.show_step()
+        if self.is_last_step(epoch_is_over=not self.trainer.stops_here()):
+            self.trainer.log_step()
+        else:
+            self.show_step()
+
+    def is_last_step(self, epoch_is_over: bool) -> bool:
+        """Return whether the newest step is a logging point because the run ends after it.
+
+        One that ends by a signal does not count: a resume goes on from there.
+        """
+        state, trainer = self.state, self.trainer
+        if not trainer.logs_last_step() or not state.epoch_steps:
+            return False
+        if epoch_is_over and state.epoch + 1 == trainer.max_epochs:
+            return True
+        # without `stops_here`, which may agree with the other ranks and then save
+        trained = state.global_step >= (trainer.min_steps or 0) and state.epoch >= (trainer.min_epochs or 0)
+        stops = (self.agreement.stop and trained) or 0 <= trainer.max_steps <= state.global_step
+        return stops and not self.agreement.signal
+
+    def is_point(self) -> bool:
+        """Return whether the newest step is a logging point, as far as that is known before the data end."""
+        every = self.trainer.log_every_n_steps
+        return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
+
+    def tell_few_points(self) -> None:
+        """Say that a run shorter than the interval of logging points has one at its last step only."""
+        trainer = self.trainer
+        steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
+        if steps < every and trainer.logs_last_step() and trainer.loggers and trainer.is_global_zero:
+            log.info(
+                "The run has %d steps, fewer than log_every_n_steps=%d: values of steps are written at its last step "
+                "only. Lower log_every_n_steps for more points.", steps, every,
+            )  # fmt: skip
 
     def show_step(self) -> None:
         """Publish the newest step's values where that was not done; every rank calls it."""

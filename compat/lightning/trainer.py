@@ -523,6 +523,10 @@ class Trainer(TrainerAttributes):
         except StopIteration:
             self.has_data, self.current_run.loop.epoch_skipped = False, True
 
+    def logs_last_step(self) -> bool:
+        """Leave the last step of a run to `log_every_n_steps`."""
+        return False
+
     def train_step(self, step: StepInput) -> None:
         """Make a step; one in which a run of one process is asked to stop is logged."""
         super().train_step(step)

@@ -16,6 +16,16 @@ SIZES = [4, 4, 4, 4, 2]
 MEAN = sum(size * index for index, size in enumerate(SIZES)) / 18
 
 
+class StopsAt(lg.Callback):
+    """Asks the run to stop after a step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+        trainer.should_stop |= trainer.global_step >= self.step
+
+
 # --- names ------------------------------------------------------------------------------------------------------------
 def test_in_training_the_default_is_by_step(play):
     made = play(Says(logs()), max_epochs=2)
@@ -51,8 +61,36 @@ def test_in_validation_it_is_by_epoch(play, options):
 
 def test_points_are_written_every_n_steps_with_the_values_of_that_step(play):
     made = play(Says(logs()), max_epochs=2, log_every_n_steps=3)
-    assert made.memory.of("x") == [(3, 2.0), (6, 0.0), (9, 3.0)]
-    assert [metrics["epoch"] for _, metrics in made.memory.points if "x" in metrics] == [0, 1, 1]
+    assert made.memory.of("x") == [(3, 2.0), (6, 0.0), (9, 3.0), (10, 4.0)]
+    assert [metrics["epoch"] for _, metrics in made.memory.points if "x" in metrics] == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "last"),
+    [
+        ({"max_epochs": 3}, 15),
+        ({"max_steps": 7, "max_epochs": None}, 7),
+        ({"max_epochs": 3, "callbacks": [StopsAt(8)]}, 8),
+        ({"max_epochs": 3, "min_steps": 11, "callbacks": [StopsAt(8)]}, 11),
+    ],
+)
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_last_step_is_a_point(play, options, last, saves):
+    if saves:
+        saving = lg.callbacks.Checkpoint(every_n_train_steps=1)
+        options = {**options, "callbacks": [*options.get("callbacks", ()), saving], "enable_checkpointing": True}
+    made = play(Says(logs()), log_every_n_steps=50, **options)
+    assert made.memory.of("x") == [(last, float((last - 1) % 5))]
+
+
+def test_a_run_shorter_than_the_interval_says_so(play, caplog):
+    with caplog.at_level("INFO", logger="legato"):
+        play(Says(logs()), log_every_n_steps=50, max_epochs=3)
+        play(Says(logs()), log_every_n_steps=5, max_epochs=3)
+        play(Says(logs()), log_every_n_steps=50, max_epochs=-1, max_steps=50)
+    said = [record.message for record in caplog.records if "log_every_n_steps" in record.message]
+    assert len(said) == 1
+    assert said[0].startswith("The run has 15 steps, fewer than log_every_n_steps=50: values of steps are written at")
 
 
 def test_a_value_that_is_not_of_the_newest_step_is_not_its_point(play):

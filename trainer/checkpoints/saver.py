@@ -124,8 +124,7 @@ class Saver:
                 return
             # First the point of this step, then its checkpoint: a run killed in between would lose the point, or log it
             # twice.
-            step = trainer.global_step
-            if trainer.training and step and step % trainer.log_every_n_steps == 0:
+            if trainer.training and trainer.global_step and trainer.current_run.is_point():
                 trainer.log_step()
             # on all ranks: a resume from weights that are NaN could only go on with NaN
             trainer.current_run.require_finite()
