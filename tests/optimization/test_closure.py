@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny import Tiny, assert_same_bits, make_loader, train_by_hand
+from tiny import Tiny, assert_close, assert_same_bits, make_loader, train_by_hand
 from torch import nn
 
 import legato as lg
@@ -101,6 +101,41 @@ def test_values_are_logged_once_a_batch(play):
 def test_where_there_can_be_no_closure(trainer, options):
     with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times a step"):
         trainer(**options).fit(Newton(), make_loader())
+
+
+class ByHand(Newton):
+    """LBFGS under manual optimization."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_a_closure_of_manual_optimization_averages_over_processes(trainer, line_search):
+    task, by_hand = ByHand(line_search), Newton(line_search)
+    trainer(devices=2, strategy="ddp").fit(task, make_loader(16))
+    optimizer, batches = by_hand.configure_optimizers(), list(make_loader(16))
+    for pair in (batches[:2], batches[2:]):
+
+        def closure(pair=pair):
+            optimizer.zero_grad()
+            loss = sum(by_hand.loss(batch) for batch in pair) / 2
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_close(task, by_hand)
 
 
 class Observes(Tiny):

@@ -385,6 +385,8 @@ class Optimization:
             if optimizer in self.stepped:
                 self.update_scale()
             self.stepped.append(optimizer)
+        if closure is not None and strategy.data_ranks.size > 1:
+            closure = self._averaged(optimizer, closure)
         if self.draws.in_updates:
             with KeyedGenerators(self._update_key(optimizer)) as generators:
                 returned = strategy.optimizer_step(optimizer, generators.outside(closure), **options)
@@ -393,6 +395,19 @@ class Optimization:
         self.updates = self.state.global_step, self._call_of_step + 1
         self.state.optimizer_steps += 1
         return returned
+
+    def _averaged(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure whose gradients and loss are the means over ranks, by which all of them decide alike."""
+        ranks = self.strategy.data_ranks
+
+        def evaluate() -> Any:
+            loss = closure()
+            self.strategy.reducer.average(optimizer_parameters(optimizer))
+            if not isinstance(loss, Tensor):
+                return loss
+            return ranks.all_reduce(loss.detach().clone(), "sum") / ranks.size
+
+        return evaluate
 
     def update_scale(self) -> None:
         """Update the loss scale, once all optimizers have used the scaled gradients.
