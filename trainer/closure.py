@@ -1,25 +1,18 @@
 """ClosureStep: the last batch of a step, its backward and the update, where the optimizer calls them as a closure."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
 
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import ReplicaBatch, StepInput
 from .errors import ConfigError, TaskError
 from .optimization.optimization import Optimization
+from .optimization.optimizers import needs_closure
 from .optimization.outputs import losses_of
 from .run import JoinedCall, Run
-
-
-def needs_closure(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer's step evaluates the loss itself, as that of LBFGS does."""
-    parameters = list(inspect.signature(optimizer.step).parameters.values())
-    return bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
 
 
 class ClosureStep:
@@ -140,7 +133,7 @@ def use_closure(call: JoinedCall, optimization: Optimization) -> None:
         raise ConfigError(
             f"{needed[0]} evaluates the loss several times a step: it needs one process with one replica, a single "
             f"optimizer, and neither precision 16-mixed nor nan=skip. Or set automatic_optimization = False, and call "
-            f"optimizer.step(closure) in training_step."
+            f"optimizer.step(closure) in training_step; then strategy ddp may have a process for each replica."
         )
     if fits:
         optimization.losses = []

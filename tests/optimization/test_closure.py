@@ -4,6 +4,7 @@ import pytest
 import torch
 from tiny import Tiny, assert_close, assert_same_bits, make_loader, train_by_hand
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import legato as lg
 from legato.trainer.errors import ConfigError
@@ -101,6 +102,57 @@ def test_values_are_logged_once_a_batch(play):
 def test_where_there_can_be_no_closure(trainer, options):
     with pytest.raises(ConfigError, match="LBFGS evaluates the loss several times a step"):
         trainer(**options).fit(Newton(), make_loader())
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: StepLR(optimizer, 1, gamma=0.5),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, 4),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, 0.5, total_steps=100, cycle_momentum=False),
+    "plateau": lambda optimizer: {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"},
+}
+
+
+class Scheduled(Newton):
+    """LBFGS with a learning rate scheduler, which replaces the optimizer's `step`."""
+
+    def __init__(self, scheduler):
+        super().__init__()
+        self.scheduler = scheduler
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [SCHEDULERS[self.scheduler](optimizer)]
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_lbfgs_with_a_scheduler(trainer, scheduler):
+    task, by_hand = Scheduled(scheduler), Newton()
+    trainer(max_epochs=2).fit(task, make_loader())
+    optimizer = by_hand.configure_optimizers()
+    stepped = SCHEDULERS[scheduler](optimizer)
+    stepped = stepped["scheduler"] if isinstance(stepped, dict) else stepped
+    for _ in range(2):
+        for batch in make_loader():
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                loss = by_hand.loss(batch)
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        if scheduler != "plateau":  # which keeps the rate for ten epochs
+            stepped.step()
+    assert_same_bits(task, by_hand)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_lbfgs_is_refused_on_several_processes(refused, strategy):
+    message = refused(ConfigError, Scheduled("step"), devices=2, strategy=strategy)
+    assert message.startswith("LBFGS evaluates the loss several times a step")
+    assert "strategy ddp" in message
+    assert "zero1" not in message or strategy == "zero1"
 
 
 class ByHand(Newton):

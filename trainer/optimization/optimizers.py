@@ -1,5 +1,6 @@
 """Parsing of the return value of `configure_optimizers`, and the optimizer wrapper for manual optimization."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,6 +69,13 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 def may_draw(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may draw random numbers: torch's own draw none."""
     return not f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step evaluates the loss itself, as that of LBFGS does."""
+    # asked of the class: learning rate schedulers replace an instance's `step` by a wrapper
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    return bool(parameters) and parameters[0].name == "closure" and parameters[0].default is inspect.Parameter.empty
 
 
 def unknown_parameters(task: nn.Module, optimizers: Sequence[Optimizer]) -> str:

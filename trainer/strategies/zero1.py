@@ -17,7 +17,7 @@ from ..checkpoints.shards import load_stored, with_placeholders, without_placeho
 from ..data.randomness import generator_states, same_states
 from ..elastic.store import ElasticOptions
 from ..errors import ConfigError
-from ..optimization.optimizers import may_draw
+from ..optimization.optimizers import may_draw, needs_closure
 from ..processes.collectives import SINGLE
 from ..processes.environment import Place
 from ..torch_private import mark_stepped
@@ -53,6 +53,13 @@ class Zero1Strategy(DDPStrategy):
             raise ConfigError(
                 "configure_optimizers returned a ZeroRedundancyOptimizer, which strategy zero1 makes of a plain one: "
                 "return that, or use strategy ddp."
+            )
+        if needs_closure(optimizer):
+            kind = type(optimizer).__name__
+            raise ConfigError(
+                f"{kind} evaluates the loss several times a step and compares all parameters, of which each process "
+                f"has a part under zero1. Use one process; or strategy ddp with automatic_optimization = False, and "
+                f"call optimizer.step(closure) in training_step."
             )
         # torch takes a class and its arguments; `optimizer.defaults` are not those (AdamW's has a key that it refuses)
         parts: Any = _Parts(optimizer)
