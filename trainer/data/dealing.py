@@ -303,7 +303,8 @@ class EvaluationData:
     def _batches_at_most(self, index: int) -> int | None:
         """Return the number of batches after which an evaluation of a loader ends, also of an endless one."""
         is_whole = isinstance(self.limit, float) and self.limit == 1.0
-        return batches_at_most(self.loaders[index]) if is_whole else self.count(index)
+        is_stream = isinstance(self.sources[index], StreamData)
+        return batches_at_most(self.loaders[index]) if is_whole and is_stream else self.count(index)
 
     def counts(self) -> list[int | float]:
         """Return the number of batches of every loader; infinity if unknown."""
