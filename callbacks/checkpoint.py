@@ -150,6 +150,8 @@ class Checkpoint(Retention):
         Raises ConfigError if a new run would overwrite the checkpoints of another one.
         """
         self.find_folder(trainer)
+        if trainer.is_global_zero and self._metric and (problem := self._metric.lacks_validation(trainer)):
+            log.warning("%s", problem)
         if self.dirpath is not None and self._given_dirpath is not None and not trainer.fast_dev_run:
             trainer.saver.hold_for_all(self.dirpath)
             if trainer.global_step == 0:

@@ -94,6 +94,8 @@ class EarlyStopping(Callback):
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
         """Keep a resumed run stopped, unless `patience` was raised."""
         trainer.should_stop |= self.stopped_step > 0
+        if trainer.is_global_zero and (problem := self._metric.lacks_validation(trainer)):
+            log.warning("%s", problem)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
         """Remember the metric's previous value."""

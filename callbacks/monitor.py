@@ -71,6 +71,20 @@ class Monitor:
             return False
         return self._validated or not sum(trainer.num_val_batches)
 
+    def lacks_validation(self, trainer: "Trainer") -> str | None:
+        """Return, before the first step, why the run will end without a value of validation; None where it will not."""
+        first, total = trainer.first_validation_step, trainer.estimated_stepping_batches
+        if trainer.global_step or first is None or total >= first:
+            return None
+        if trainer.num_sanity_val_steps and not self.from_validation:
+            return None  # the sanity check did not log it: training may
+        limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
+        unless = "" if self.from_validation else ", unless training logs it"
+        return (
+            f"{limit} ends before the first validation, at step {first}: {self.name!r}, which {self.user} monitors, "
+            f"will have no value{unless}. Train longer, or validate earlier (val_check_interval)."
+        )
+
     def is_better(self, value: float, than: float) -> bool:
         """Return whether `value` is strictly better; False for NaN."""
         return value < than if self.mode == "min" else value > than

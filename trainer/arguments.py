@@ -260,6 +260,13 @@ def _counts_devices(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and (value == -1 or value > 0)
 
 
+TORCH_OPTIONS = {
+    "device_ids": "trainer.devices names the devices.",
+    "output_device": "The outputs meet on the first of trainer.devices.",
+    "dim": "Batches are scattered along their first dimension.",
+    "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
+}
+"""Arguments of torch's DataParallel and DistributedDataParallel that strategies lack, and what serves instead."""
 INSTEAD = {
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "gpus": 'Say accelerator="gpu", devices=...',

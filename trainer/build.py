@@ -20,7 +20,16 @@ from ..callbacks.progress_bar import ProgressDisplay
 from ..tasks.data_hooks import DataHooks
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from .arguments import ACCELERATORS, ARGUMENT_NAMES, CHOICES, LIMITS, LOADER_OPTIONS, TrainerArguments, wanted
+from .arguments import (
+    ACCELERATORS,
+    ARGUMENT_NAMES,
+    CHOICES,
+    LIMITS,
+    LOADER_OPTIONS,
+    TORCH_OPTIONS,
+    TrainerArguments,
+    wanted,
+)
 from .checkpoints import contents, convert, fingerprint, restore, run_record, store
 from .checkpoints.left_out import add_left_out
 from .checkpoints.manifest import load_manifest
@@ -1068,15 +1077,6 @@ def _shorten(trainer: "Trainer", batches: int) -> None:
     trainer.max_epochs, trainer.max_steps, trainer.num_sanity_val_steps = 1, batches, 0
     trainer.val_check_interval, trainer.check_val_every_n_epoch, trainer.overfit_batches = 1.0, 1, 0.0
     trainer.logger, trainer.write_csv, trainer.enable_checkpointing = None, False, False
-
-
-TORCH_OPTIONS = {
-    "device_ids": "trainer.devices names the devices.",
-    "output_device": "The outputs meet on the first of trainer.devices.",
-    "dim": "Batches are scattered along their first dimension.",
-    "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
-}
-"""Arguments of torch's DataParallel and DistributedDataParallel that strategies lack, and what serves instead."""
 
 
 def make_strategy(trainer: "Trainer", wanted: Any) -> Strategy:

@@ -34,6 +34,27 @@ def parse_duration(value: Duration) -> timedelta:
     return found
 
 
+def first_validation(interval: object, epochs: int | None, accumulate: int, epoch: int | float) -> int | None:
+    """Return the step after which a run validates first; None where a time, or the end of an endless epoch, decides.
+
+    Args:
+        interval: `val_check_interval`.
+        epochs: `check_val_every_n_epoch`.
+        accumulate: batches of a replica in a step.
+        epoch: steps of an epoch; infinity if unknown.
+    """
+    before = (epochs - 1) * epoch if epochs is not None and epochs > 1 else 0
+    within: int | float
+    if isinstance(interval, bool) or not isinstance(interval, (int, float)):
+        return None
+    if isinstance(interval, int):
+        within = -(-interval // accumulate)
+    else:
+        within = epoch if interval == 1.0 else -(-max(1.0, epoch * accumulate * interval // 1) // accumulate)
+    found = before + within
+    return None if math.isinf(found) else int(found)
+
+
 def time_taken(seconds: float | None) -> str:
     """Return a duration in its two largest units."""
     if seconds is None or not math.isfinite(seconds):

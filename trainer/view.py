@@ -8,6 +8,7 @@ import torch
 from .arguments import TrainerArguments
 from .messages import STDOUT
 from .optimization.optimizers import ManualOptimizer, SchedulerConfig
+from .quantities import first_validation
 from .state import State
 
 if TYPE_CHECKING:
@@ -262,6 +263,14 @@ class TrainerView(TrainerArguments):
         limit = float("inf") if self.max_steps == -1 else self.max_steps
         found = min(steps, limit)
         return found if found == float("inf") else int(found)
+
+    @property
+    def first_validation_step(self) -> int | None:
+        """Step after which a run that begins now validates first; None where that is not known, or it does not."""
+        if self.current_run.loop.check_validation is not None or not sum(self.num_val_batches):
+            return None
+        every = self.check_val_every_n_epoch
+        return first_validation(self.val_check_interval, every, self.accumulate_grad_batches, self.steps_per_epoch)
 
     # --- callbacks --------------------------------------------------------------------------------------------------
     @property

@@ -376,3 +376,11 @@ def test_an_export_of_another_kind_is_refused() -> None:
     done = legato("export", "anything", "weights.pt")
     assert done.returncode != 0
     assert "weights.pt: the file is one of safetensors, and its name must end in .safetensors." in done.stderr
+
+
+def test_more_processes_than_replicas_are_refused_before_any_starts() -> None:
+    done = forked("fit", "line.yaml", "trainer.devices=3", "trainer.strategy=ddp", "trainer.replicas=2")
+    assert done.returncode == 2
+    assert "expected at most 2 processes" in done.stderr
+    assert "started by legato" not in done.stderr
+    assert not Path("runs").exists()

@@ -345,6 +345,8 @@ def test_a_nested_class_must_descend_from_the_annotation() -> None:
         ("trainer.gpus=2", 'Say accelerator="gpu", devices=...'),
         ("trainer.profiler=simple", "Say callbacks=[Profiling(SimpleProfiler())]"),
         ("trainer.resume=auto", "It is a top-level key: resume=..."),
+        ("trainer.strategy={name: data_parallel, dim: 0}", "Batches are scattered along their first dimension."),
+        ("trainer.strategy={name: ddp, process_group: x}", "Call torch.distributed.init_process_group before fit"),
     ],
 )
 def test_lightnings_keys_are_answered_by_ours(word, hint):

@@ -434,12 +434,14 @@ def _out_of_range(key: Key, value: Any) -> list[Problem]:
 
 def _instead(key: Key, name: Any) -> str:
     """Suggest a replacement, as a sentence, for an argument of Trainer that is a top-level key or Lightning's."""
-    from ..arguments import INSTEAD
+    from ..arguments import INSTEAD, TORCH_OPTIONS
 
     if name in _HYDRAS:
         return f" {_HYDRAS[name]}"
     if name == "<<":
         return " YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}."
+    if key == ("trainer", "strategy") and name in TORCH_OPTIONS:
+        return f" {TORCH_OPTIONS[name]}"
     if key != ("trainer",):
         return ""
     return f" {INSTEAD[name]}" if name in INSTEAD else f" It is a top-level key: {name}=..." if name in SECTIONS else ""

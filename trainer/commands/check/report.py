@@ -13,7 +13,7 @@ from ....callbacks.checkpoint import Checkpoint
 from ....tasks.task import Task
 from ...errors import did_you_mean
 from ...processes.layout_report import describe_layout
-from ...quantities import format_bytes, time_taken
+from ...quantities import first_validation, format_bytes, time_taken
 from ...trainer import Trainer
 from .trial import RankRecord, needs_every_gradient
 
@@ -119,6 +119,17 @@ def check_monitors(trainer: Trainer, report: Report) -> None:
         return
     monitors = [(type(one).__name__, getattr(one, "monitor", None)) for one in trainer.callbacks if is_strict(one)]
     wanted = [(user, name) for user, name in monitors if isinstance(name, str)]
+    epoch, total = record.steps_per_epoch, record.total_steps
+    every, accumulate = trainer.check_val_every_n_epoch, trainer.accumulate_grad_batches
+    first = first_validation(trainer.val_check_interval, every, accumulate, math.inf if epoch is None else epoch)
+    if first is not None and total is not None and total < first:
+        limit = f"max_steps={trainer.max_steps}" if total == trainer.max_steps else f"max_epochs={trainer.max_epochs}"
+        late = [f"{name!r} ({user})" for user, name in wanted if name in record.validated]
+        if late:
+            report.problems.append(
+                f"{limit} ends before the first validation, at step {first}, which logs {', '.join(late)}. Train "
+                f"longer, or validate earlier (val_check_interval)."
+            )
     for user, name in [*wanted, *(("A learning rate scheduler", name) for name in record.plateaus)]:
         if name not in record.logged:
             report.problems.append(

@@ -42,6 +42,8 @@ class RankRecord:
     """Trainable parameters without a gradient, for each step."""
     logged: list[str] | None = None
     """Names of all metrics at the end of an epoch; None if no epoch has ended."""
+    validated: list[str] = field(default_factory=list)
+    """Names of the metrics that validation has logged."""
     plateaus: list[str] = field(default_factory=list)
     """Metrics that learning rate schedulers monitor."""
     graph_breaks: list[str] = field(default_factory=list)
@@ -76,6 +78,7 @@ class Recorder(Callback):
         self.record = RankRecord()
         self.names: dict[str, Any] = {}
         self.reached: set[str] = set()
+        self.before: dict[str, Any] = {}
         self.step = -1
         self.since = self.began = 0.0
 
@@ -123,8 +126,14 @@ class Recorder(Callback):
         if done >= self.steps and (enough or trainer.state.epoch_steps + 2 >= trainer.steps_per_epoch):
             trainer.should_stop = True
 
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Remember the metrics before a validation."""
+        self.before = dict(trainer.agreed_metrics)
+
     def on_validation_end(self, trainer: "Trainer", task: "Task") -> None:
-        """Exclude the time of the validation."""
+        """Record what validation has logged, and exclude its time."""
+        found = {name for name, value in trainer.agreed_metrics.items() if value is not self.before.get(name)}
+        self.record.validated = sorted(found.union(self.record.validated))
         self.since = time.monotonic()
 
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:

@@ -49,7 +49,12 @@ class Objective(Callback):
         self._metric.load_state_dict(state_dict["metric"])
 
     def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
-        """Give the loggers the values that are not among the task's own hyperparameters."""
+        """Give the loggers the values that are not among the task's own hyperparameters.
+
+        Raises ConfigError where the run will end before the metric has a value.
+        """
+        if problem := self._metric.lacks_validation(trainer):
+            raise ConfigError(problem)
         own = {f"task.{name}" for name in task.hparams}
         for logger in trainer.loggers if trainer.is_global_zero else ():
             logger.log_hyperparams({name: value for name, value in self.values.items() if name not in own})
