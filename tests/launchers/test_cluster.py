@@ -182,6 +182,23 @@ def test_two_steps_of_one_allocation_train_at_once(folder):
     assert len(addresses) == 2
 
 
+def test_a_job_of_a_higher_partition_takes_the_nodes_and_the_run_goes_on_after_it(folder):
+    """SLURM sends SIGTERM and requeues the job itself; bits are those of a run that nobody disturbed."""
+    words = ["launcher.options={exclusive: true}", "trainer.num_nodes=2", "trainer.devices=1", "trainer.max_epochs=200"]
+    job, output = submit(*words)
+    until(lambda: output.exists() and "epoch 1/" in output.read_text())
+    urgent, _ = submit(*words, "launcher.partition=urgent", "run.name=urgent")
+    until(lambda: state_of(urgent) == "COMPLETED")
+    assert restarts_of(job) == 1
+    start_now(job)
+    until(lambda: state_of(job) == "COMPLETED")
+    first, undisturbed = folder / "runs" / "line" / "version_0", folder / "runs" / "urgent" / "version_0"
+    began, again = steps_of(first)
+    assert began == 0 < again < 1200
+    assert "SIGTERM: stopped at step" in output.read_text()
+    assert weights_of(first) == weights_of(undisturbed)
+
+
 def test_a_cancelled_job_stays_cancelled(job):
     found = job("slow")
     until(lambda: found.says("step 3"))
@@ -222,27 +239,56 @@ def test_another_number_of_devices_is_refused(folder):
 
 
 # --- ray --------------------------------------------------------------------------------------------------------------
-@pytest.fixture(scope="module")
-def address():
-    """A cluster of one node that was started as in the background of a script, where Ctrl-C is ignored."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    words = ["start", "--head", "--block", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
-    head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *words, "--disable-usage-stats", "--node-ip-address=127.0.0.1"],
+def start_ray(*words):
+    """Start a Ray node as in the background of a script, where Ctrl-C is ignored."""
+    options = ["--block", "--num-cpus=2", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", "start", *words, *options],
         stdout=subprocess.DEVNULL,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
 
-    def answers():
-        with socket.socket() as client:
-            return client.connect_ex(("127.0.0.1", port)) == 0
 
-    until(answers)
-    time.sleep(5)  # its node joins it
-    yield f"127.0.0.1:{port}"
-    head.terminate()
-    head.wait(timeout=60)
+@pytest.fixture(scope="module")
+def address():
+    """A cluster of two nodes with token authentication, as `ray start` has it where there is a token."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("RAY_AUTH_MODE", "token")
+        variables.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
+        nodes = [start_ray("--head", f"--port={port}", "--include-dashboard=false")]
+
+        def answers():
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", port)) == 0
+
+        until(answers)
+        time.sleep(5)  # its node joins it
+        nodes.append(start_ray(f"--address=127.0.0.1:{port}"))
+        yield f"127.0.0.1:{port}"
+        for node in reversed(nodes):
+            node.terminate()
+            node.wait(timeout=60)
+
+
+def test_a_run_on_two_nodes_of_ray_trains(folder, address):
+    layout = ["trainer.num_nodes=2", "trainer.devices=1"]
+    code, out = said(
+        sys.executable, "-m", "legato", "fit", "line.yaml", "launcher=ray", f"launcher.address={address}", *layout
+    )
+    assert code == 0, out
+    assert "Ray  2 x 1 processes" in out
+    assert "2 processes on 2 nodes, started by legato" in out
+    # a set: on one machine the monitors of both nodes pass on the same log
+    assert len({line for line in out.splitlines() if "after 12 steps" in line}) == 2
+
+
+def test_a_missing_token_is_named(folder, address, monkeypatch):
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    code, out = said(sys.executable, "-m", "legato", "fit", "line.yaml", "launcher=ray", f"launcher.address={address}")
+    assert code == 1, out
+    assert "If the cluster has token authentication, as `ray start` says, set RAY_AUTH_MODE=token here" in out
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
@@ -256,8 +302,13 @@ def test_a_run_on_ray_saves_when_it_is_told_to_end(folder, address, number, code
             stderr=log,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         )
+
+    def trains():
+        assert driver.poll() is None, path.read_text()
+        return re.search(r"epoch [1-9]", path.read_text())
+
     try:
-        until(lambda: re.search(r"epoch [1-9]", path.read_text()))
+        until(trains)
         driver.send_signal(number)
         assert driver.wait(timeout=90) == code, path.read_text()
     finally:

@@ -392,7 +392,8 @@ def test_the_handler_of_sigterm_is_not_the_one_that_ray_sets(folder, fake_ray):
     [
         ("launcher.address=127.0.0.1:1", None, "no cluster at launcher.address=127.0.0.1:1 (ConnectionRefusedError"),
         ("launcher.address=auto", ConnectionError("Could not find any running Ray"), "See that `ray start --head`"),
-        ("launcher.address=auto", RuntimeError("InvalidAuthToken: x"), "give this machine that of its head"),
+        ("launcher.address=auto", RuntimeError("InvalidAuthToken: x"), "wants a token: set RAY_AUTH_MODE=token here"),
+        ("launcher.address=auto", ConnectionError("Failed to connect"), "If the cluster has token authentication, as"),
         ("launcher.python=null", FakeRay.exceptions.RayError("no room"), "found none, and could start none (RayError"),
     ],
 )
