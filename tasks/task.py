@@ -182,7 +182,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         return {}
 
     def tensor_plan(self) -> Mapping[str, str]:
-        """Return how to split layers for tensor parallelism: name patterns to "column", "row" or "sequence".
+        """Return how to split layers for tensor parallelism: name patterns to "column", "row" or "replicated".
 
         Used by strategy mesh with an axis `tensor`; see trainer/strategies/mesh/tensor_plan.py for the words.
         """

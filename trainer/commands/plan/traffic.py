@@ -17,7 +17,7 @@ from ...strategies.bitwise.tree import BUCKET_ELEMENTS, make_buckets, partial_no
 from ...strategies.ddp_rpc.remote_modules import named_modules
 from ...strategies.mesh.sharding import find_sharded_blocks
 from ...strategies.mesh.sizes import stages_each
-from ...strategies.mesh.tensor_plan import read_plan
+from ...strategies.mesh.tensor_plan import REPLICATED, read_plan
 from ...strategies.model_parallel.parts import cut_task
 from .memory import Payload, Traffic
 from .state_size import sum_bytes
@@ -140,10 +140,12 @@ def _of_layers(step: PlannedStep) -> Traffic:
         return sum(getattr(of[name], kind) for name in plan if plan[name] in words)
 
     summed = (total("returned", "row", of=forwards) + total("given_gradients", "column")) * step.batches
-    layers = [Payload("all_reduce", summed, parts)]
+    replicated = nn.ModuleList(modules[name] for name in plan if plan[name] == REPLICATED)
+    layers = [Payload("all_reduce", summed + sum_bytes(_trained(replicated)), parts)]
     if "sequence" in plan.values():
         gathered = total("given", "column", "gather", of=forwards) + total("returned", "row", "split")
-        norms = nn.ModuleList(modules[name] for name in plan if plan[name] == "sequence")  # of which a rank sees a part
+        # of which a rank sees a part
+        norms = nn.ModuleList(modules[name] for name in plan if plan[name] in ("sequence", REPLICATED))
         layers = [
             Payload("all_gather", gathered * step.batches, parts), Payload("reduce_scatter", summed, parts),
             Payload("all_reduce", sum_bytes(_trained(norms)), parts),

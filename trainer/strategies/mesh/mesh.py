@@ -31,6 +31,7 @@ from .reducer import MeshReducer, TreeMeshReducer
 from .sharding import Sharding, as_sharded, sharded
 from .sizes import PLACES, Size, Sizes, fit_sizes, read_sizes
 from .state_dicts import MeshStateDicts
+from .tensor_gradients import TensorGradients
 from .tensor_plan import apply_plan
 from .unwrap import Wrapping
 
@@ -304,7 +305,10 @@ class MeshStrategy(GroupStrategy):
         root = as_sharded(self.steps)
         if self.one_order and root is not None:
             return TreeMeshReducer(task, root, self.layout, self.data_ranks)
-        return MeshReducer(task.parameters(), root, self.sizes.tensor > 1, self.collectives)
+        cut = None
+        if self.sizes.tensor > 1:
+            cut = TensorGradients(task, task.tensor_plan(), self.mesh["tensor"].get_group())
+        return MeshReducer(task.parameters(), root, cut, self.collectives)
 
     def finish(self) -> None:
         """Give every process the whole task back, on its host, or one without values; every rank calls it."""

@@ -15,6 +15,7 @@ from ...processes.collectives import Collectives
 from ..bitwise.tree import GradientStack, ShareStack, TreeNode, partial_nodes
 from ..reducers import Reducer
 from .sharding import sharded
+from .tensor_gradients import TensorGradients
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -24,11 +25,15 @@ class MeshReducer(Reducer):
     """Lets FSDP send gradients in the last backward of a step, and adds up what tensor parallelism leaves partial."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], root: FSDPModule | None, is_cut: bool, ranks: Collectives
+        self,
+        parameters: Iterable[nn.Parameter],
+        root: FSDPModule | None,
+        cut: TensorGradients | None,
+        ranks: Collectives,
     ) -> None:
-        """`root`: the outermost sharded module. `is_cut`: whether layers are cut over processes."""
+        """`root`: the outermost sharded module. `cut`: the gradients beside cut layers, where there are any."""
         super().__init__(parameters)
-        self.root, self.is_cut, self.ranks = root, is_cut, ranks
+        self.root, self.cut, self.ranks = root, cut, ranks
         self.sends: bool | None = None
         """Whether gradients are sent in the next backward; None: as the step before left it."""
 
@@ -41,7 +46,9 @@ class MeshReducer(Reducer):
 
     def complete(self) -> None:
         """Add up sums over the sequence that are partial yet."""
-        for parameter in self.parameters if self.is_cut else ():
+        if self.cut is None:
+            return
+        for parameter in self.parameters:
             gradient = parameter.grad
             if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
                 continue
@@ -49,6 +56,7 @@ class MeshReducer(Reducer):
             # sum
             if gradient.placements != parameter.placements:
                 parameter.grad = gradient.redistribute(placements=parameter.placements)
+        self.cut.complete()
 
     def are_finite(self, parameters: Iterable[Tensor]) -> bool:
         """Return whether the gradient is finite in every rank's part of it."""
@@ -65,7 +73,7 @@ class TreeMeshReducer(MeshReducer):
     """
 
     def __init__(self, task: "Task", root: FSDPModule, layout: Layout, ranks: Collectives) -> None:
-        super().__init__(task.parameters(), root, False, ranks)
+        super().__init__(task.parameters(), root, None, ranks)
         self.task, self.layout = task, layout
         self.replica, self.last = -1, False
         self.batches = 0

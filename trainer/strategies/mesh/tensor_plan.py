@@ -5,9 +5,13 @@ Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198), as torch.distributed
 
     "column"     a Linear whose outputs are cut: its input is whole
     "row"        a Linear whose inputs are cut: its output is the sum over the processes, and whole
+    "replicated" a module between a column and its row, such as a norm of heads: all of it is on each process, which
+                 computes with its part of the activations, and its gradients are summed over the processes
     "sequence"   a LayerNorm, RMSNorm or Dropout that works on its part of the sequence (dimension 1)
     "split"      a module whose output is dealt out along the sequence: where that part of the model begins
     "gather"     a module whose input is put together along the sequence again: where it ends
+
+Adapters of LoRA, as peft puts them around a Linear, are cut with it.
 
 With "sequence" in a plan, columns take their input from, and rows hand their output to, parts of the sequence.
 """
@@ -30,7 +34,9 @@ from torch.distributed.tensor.parallel import (
 
 from ...errors import ConfigError, did_you_mean
 
-PLAN_WORDS = ("column", "row", "sequence", "split", "gather")
+AXIS = "tensor"
+REPLICATED = "replicated"
+PLAN_WORDS = ("column", "row", REPLICATED, "sequence", "split", "gather")
 CUT = {"column": (nn.Linear,), "row": (nn.Linear,), "sequence": (nn.LayerNorm, nn.Dropout, nn.RMSNorm)}
 SEQUENCE = 1
 """The dimension of the sequence, after that of the samples."""
@@ -41,7 +47,8 @@ def apply_plan(task: nn.Module, plan: Mapping[str, str] | None, mesh: DeviceMesh
     found = read_plan(task, plan, mesh.size())
     along_sequence = "sequence" in found.values()
     frozen = [name for name, parameter in task.named_parameters() if not parameter.requires_grad]
-    parallelize_module(task, mesh, {name: style_of(word, along_sequence) for name, word in found.items()})
+    styles = {name: style_of(word, along_sequence) for name, word in found.items() if word != REPLICATED}
+    parallelize_module(task, mesh, styles)
     for name in frozen:  # torch 2.10 makes new parameters that are all trained
         task.get_parameter(name).requires_grad_(False)
 
@@ -100,14 +107,41 @@ def read_plan(task: nn.Module, plan: Mapping[str, str] | None, parts: int) -> di
                 f"There are {', '.join([*modules][:8])}{', ...' if len(modules) > 8 else ''}."
             )
         for name in names:
-            require_cuttable(f"{kind}.{name}", modules[name], word, parts)
-            found[name] = word
+            for part in with_adapters(name, modules, word):
+                require_cuttable(f"{kind}.{part}", modules[part], word, parts)
+                found[part] = word
     return found
+
+
+def with_adapters(name: str, modules: Mapping[str, nn.Module], word: str) -> list[str]:
+    """Return the Linears to cut for a module that the plan names: itself, or what peft has put around one.
+
+    Of LoRA's product B A a "column" cuts the outputs of B, and a "row" the inputs of A. Raises ConfigError for adapters
+    of another kind.
+    """
+    name = name.removesuffix(".base_layer")
+    base = getattr(modules[name], "base_layer", None)
+    if word not in ("column", "row") or not isinstance(base, nn.Linear):
+        return [name]
+    outer, inner = ("lora_B", "lora_A") if word == "column" else ("lora_A", "lora_B")
+    prefixes = tuple(f"{name}.{part}." for part in ("base_layer", outer, inner))
+    names = [f"{name}.{parameter}" for parameter, _ in modules[name].named_parameters()]
+    odd = [parameter for parameter in names if not parameter.startswith(prefixes)]
+    if odd or getattr(modules[name], "lora_variant", None):
+        raise ConfigError(
+            f"tensor_plan: {name} has an adapter that Legato cannot cut with its layer"
+            f"{f' ({odd[0]})' if odd else ''}: only plain LoRA can be. Leave the layer out of the plan, or merge the "
+            f"adapter into it."
+        )
+    adapters = [f"{name}.{outer}.{adapter}" for adapter in getattr(modules[name], outer)]
+    return [f"{name}.base_layer", *adapters]
 
 
 def require_cuttable(name: str, module: nn.Module, word: str, parts: int) -> None:
     """Raise ConfigError where a module cannot be what the plan says."""
     kinds = CUT.get(word)
+    if word == REPLICATED and not any(True for _ in module.parameters()):
+        raise ConfigError(f"tensor_plan: {name} is {word!r}, but has no parameters whose gradients could be summed.")
     if kinds is None:
         return
     if not isinstance(module, kinds):
