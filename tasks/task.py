@@ -306,6 +306,17 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
         """Clip the gradients of `optimizer`'s parameters; defaults are the Trainer's arguments."""
         self.trainer.current_run.optimization.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
+    def count_samples(self, batch: Any) -> int:
+        """Return the number of samples in a batch of a stream, by which it is weighted.
+
+        By default the first dimension of its tensors. Override it where these differ: packed sequences, graphs, images
+        of several sizes. Of map-style data the numbers are known. For a loss that is no mean over samples, see
+        `training_step`.
+        """
+        from ..trainer.data.transfer import require_samples
+
+        return require_samples(batch)
+
     def configure_gradient_clipping(
         self,
         optimizer: torch.optim.Optimizer,

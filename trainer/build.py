@@ -58,6 +58,7 @@ from .hooks import (
     check_names,
     check_nones,
     count_arguments,
+    counter_of,
     loop_part,
     overrides,
 )
@@ -668,14 +669,15 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
         dealing(call), whole_rounds=whole, padded=padded, reads_ahead=ahead, ends_at_length=ends, left_out=left_out
     )
     ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
-    data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks)
+    count = counter_of(call.task)
+    data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
     origin = origin_of_shares(call, data, begun)
     if origin:
         require_shares_fit(call, origin)
         samples_left_out(trainer.leave_out_samples, loader, is_share=True)
         if not (whole or trainer.pads_shares):
             call.undo.enter_context(unpadded(loader))
-        data = own_shares(data, call.strategy.collectives, compares=not trainer.reads_streams_whole)
+        data = own_shares(data, call.strategy.collectives, count, compares=not trainer.reads_streams_whole)
     call.data.loaders["train"] = given
     call.data.training = data
     call.trainer.lengths["train"] = call.data.training.rounds
@@ -733,6 +735,7 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
             step_collectives=meeting,
             ranks=call.strategy.collectives if compares else SINGLE,
             expects_shares=compares and not call.trainer.use_distributed_sampler,
+            count=counter_of(call.task),
         )
         require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
         call.trainer.lengths[word] = call.trainer.counted(data)
@@ -876,6 +879,7 @@ def dealing(call: Call) -> Dealing:
         keyed=call.keyed,
         lockstep=call.strategy.lockstep,
         loader_options=call.trainer.loader,
+        counts_first_tensor=call.trainer.reads_streams_whole,
     )
 
 

@@ -203,8 +203,15 @@ TASK_METHODS = (
     *LOADER_HOOKS,
     *CONFIGURERS,
     "describe_batch",
+    "count_samples",
     *(name for name in vars(DataHooks) if not name.startswith("_")),
 )
+
+
+def counter_of(task: Task) -> Callable[[Any], int] | None:
+    """Return what counts the samples of a stream's batch; None: its tensors do, which must agree."""
+    return task.count_samples if overrides(task, Task, "count_samples") else None
+
 
 MOST_ARGUMENTS = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
 HOOK_ARGUMENTS = ("batch", "batch_idx", "dataloader_idx")

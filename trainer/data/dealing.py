@@ -1,7 +1,7 @@
 """Training and evaluation data: loaders dealt out to replicas, one `StepInput` per optimizer step of this process."""
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -187,6 +187,7 @@ class EvaluationData:
         step_collectives: StepCollectives | None = None,
         ranks: Collectives = SINGLE,
         expects_shares: bool = False,
+        count: Callable[[Any], int] | None = None,
     ) -> None:
         """Wrap the loaders; every rank calls it.
 
@@ -195,13 +196,14 @@ class EvaluationData:
         step_collectives: repeat samples in the last round where a step has called a collective.
         ranks: those that compare whether a loader is the same on each, or a share.
         expects_shares: take map-style data that cannot be compared for a share.
+        count: counts the samples of a stream's batch.
         """
         self.loaders, self.limit, self.ranks = loaders, limit, ranks
         self.shares, self.certain_shares = set[int](), set(shares)
         """The numbers of loaders that yield each process's own share, and of those where that need not be compared."""
         self.dealing = replace(dealing, accumulate=1, whole_rounds=False, left_out=frozenset())
         # the limit counts batches over all replicas, a source's own limit would count rounds
-        self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks) for loader in loaders]
+        self.sources = [training_data(loader, self.dealing, 1.0, in_order, ranks, count) for loader in loaders]
         for index, source in enumerate(self.sources):
             if index in shares or (isinstance(source, DealtData) and self._is_share(source, expects_shares)):
                 self._take_share(index)
@@ -322,9 +324,18 @@ class EvaluationData:
 
 
 def training_data(
-    loader: Any, dealing: Dealing, limit: int | float, in_order: bool, ranks: Collectives = SINGLE
+    loader: Any,
+    dealing: Dealing,
+    limit: int | float,
+    in_order: bool,
+    ranks: Collectives = SINGLE,
+    count: Callable[[Any], int] | None = None,
 ) -> TrainingData:
-    """Deal `loader` out; `ranks` compare in each epoch whether they read the same."""
+    """Deal `loader` out.
+
+    ranks: those that compare in each epoch whether they read the same.
+    count: counts the samples of a stream's batch.
+    """
     if can_deal(loader):
         return DealtData(loader, dealing, limit, in_order, ranks)
-    return StreamData(loader, dealing, limit, ranks)
+    return StreamData(loader, dealing, limit, ranks, count)

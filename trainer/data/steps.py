@@ -86,6 +86,9 @@ class Dealing:
     left_out: frozenset[int] = frozenset()
     """Dataset indices that are in no batch: positions stay, and batches shrink."""
 
+    counts_first_tensor: bool = False
+    """Whether a stream's batch has as many samples as its first tensor, where tensors differ in length."""
+
     @property
     def replicas(self) -> range:
         """The replicas of this process."""

@@ -1,7 +1,7 @@
 """Streams: iterables other than a plain DataLoader, dealt out by whole batches, or each process's own share."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, count
 from operator import attrgetter
 from typing import Any
@@ -31,10 +31,21 @@ class StreamData:
     Every process reads the whole stream and keeps its own batches.
     """
 
-    def __init__(self, loader: Any, dealing: Dealing, limit: int | float = 1.0, ranks: Collectives = SINGLE) -> None:
-        """Wrap a loader; `ranks` compare the first batch that they read of an epoch."""
+    def __init__(
+        self,
+        loader: Any,
+        dealing: Dealing,
+        limit: int | float = 1.0,
+        ranks: Collectives = SINGLE,
+        count: Callable[[Any], int] | None = None,
+    ) -> None:
+        """Wrap a loader.
+
+        ranks: those that compare the first batch that they read of an epoch.
+        count: counts the samples of a batch.
+        """
         self.loader, self.dealing, self.limit, self.ranks = loader, dealing, limit, ranks
-        self.count_samples = sample_counter(loader)
+        self.count_samples = sample_counter(loader, count, dealing.counts_first_tensor)
         self.restored: dict[str, Any] = {}
         self.opened, self.ended = -1, False
         """`opened` is the epoch that was opened last, `ended` whether it was read to its end."""
@@ -208,13 +219,20 @@ class OwnShares(StreamData):
     forward_is_keyed = False
 
     def __init__(
-        self, loader: Any, dealing: Dealing, limit: int | float, ranks: Collectives, compares: bool = True
+        self,
+        loader: Any,
+        dealing: Dealing,
+        limit: int | float,
+        ranks: Collectives,
+        count: Callable[[Any], int] | None = None,
+        compares: bool = True,
     ) -> None:
         """Wrap a loader.
 
+        ranks, count: see `StreamData`.
         compares: refuse shares that begin with the same batch on all ranks.
         """
-        super().__init__(loader, dealing, limit, ranks)
+        super().__init__(loader, dealing, limit, ranks, count)
         self.compares = compares
         alone = Dealing(Layout(1, 1), 0, dealing.accumulate, mix(dealing.seed, dealing.process), keyed=dealing.keyed)
         self.own = StreamData(loader, alone, limit)
@@ -280,9 +298,11 @@ class OwnShares(StreamData):
             self.own.load_state_dict(state["shares"][self.dealing.process])
 
 
-def own_shares(data: Any, ranks: Collectives, compares: bool) -> OwnShares:
-    """Take the loader of dealt out data for each process's own share; `compares`: see `OwnShares`."""
-    shares = OwnShares(data.loader, data.dealing, data.limit, ranks, compares)
+def own_shares(
+    data: Any, ranks: Collectives, count: Callable[[Any], int] | None = None, compares: bool = True
+) -> OwnShares:
+    """Take the loader of dealt out data for each process's own share; see `OwnShares`."""
+    shares = OwnShares(data.loader, data.dealing, data.limit, ranks, count, compares)
     tell_of_share("training", data.loader, ranks)
     if hasattr(data.loader, "__next__"):  # others begin again, under the random numbers of their own process
         shares.own.first_read = getattr(data, "first_read", None)

@@ -1,11 +1,13 @@
 """Moving batches to a device, mapping over their tensors and counting their samples."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
+
+from ..errors import DataError
 
 ALIGNMENT = 64
 """Bytes to which torch's CPU allocator aligns a tensor."""
@@ -143,6 +145,35 @@ def count_samples(batch: Any) -> int:
     if found is None:
         found = _first_length(batch, of_lists=True)
     return 1 if found is None else found
+
+
+def require_samples(batch: Any) -> int:
+    """Return the length that the tensors and arrays in `batch` have along their first dimension.
+
+    Raises DataError where they have several. A tensor without dimensions has none; without any, see `count_samples`.
+    """
+    lengths = set(_lengths_in(batch))
+    if len(lengths) > 1:
+        raise DataError(
+            f"The tensors of a batch differ in their first dimension ({', '.join(map(str, sorted(lengths)))}), which "
+            f"is to say how many samples it has, by which it is weighted. Give the task a method count_samples(batch) "
+            f"that returns that number."
+        )
+    return lengths.pop() if lengths else count_samples(batch)
+
+
+def _lengths_in(batch: Any) -> Iterator[int]:
+    if isinstance(batch, (list, tuple)):
+        for item in batch:
+            yield from _lengths_in(item)
+    elif isinstance(batch, Mapping):
+        for item in batch.values():
+            yield from _lengths_in(item)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from _lengths_in(getattr(batch, field.name))
+    elif shape := getattr(batch, "shape", None):
+        yield int(shape[0])
 
 
 def _first_length(batch: Any, of_lists: bool = False) -> int | None:

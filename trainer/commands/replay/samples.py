@@ -13,6 +13,7 @@ from ...data.sampling import Layout
 from ...data.steps import Dealing, ReplicaBatch, StepInput
 from ...data.streams import StreamData
 from ...errors import ConfigError, DataError, did_you_mean
+from ...hooks import counter_of
 from ..plan.plan import shown_count
 from ..plan.processes import find_processes
 from ..plan.sources import ConfigParts
@@ -215,7 +216,7 @@ class LoaderOfSettings:
                 "they had."
             )
         self.parts.__dict__.pop("loader", None)  # asked for again: some epochs have loaders of their own
-        return training_data(combined(self.parts.loader), dealing, limit, bool(overfit))
+        return training_data(combined(self.parts.loader), dealing, limit, bool(overfit), count=counter_of(task))
 
     def dealt(self, epoch: int) -> DealtData:
         """Return the data of an epoch. Raises DataError for a stream, whose samples have no indices."""
