@@ -263,6 +263,13 @@ class TrainerDefaults(TrainerView):
                 found |= logged_hyperparameters(owner)
         return found or None
 
+    def was_measured_in_epoch(self, name: str) -> bool:
+        """Return whether a metric was measured in the current epoch, for a scheduler that goes by it after each one."""
+        state, measured_at = self.state, self.current_run.metrics.measured_at.get(name)
+        if measured_at == -1:  # a value of the checkpoint: of training it is measured again, of validation perhaps not
+            measured_at = state.validated_at
+        return measured_at is None or measured_at > state.global_step - state.epoch_steps
+
     def logs_last_step(self) -> bool:
         """Return whether the last step of a run is a logging point in any case."""
         return True

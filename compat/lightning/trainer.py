@@ -523,6 +523,10 @@ class Trainer(TrainerAttributes):
         except StopIteration:
             self.has_data, self.current_run.loop.epoch_skipped = False, True
 
+    def was_measured_in_epoch(self, name: str) -> bool:
+        """Let schedulers count a value again after an epoch without a validation."""
+        return True
+
     def logs_last_step(self) -> bool:
         """Leave the last step of a run to `log_every_n_steps`."""
         return False

@@ -248,6 +248,37 @@ def test_plateau_follows_a_validation_metric(trainer):
     assert task.rates == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25]
 
 
+class Every(Plateau):
+    """Is validated with these values, one after the other."""
+
+    def __init__(self, values):
+        super().__init__(monitor="val", strict=False)
+        self.values = values
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.values[self.current_epoch // 2])
+
+
+def test_plateau_counts_a_value_once(trainer):
+    task = Every([3.0, 2.0, 1.0])
+    made = trainer(max_epochs=6, check_val_every_n_epoch=2, num_sanity_val_steps=0)
+    made.fit(task, make_loader(8), make_loader(8))
+    assert task.rates == [1.0] * 12
+
+
+def test_plateau_counts_the_value_of_a_validation_before_the_resume(trainer, tmp_path):
+    def run(resume=None):
+        saves = lg.callbacks.Checkpoint("val", dirpath=tmp_path / "saved", save_top_k=-1)
+        options = {"max_epochs": 6, "check_val_every_n_epoch": 2, "callbacks": saves, "enable_checkpointing": True}
+        task = Every([1.0, 2.0, 3.0])
+        trainer(num_sanity_val_steps=0, **options).fit(task, make_loader(8), make_loader(8), resume=resume)
+        return task.rates
+
+    rates = run()
+    assert rates == [1.0] * 8 + [0.5] * 4
+    assert run(resume=tmp_path / "saved" / "step-00000008") == rates[8:]
+
+
 def test_plateau_follows_a_training_metric_of_the_epoch(trainer):
     class Logs(Plateau):
         def training_step(self, batch, batch_idx):

@@ -48,6 +48,9 @@ class OptimizingTrainer(Protocol):
     def agreed_metrics(self) -> dict[str, Tensor]:
         """The values of `callback_metrics` that every rank has."""
 
+    def was_measured_in_epoch(self, name: str) -> bool:
+        """Return whether a metric was measured in the current epoch."""
+
     @property
     def checkpoint_callback(self) -> Any:
         """The callback that saves before an error that ends the run."""
@@ -333,7 +336,8 @@ class Optimization:
     def _monitored(self, config: SchedulerConfig) -> Any:
         known = self.trainer.agreed_metrics
         if config.monitor in known:
-            return known[config.monitor]
+            old = config.interval == "epoch" and not self.trainer.was_measured_in_epoch(config.monitor)
+            return None if old else known[config.monitor]  # a value counts once
         if config.strict:
             name = str(config.monitor)
             # the mistake shows only at the end of an epoch: keep what it cost
