@@ -466,6 +466,11 @@ def named_checkpoint(trainer: "Trainer", name: str | Path | None) -> str | Path 
         return name
     callback = trainer.checkpoint_callback
     path = None if callback is None else callback.best_model_path if name == "best" else callback.last_model_path
+    if not path and callback is not None and callback.last_model_path:
+        raise CheckpointError(
+            f"There is no 'best' checkpoint: none was saved with a finite value of {callback.monitor!r}. Say "
+            f"ckpt_path='last', or give a path."
+        )
     if not path:
         raise CheckpointError(f"There is no {name!r} checkpoint: this trainer has written none. Give a path.")
     return str(path)

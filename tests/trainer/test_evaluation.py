@@ -306,6 +306,18 @@ def test_a_path_best_and_last_name_the_weights(trainer):
     assert Drifts.load_from_checkpoint(path).weight > 0
 
 
+def test_there_is_no_best_where_no_value_was_finite(trainer):
+    class Bad(Measured):
+        def validation_step(self, batch, batch_idx):
+            self.log("val", float("nan"))
+
+    saving = lg.callbacks.Checkpoint("val")
+    made = trainer(callbacks=saving, enable_checkpointing=True)
+    made.fit(Bad(), make_loader(), make_loader())
+    with pytest.raises(CheckpointError, match=r"none was saved with a finite value of 'val'\. Say ckpt_path='last'"):
+        made.test(Measured(), make_loader(), ckpt_path="best")
+
+
 def test_there_is_no_best_before_a_fit(trainer):
     with pytest.raises(CheckpointError, match="written none"):
         trainer().test(Measured(), make_loader(), ckpt_path="best")
