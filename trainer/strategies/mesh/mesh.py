@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ... import masked
 from ...data.sampling import Layout
-from ...errors import ConfigError, TaskError
+from ...errors import ConfigError, TaskError, first_names
 from ...model_checks import require_dense_gradients, require_dimensions
 from ...optimization import kernels
 from ...processes import connections, own_group
@@ -80,6 +80,21 @@ def refuse_mesh_optimizers(name: str, task: "Task", optimizers: Sequence[Optimiz
         raise ConfigError(
             f"strategy {name!r} takes one optimizer, got {len(optimizers)}: each of several reaches its own parameters "
             f"only, which torch cannot tell apart while they are gathered. Use parameter groups of one optimizer, or "
+            f"strategy ddp."
+        )
+
+
+def refuse_empty_parts(name: str, task: "Task", optimizers: Sequence[Optimizer]) -> None:
+    """Raise ConfigError for optimizers of torchao where some rank has an empty part of a parameter.
+
+    They compile their update, which then goes wrong, in torch's fully_shard by hand too (torch 2.13, torchao 0.18).
+    """
+    compiled = [one for one in optimizers if type(one).__module__.partition(".")[0] == "torchao"]
+    empty = [parameter_name for parameter_name, one in task.named_parameters() if dtensors.has_empty_part(one)]
+    if compiled and empty:
+        raise ConfigError(
+            f"torchao's {type(compiled[0]).__name__} computes wrong updates where a process has an empty part of a "
+            f"parameter, as under strategy {name!r} of {first_names(empty)}. Use an optimizer of torch.optim, or "
             f"strategy ddp."
         )
 
@@ -265,6 +280,7 @@ class MeshStrategy(GroupStrategy):
             if one_order:
                 self._refuse_bitwise(task, optimizers)
             refuse_mesh_optimizers(self.name, task, optimizers, self.data_ranks.size > 1)
+            refuse_empty_parts(self.name, task, optimizers)
             if task.trainer.compile:
                 refuse_compile(self.name, task.trainer.compile, self.sizes)
             self.single_tensor_steps.start(optimizers)
