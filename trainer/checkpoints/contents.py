@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from ..errors import ConfigError, TaskError
 from ..optimization import kernels
+from ..processes.environment import numeric_variables
 from . import store
 from .left_out import (
     BUILT,
@@ -138,7 +139,7 @@ def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, 
 def numerics_of(strategy: "Strategy", optimizers: Sequence[Optimizer], compiled: object) -> dict[str, Any]:
     """Return the settings, besides config, data and seed, on which the bits of a run depend."""
     found = kernels.numerics(optimizers, strategy.precision.name, strategy.device, bool(compiled))
-    return {**found, "micro_batches": strategy.micro_batches}
+    return {**found, "micro_batches": strategy.micro_batches, **numeric_variables()}
 
 
 def callback_states(trainer: "Trainer") -> dict[str, Any]:

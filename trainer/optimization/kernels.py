@@ -11,12 +11,11 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError, did_you_mean
+from ..switches import read_switches, set_deterministic
 
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 """Keyword arguments of torch.compile."""
-ATTENTION = ("flash", "mem_efficient", "cudnn", "math")
-"""Kernels of scaled_dot_product_attention."""
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
 """CPU features by which oneDNN and MKL choose their matrix kernels."""
 
@@ -51,13 +50,6 @@ def settings(deterministic: bool | Literal["warn"], detect_anomaly: bool, thread
         torch.set_num_threads(threads_before)
 
 
-def set_deterministic(on: bool, warn_only: bool) -> None:
-    """Call torch.use_deterministic_algorithms only on a change, because it imports torch's compiler (1 s)."""
-    now = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if now != (on, warn_only):
-        torch.use_deterministic_algorithms(on, warn_only=warn_only)
-
-
 def numerics(
     optimizers: Sequence[Optimizer], precision: str, device: torch.device, compiled: bool = False
 ) -> dict[str, Any]:
@@ -72,8 +64,7 @@ def numerics(
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": " ".join(features),
-        "threads": torch.get_num_threads(),
-        **_matmul_settings(),
+        **read_switches(),
         "compiled": compiled,
         "precision": precision,
         "optimizers": [
@@ -117,31 +108,6 @@ def choose_fused(optimizer: Optimizer, device_type: str = "cuda") -> None:
 def class_of(optimizer: Optimizer) -> str:
     """Return the class name of an optimizer, as returned by the task even if a strategy has wrapped it."""
     return type(getattr(optimizer, "original", optimizer)).__name__
-
-
-def _matmul_settings() -> dict[str, Any]:
-    backends: Any = torch.backends
-    attention = {name: getattr(backends.cuda, f"{name}_sdp_enabled", None) for name in ATTENTION}
-    tf32 = []
-    for name, backend in (("matmul", backends.cuda.matmul), ("cudnn", backends.cudnn)):
-        try:
-            allowed = backend.allow_tf32
-        except RuntimeError:  # raised when it was set through the newer fp32_precision
-            allowed = backend.fp32_precision in ("tf32", "bf16")
-        tf32 += [name] * bool(allowed)
-    try:
-        matmul = torch.get_float32_matmul_precision()
-    except RuntimeError:
-        matmul = "by fp32_precision"
-    return {
-        "matmul_precision": matmul,
-        "tf32": tf32,
-        "scaled_dot_product_attention": [
-            name for name, enabled in attention.items() if enabled is not None and enabled()
-        ],
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "cudnn_benchmark": backends.cudnn.benchmark,
-    }
 
 
 def require_same_numerics(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -36,6 +36,19 @@ _CUBLAS, _FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 _CLUSTER_OFF = "To train without the other processes, unset them or set trainer.cluster=off."
 
 
+NUMERIC_VARIABLES = (
+    *("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_DEBUG_CPU_TYPE", "OPENBLAS_CORETYPE"),
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_MAX_CPU_ISA", "DNNL_DEFAULT_FPMATH_MODE"),
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT"),
+)
+"""Variables by which libraries under torch choose the kernels of matrix products."""
+
+
+def numeric_variables() -> dict[str, str | None]:
+    """Return the variables that change results; None for one that is not set."""
+    return {name: os.environ.get(name) for name in NUMERIC_VARIABLES}
+
+
 @dataclass(frozen=True)
 class Place:
     """Rank, local rank and node of this process, and the sizes that they count up to."""
@@ -492,9 +505,9 @@ def run_workers(
 ) -> T:
     """Call `function` in `processes` new processes of this machine and return what the first of them returned.
 
-    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores). After a failure all are
-    stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes the same call, with
-    NODE_RANK, MASTER_ADDR and MASTER_PORT set. `grace`, errors: see `launch_workers`.
+    Each has `threads` intra-op threads (None: OMP_NUM_THREADS, else its share of the cores; at most the caller's).
+    After a failure all are stopped and, up to `max_restarts` times, started again. With `nodes` > 1 every node makes
+    the same call, with NODE_RANK, MASTER_ADDR and MASTER_PORT set. `grace`, errors: see `launch_workers`.
     """
     if processes < 1:
         raise ConfigError(f"The number of processes must be at least 1, got {processes}.")
@@ -509,7 +522,7 @@ def run_workers(
         store = host_store(host, port, nodes == 1, "Set MASTER_PORT to a free port, the same on all nodes.")
         port = store.port
     environment = dict(os.environ)
-    threads = threads or _read_int("OMP_NUM_THREADS") or max(1, _cores() // processes)
+    threads = threads or _threads_of_worker(processes)
     ranks = range(node_rank * processes, (node_rank + 1) * processes)
 
     def enter(attempt: int, rank: int) -> Callable[[], None]:
@@ -536,7 +549,7 @@ def run_elastic_workers(
     """
     warm_up()
     environment = dict(os.environ)
-    threads = _read_int("OMP_NUM_THREADS") or max(1, _cores() // processes)
+    threads = _threads_of_worker(processes)
 
     def enter(attempt: int, elastic_worker: ElasticWorker) -> Callable[[], None]:
         rank, world_size = (0, 1) if elastic_worker.joins else (elastic_worker.member.slot, processes)
@@ -569,6 +582,13 @@ def _node(nodes: int) -> tuple[int, str, int]:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _threads_of_worker(processes: int) -> int:
+    """Return the number of intra-op threads of each worker: at most as many as the caller has chosen for itself."""
+    import torch
+
+    return min(_read_int("OMP_NUM_THREADS") or max(1, _cores() // processes), torch.get_num_threads())
 
 
 def _set_worker_environment(

@@ -194,7 +194,7 @@ class Settings:
     """Settings of the caller's interpreter and of torch, and its own modules, for workers to copy."""
 
     def __init__(self, method: str) -> None:
-        import torch
+        from ..switches import read_switches
 
         chosen = multiprocessing.get_start_method(allow_none=True)
         # How a loader starts its own workers: by fork, as in a plain script.
@@ -205,17 +205,14 @@ class Settings:
         self.shows_messages = bool(logging.getLogger("legato").handlers)
         plain = [handler for handler in logging.getLogger().handlers if type(handler) is logging.StreamHandler]
         self.formatter = (plain[0].formatter or logging.Formatter()) if plain else None
-        self.torch: list[tuple[Callable[..., Any], tuple[Any, ...]]] = [
-            (torch.set_default_dtype, (torch.get_default_dtype(),)),
-            (torch.set_float32_matmul_precision, (torch.get_float32_matmul_precision(),)),
-            (_set_deterministic, (torch.are_deterministic_algorithms_enabled(),
-                                  torch.is_deterministic_algorithms_warn_only_enabled())),
-            (_set_cudnn, (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic)),
-        ]  # fmt: skip
+        # but for threads: of those a worker is given its share when it starts
+        self.switches = {name: value for name, value in read_switches().items() if name != "threads"}
         self.modules = modules_beside_script()
 
     def apply(self) -> None:
         """Apply the settings to this process."""
+        from ..switches import write_switches
+
         if self.start_method:
             multiprocessing.set_start_method(self.start_method, force=True)
         warnings.resetwarnings()
@@ -228,25 +225,12 @@ class Settings:
             let_be_seen()
         for name, level in self.levels.items():
             logging.getLogger(name).setLevel(level)
-        for function, arguments in self.torch:
-            function(*arguments)
+        write_switches(self.switches)
         for name in self.modules:
             try:
                 import_module(name)
             except Exception as error:  # a script whose functions do not need it runs all the same
                 log.warning("A worker cannot import %s, as the script has done: %s", name, error)
-
-
-def _set_deterministic(on: bool, warn_only: bool) -> None:
-    from ..optimization.kernels import set_deterministic
-
-    set_deterministic(on, warn_only)
-
-
-def _set_cudnn(benchmark: bool, deterministic: bool) -> None:
-    import torch
-
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, deterministic
 
 
 @dataclass
