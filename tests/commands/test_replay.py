@@ -197,9 +197,21 @@ if __name__ == "__main__":
 AGAIN = """
 import sys
 import legato as lg
+from legato.trainer.errors import ConfigError
 from script import make
-found = lg.replay("runs/default/version_0", *make(devices=1, reproducible=sys.argv[2]), step=7, until=8)
+again = lambda: make(devices=1, reproducible=sys.argv[2])
+found = lg.replay("runs/default/version_0", again, step=7, until=8)
 print([(one["step"], one["loss"]) for one in found.steps()])
+assert lg.replay("runs/default/version_0", again, step=7, until=8).steps() == found.steps()
+used = again()
+lg.replay("runs/default/version_0", lambda: used, step=8)
+for wrong in (used[0], lambda: used, lambda: None):
+    try:
+        lg.replay("runs/default/version_0", wrong, step=3)
+    except ConfigError as error:
+        assert "takes a function that makes a new trainer" in str(error)
+    else:
+        raise AssertionError(wrong)
 """
 
 
@@ -218,7 +230,7 @@ def test_a_run_of_ones_own_script_is_replayed_by_what_the_script_makes(
     assert [float(told[step]) for step in ("7", "8")] == pytest.approx([points[7], points[8]], rel=1e-6)
     assert (tree(RUN), tree(folder / "kept")) == (before, kept)
     refused = legato("replay", str(RUN), "step=3", fails=True).stderr
-    assert "legato.replay(run, trainer, task, loader, step=N)" in refused
+    assert "legato.replay(run, make, step=N)" in refused
 
 
 def run_script(folder: Path, *words: str) -> str:

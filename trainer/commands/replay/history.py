@@ -69,7 +69,7 @@ class RunHistory:
             raise ConfigError(
                 f"{directory} has no {CONFIG}: expected the directory of a run that `legato fit` has begun, such as "
                 f"runs/NAME/version_0. A run of a script of one's own has no config to build it from again: let the "
-                f"script make trainer, task and loaders once more and call legato.replay(run, trainer, task, loader, "
+                f"script define a function that makes trainer, task and loader, and call legato.replay(run, make, "
                 f"step=N)."
             )
 

@@ -237,26 +237,27 @@ def fit_again(
         raise DataError(f"The replay ended after step {trainer.global_step}, before step {steps[1]}: the run has none.")
 
 
-def replay(
-    run: str | Path,
-    trainer: "Trainer",
-    task: "Task",
-    train_dataloaders: Any = None,
-    val_dataloaders: Any = None,
-    datamodule: Any = None,
-    *,
-    step: int,
-    until: int | None = None,
-) -> Replayed:
+def replay(run: str | Path, make: Callable[[], Sequence[Any]], *, step: int, until: int | None = None) -> Replayed:
     """Compute steps of a run of one's own script again; the run itself stays as it is.
 
-    Trainer, task and data are made as the script made them for the run; one process will do (`devices=1`), whatever the
-    run had. Training begins at the newest checkpoint before `step`, without loggers and callbacks that write, and stops
-    after `until`, by default `step`. What is logged is held against the run's metrics.jsonl, and the result printed.
-    Returns the replay, whose `steps()` has loss, gradient norms by module and learning rates of each step.
+    `make` makes trainer, task and data as the script made them for the run, and returns them as `trainer.fit` takes
+    them: `(trainer, task, loader)`, with a validation loader and a data module after it. They are the replay's own; one
+    process will do (`devices=1`), whatever the run had. Training begins at the newest checkpoint before `step`, without
+    loggers and callbacks that write, and stops after `until`, by default `step`. What is logged is compared with the
+    run's metrics.jsonl, and the result printed. Returns the replay, whose `steps()` has loss, gradient norms by module
+    and learning rates of each step.
 
-    Raises LegatoError where the replay is not what the run did.
+    Raises ConfigError where `make` does not return a new trainer and a task, and LegatoError where the replay is not
+    what the run did.
     """
+    made = make() if callable(make) else None
+    if not isinstance(made, Sequence) or len(made) < 2 or getattr(made[0], "run", made) is not None:
+        came = "one that returned other things, or a trainer that has run" if callable(make) else type(make).__name__
+        raise ConfigError(
+            f"legato.replay takes a function that makes a new trainer, the task and the data; got {came}. Write "
+            f"legato.replay(run, make, step=N), where make() returns (trainer, task, loader)."
+        )
+    trainer, task, *data = made
     last = step if until is None else until
     folders = [Path(one.dirpath) for one in trainer.checkpoint_callbacks if one.dirpath is not None]
     history = RunHistory(Path(run), folders)
@@ -272,7 +273,7 @@ def replay(
     trainer.log_every_n_steps, trainer.num_sanity_val_steps = 1, 0
     trainer.max_restarts, trainer.requeue = 0, False
     watchers: list[Callback] = [StepReport(step, last), StopAfterStep(last)]
-    fit = partial(trainer.fit, task, train_dataloaders, val_dataloaders, datamodule)
+    fit = partial(trainer.fit, task, *data)
     fit_again(history, trainer, task, fit, (step, last), directory, watchers)
     bitwise, begun = trainer.reproducible == "bitwise", source.step if source else 0
     why = f"reproducible: {trainer.reproducible}"
