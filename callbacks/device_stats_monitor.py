@@ -49,8 +49,8 @@ class DeviceStatsMonitor(Callback):
             return
         self._logged = {one for one in self._logged if one.endswith(f" {step}")} | {mark}
         values = {f"{PREFIX}.{hook}/{name}": value for name, value in self.stats(trainer).items()}
-        for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step)
+        if values:
+            trainer.current_run.write(step, values)
 
     def stats(self, trainer: "Trainer") -> dict[str, float]:
         """Return the statistics of this moment."""

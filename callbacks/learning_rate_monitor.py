@@ -66,8 +66,8 @@ class LearningRateMonitor(Callback):
             self._log(trainer, trainer.global_step, self._rates(trainer, "epoch"))
 
     def _log(self, trainer: "Trainer", step: int, values: dict[str, float]) -> None:
-        for logger in trainer.loggers if values else ():
-            logger.log_metrics(values, step)
+        if values:
+            trainer.current_run.write(step, values)
 
     def _rates(self, trainer: "Trainer", interval: str) -> dict[str, float]:
         """Return the rates to log in an interval, by name; empty on other ranks than 0."""

@@ -118,8 +118,7 @@ class Microscope(Callback):
                 values[f"activations/{name}.{what}"] = value
         self.newest = trainer.global_step, values
         if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(values, trainer.global_step)
+            trainer.current_run.write(trainer.global_step, values)
 
 
 def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:

@@ -106,8 +106,7 @@ class StragglerMonitor(Callback):
                 "straggler/wait_seconds": self.wait_seconds,
                 "straggler/wait_share": self.wait_share,
             }
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step)
+            trainer.current_run.write(step, values)
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Exclude the time of writing a checkpoint, during which all ranks wait."""

@@ -40,8 +40,7 @@ class ThroughputMonitor(Callback):
             "epoch": trainer.current_epoch,
         }
         if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.log_metrics(values, step)
+            trainer.current_run.write(step, values)
         self._restart(trainer, now)
 
     def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:

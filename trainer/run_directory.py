@@ -27,9 +27,12 @@ from .checkpoints.run_names import (
     REPLAY,
     VERSION,
     identity_of,
+    parse_small,
+    read_small,
+    regular_file_size,
     require_local,
 )
-from .checkpoints.run_record import STARTS, jobs_of, read_starts
+from .checkpoints.run_record import GIVEN_CONFIG, STARTS, jobs_of, read_starts
 from .errors import ConfigError, did_you_mean
 from .loggers.json_lines import POINTS_FILE, parse_point
 from .processes.environment import requeued_job
@@ -119,7 +122,7 @@ class RunDirectory:
         elapsed: float | None = _number_in(self.status, "elapsed")
         if ended is not None or not self.status:
             return elapsed
-        now = time.time() if self.state == RUNNING else float(self.last_point.get("time", self._modified))
+        now = time.time() if self.state == RUNNING else float(_number_in(self.last_point, "time") or self._modified)
         return float(elapsed or 0) + max(0.0, now - float(_number_in(self.status, "began") or now))
 
     @property
@@ -161,9 +164,17 @@ class RunDirectory:
     def config(self) -> dict[str, str]:
         """The stored config, each value as YAML text under its dotted key; {} for a run of a script."""
         try:
-            return flat_config((self.path / CONFIG).read_text(encoding="utf-8"))
+            return flat_config(read_small(self.path / CONFIG).decode("utf-8"))
         except (OSError, UnicodeDecodeError):
             return {}
+
+    @cached_property
+    def given_keys(self) -> frozenset[str] | None:
+        """The dotted keys that config files and the command line have set; None where that is not known."""
+        try:
+            return frozenset(flat_config(read_small(self.path / GIVEN_CONFIG).decode("utf-8")))
+        except (OSError, UnicodeDecodeError):
+            return None
 
     @cached_property
     def checkpoints(self) -> list[CheckpointEntry]:
@@ -185,8 +196,9 @@ class RunDirectory:
     def last_point(self) -> dict[str, Any]:
         """The newest logged step, its time, and its values; {} if nothing was logged."""
         try:
+            size = regular_file_size(self.path / POINTS_FILE)
             with (self.path / POINTS_FILE).open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+                file.seek(max(0, size - _TAIL))
                 lines = file.read().splitlines()
         except OSError:
             return {}
@@ -267,7 +279,9 @@ def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
     for path in (Path(word), root / word):
         if path.is_dir():
             base = root if root in path.parents else path
-            found = find_runs(path)
+            below = find_runs(path)
+            # the runs of this name before those deeper down, such as the trials of a sweep
+            found = [run for run in below if run.path.parent == path] or below
             if found:
                 # a run that was named itself is shown as name/version_N, by the folder two above it
                 return RunDirectory(found[-1].path, base if base != found[-1].path else found[-1].path.parent.parent)
@@ -322,8 +336,8 @@ def _checkpoint(path: Path) -> CheckpointEntry:
 
 def _step_inside(path: Path) -> int:
     try:
-        found = json.loads((path / "state.json").read_bytes())["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = parse_small(path / "state.json")["global_step"]
+    except (KeyError, TypeError):
         return -1
     return found if isinstance(found, int) else -1
 
@@ -366,6 +380,7 @@ def read_points(path: Path) -> dict[str, Any]:
     import numpy
 
     try:
+        regular_file_size(path)
         points = [point for line in path.read_bytes().splitlines() if (point := parse_point(line)) is not None]
     except OSError:
         return {}
@@ -419,4 +434,6 @@ def _as_float(value: Any) -> float:
 
 def _number_in(status: Mapping[str, Any], name: str) -> Any:
     found = status.get(name)
-    return found if isinstance(found, int | float) and not isinstance(found, bool) else None
+    if not isinstance(found, int | float) or isinstance(found, bool):
+        return None
+    return found if math.isfinite(found) else None

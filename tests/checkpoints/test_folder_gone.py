@@ -18,6 +18,8 @@ import legato as lg
 from legato.callbacks import Checkpoint
 from legato.trainer.checkpoints import store
 from legato.trainer.errors import LegatoError
+from legato.trainer.loggers import JSONLinesLogger
+from legato.trainer.loggers.logger import Logger
 
 
 class At(lg.Callback):
@@ -38,6 +40,21 @@ def train(folder: Path, action: Callable[[Path], object], **options: Any) -> lg.
     trainer = make_trainer(folder, callbacks=[saving, At(6, action)], **{**chosen, **options})
     trainer.fit(Validated(), make_loader(), make_loader())
     return trainer
+
+
+class FullDisk(Logger):
+    """Writes where there is no space."""
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        with open("/dev/full", "wb", buffering=0) as file:
+            file.write(b"x")
+
+
+def test_a_full_disk_is_called_full(tmp_path: Path) -> None:
+    with pytest.raises(LegatoError, match=r"No space left on device\..*free some space"):
+        make_trainer(tmp_path, logger=[JSONLinesLogger(), FullDisk()], log_every_n_steps=1).fit(
+            Validated(), make_loader()
+        )
 
 
 def move(path: Path) -> None:

@@ -24,7 +24,7 @@ from legato.trainer.checkpoints.run_lock import RunLock
 from legato.trainer.commands.stored_runs.differences import from_defaults, short_names
 from legato.trainer.commands.stored_runs.text import chart, sparkline
 from legato.trainer.quantities import time_taken
-from legato.trainer.run_directory import flat_config
+from legato.trainer.run_directory import RunDirectory, flat_config
 
 CONFIG = """\
 seed: {seed}
@@ -115,6 +115,17 @@ def test_runs_are_listed_with_state_step_best_value_duration_and_difference(caps
     assert [(row["name"], row["state"], row["error"]) for row in rows[:1]] == [("version_0", "failed", "ValueError: x")]
 
 
+def test_runs_differ_by_what_they_set_and_not_by_defaults(capsys):
+    for number, (given, extra) in enumerate(
+        [("task: {}\n", ""), ("task:\n  lr: 0.1\n", ""), ("", ""), ("callbacks: {}\n", "  watch:\n    margin: 0\n")]
+    ):
+        path = make_run(f"a/version_{number}", lr=0.1 * (1 + (number == 1)))
+        (path / "config.yaml").write_text((path / "config.yaml").read_text() + extra)
+        (path / "config_given.yaml").write_text(given)
+    rows = [line.split() for line in said(capsys, "runs").splitlines()[1:]]
+    assert [row[-1] for row in rows] == ["s", "lr=0.2", "s", "s"]
+
+
 def test_where_there_is_no_run_that_is_said(capsys):
     assert said(capsys, "runs") == "There are no runs in runs.\n"
     assert "'rusn' is no folder." in said(capsys, "runs", "rusn", code=2)
@@ -199,6 +210,38 @@ def test_show_tells_state_config_metrics_error_and_files(capsys):
     assert "last error:\n  Traceback:\n    line.py:3\n  ValueError: too bad\n" in text
     assert "metrics: none" in text
     assert "Did you mean 'b'?" in said(capsys, "show", "bb", code=2)
+
+
+ODD = {
+    "nested": lambda path: path.write_text("[" * 100_000),
+    "nested in a value": lambda path: path.write_text('{"step": 1, "state": ' + "[" * 100_000),
+    "fifo": os.mkfifo,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": os.mkdir,
+    "numbers": lambda path: path.write_text(
+        '{"step": 1e999, "time": "x", "created": NaN, "began": 1e300, "elapsed": -Infinity, "epoch": {}, "best": "x"}'
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize(
+    "name", ["status.json", ".run", "metrics.jsonl", "config.yaml", "environment.json", "checkpoints/named/state.json"]
+)
+def test_one_odd_file_stops_no_list_of_runs(capsys, name, kind):
+    path, other = make_run("a/version_0"), make_run("b/version_0")
+    (path / "checkpoints/named").mkdir()
+    (path / "checkpoints/named/manifest.json").write_text("{}")
+    (path / name).unlink(missing_ok=True)
+    ODD[kind](path / name)
+    lines = said(capsys, "runs").splitlines()
+    assert sorted(line.split()[0] for line in lines) == ["a/version_0", "b/version_0", "name"]
+    if name == "status.json":
+        assert next(line for line in lines if line.startswith("a/")).split()[1] == "unknown" or kind == "numbers"
+    said(capsys, "runs", "--json")
+    said(capsys, "show", "a")
+    said(capsys, "clean", "--dry-run")
+    assert RunDirectory(other).state == "done"
 
 
 def test_a_broken_run_is_shown_as_far_as_it_goes(capsys):

@@ -178,6 +178,8 @@ def test_a_run_is_named_by_path_or_by_name_or_by_that_of_its_newest(tmp_path, mo
     assert find_run("a/version_0").path.samefile(old)
     assert find_run("a/version_0").name == "a/version_0"
     assert find_run("runs").path.samefile(new)
+    record(tmp_path / "runs/a/sweep-0/trial-3/version_0", created=3.0)  # below the name, but of another
+    assert find_run("a").path == Path("runs/a/version_1")
     write("runs/a/version_0/config.yaml", "task: {}\n")
     assert find_run("runs/a/version_0/config.yaml").path.samefile(old)
     (old / "checkpoints" / "step-00000001").mkdir(parents=True)

@@ -1,5 +1,6 @@
 """Names of run directories, and checks of them; without torch, so that the config check can use them."""
 
+import errno
 import json
 import os
 import re
@@ -42,10 +43,12 @@ def run_directory_gone(folder: Path) -> ConfigError:
 
 
 def not_writable(folder: Path, reason: object) -> ConfigError:
-    """Return the error for a run directory that is not writable any more."""
+    """Return the error for a run directory that is not writable any more; `reason`: the system's."""
+    is_full = str(reason) in (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
     return ConfigError(
-        f"The run directory {folder} cannot be written to: {reason}. The run ends here; see to its rights, or go "
-        f"on elsewhere from one of its checkpoints (resume=PATH, run.root)."
+        f"The run directory {folder} cannot be written to: {reason}. The run ends here; "
+        f"{'free some space' if is_full else 'see to its rights'}, or go on elsewhere from one of its checkpoints "
+        f"(resume=PATH, run.root)."
     )
 
 
@@ -118,8 +121,15 @@ def parse_small(path: Path) -> Any:
 
 def read_small(path: Path) -> bytes:
     """Return the bytes of a regular file of at most LARGEST bytes; raises OSError for anything else."""
+    if regular_file_size(path) > LARGEST:
+        raise OSError(f"{path} has more than {LARGEST:,} bytes")
+    return path.read_bytes()
+
+
+def regular_file_size(path: Path) -> int:
+    """Return the size of a regular file; raises OSError for anything else."""
     # opening a FIFO would wait for a writer, and reading a link to /dev/zero would not end
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode) or status.st_size > LARGEST:
-        raise OSError(f"{path} is no regular file of at most {LARGEST:,} bytes")
-    return path.read_bytes()
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(f"{path} is no regular file")
+    return status.st_size

@@ -22,7 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .run_names import CONFIG, EVALUATIONS, EVENT_FILES
+from .run_names import CONFIG, EVALUATIONS, EVENT_FILES, parse_small
 
 RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
 STARTS = "starts"
@@ -130,10 +130,9 @@ def last_replicas(directory: Path) -> int | None:
 def read_starts(directory: Path) -> list[dict[str, Any]]:
     """Return the starts of the run in a run directory, the newest last; none where there is no readable record."""
     try:
-        found = json.loads((directory / RECORD).read_text(encoding="utf-8"))["starts"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return list(parse_small(directory / RECORD)["starts"])
+    except (KeyError, TypeError):
         return []
-    return list(found)
 
 
 def jobs_of(directory: Path) -> set[str | None]:

@@ -23,7 +23,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("legato")
 
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ESTALE, errno.ENOSPC)
+UNWRITABLE = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ESTALE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+)
 """Errors of the system for a folder that is not writable."""
 
 

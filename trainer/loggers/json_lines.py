@@ -149,7 +149,7 @@ def parse_point(line: bytes) -> dict[str, Any] | None:
     """Return the point that a line of the file is; None for one that was torn."""
     try:
         point = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return point if isinstance(point, dict) and isinstance(point.get("step"), int) else None
 

@@ -19,7 +19,7 @@ TASK = f"task.{TARGET}"
 def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
     """Return for each run the values by which it differs from others of the same task, under short keys.
 
-    A value that more than half of these runs have is left out.
+    A value that more than half of these runs have is left out, and so is a default that the run has not set.
     """
     groups: dict[str | None, list[Mapping[str, str]]] = {}
     for run in runs:
@@ -37,7 +37,9 @@ def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
             {
                 short[key]: run.config[key]
                 for key, values in counts[task].items()
-                if key in run.config and 2 * values[run.config[key]] <= len(known[task])
+                if key in run.config
+                and 2 * values[run.config[key]] <= len(known[task])
+                and (run.given_keys is None or key in run.given_keys)
             }
         )
     return found

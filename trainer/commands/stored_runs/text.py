@@ -90,10 +90,13 @@ def _can_show(text: str) -> bool:
 
 
 def when(seconds: float) -> str:
-    """Return a time in seconds since 1970 as local date and time."""
+    """Return a time in seconds since 1970 as local date and time; "-" for one that no calendar has."""
     import time
 
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "-"
 
 
 def evaluated_values(evaluation: "RunDirectory") -> str:
