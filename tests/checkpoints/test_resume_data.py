@@ -5,13 +5,14 @@ import pytest
 import tiny
 import torch
 from resumed_run import EPOCHS, SAMPLES, STEPS, Augmented, Net, everything, loaders, make_trainer
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import legato as lg
 from legato.trainer.checkpoints import store
 from legato.trainer.data.loaders import seed_samplers
 from legato.trainer.data.sampling import epoch_key, mix, permutation
+from legato.trainer.errors import ConfigError
 
 # --- other data -----------------------------------------------------------------------------------------------------
 
@@ -55,6 +56,35 @@ class Plain:
         for index in range(9):
             self.read += 1
             yield torch.full((3, 4), float(index)) + torch.rand(3, 4)
+
+
+class Split(IterableDataset):
+    """24 samples, of which each loader worker reads a part."""
+
+    def __iter__(self):
+        worker = get_worker_info()
+        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        return iter(torch.arange(24.0)[number::workers, None].expand(-1, 4))
+
+
+@pytest.mark.slow
+def test_the_number_of_loader_workers_is_part_of_a_run_on_a_stream(tmp_path, caplog):
+    def run(dataset, workers, **arguments):
+        trainer = make_trainer(tmp_path / type(dataset).__name__, **arguments)
+        trainer.fit(Net(), DataLoader(dataset, 3, num_workers=workers), loaders()[1], resume="auto")
+
+    within, end = {"max_epochs": 3, "max_steps": 1}, {"max_epochs": 1}
+    run(Split(), 2, **within)
+    with pytest.raises(ConfigError, match=r"in the middle of epoch 0 .* num_workers: 2 -> 0"):
+        run(Split(), 0, **end)
+    run(Split(), 2, **end)
+    assert "num_workers" not in caplog.text
+    run(Split(), 0, max_epochs=2)
+    assert "In the samples of a step, as set now: num_workers: 2 -> 0" in caplog.text
+    caplog.clear()
+    run(Augmented(), 2, **within)
+    run(Augmented(), 0, **end)
+    assert "num_workers" not in caplog.text
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
 
 from ..arguments import TrainerArguments
 from ..data.combined import CombinedLoader, loaders_in
@@ -126,11 +127,14 @@ def _describe_loader(loader: Any, dealt_out: bool) -> dict[str, Any]:
         chosen = batch_sampler if own_batches else sampler
         order = None if own_batches else is_plain_shuffle(sampler, samples)
         order = type(chosen).__name__ if order is None else order
+    # each worker of a stream reads a part of it, and they take turns: their number decides which samples come together
+    workers = {"num_workers": loader.num_workers} if isinstance(dataset, IterableDataset) else {}
     return {
         "batch_size": _plain_or_missing(getattr(loader, "batch_size", None)),
         "dataset length" if dataset is not None else "batches": samples if dealt_out else None,
         "shuffle": order,
         "drop_last": _plain_or_missing(getattr(loader, "drop_last", None)),
+        **workers,
     }
 
 
