@@ -17,6 +17,7 @@ from .accelerators import KINDS, read_devices
 from .placeholders import UnsupportedError
 from .plugins import Precision, read_plugins
 from .rank_zero import rank_zero_info, rank_zero_warn
+from .requeue import is_requeued_by_default
 from .strategies import XLA, read_strategy
 
 NEVER_LOG = sys.maxsize
@@ -59,7 +60,7 @@ def read_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
         found |= BAREBONES
     found["strategy"] = read_strategy(given["strategy"])
     found |= getattr(found["strategy"], "given", {})
-    found |= read_plugins(given["plugins"])
+    found |= {"requeue": is_requeued_by_default(), **read_plugins(given["plugins"])}
     found |= {name: value for name, value in DEFAULTS.items() if found[name] is None}
     if given["val_check_interval"] is None and found["check_val_every_n_epoch"] is None:
         found["check_val_every_n_epoch"] = 1  # an epoch's batches, counted over epochs: at the end of each

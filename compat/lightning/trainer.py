@@ -61,6 +61,7 @@ from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
 from .rank_zero import rank_zero_warn
+from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .returned import attributes_of, pack_optimizers, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES, Strategy
@@ -600,6 +601,7 @@ class Trainer(TrainerAttributes):
         with self._status(TrainerFn.FITTING):
             self._choose_limits()
             model, source = uncompiled(model), self._checkpoint(ckpt_path)
+            source = noted_checkpoint(self.default_root_dir) or source  # before ckpt_path, as under Lightning
             if str(source) in self.untrained:
                 model.load_state_dict(load_file(source, weights_only=True)["state_dict"])
                 self.state, source = TrainerState(), None
@@ -613,6 +615,8 @@ class Trainer(TrainerAttributes):
             data = {"train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders}
             self._prepare("fit", model, **data, datamodule=datamodule)
             super().fit(model, train_dataloaders, val_dataloaders, datamodule, ckpt_path=source)
+            if self.is_global_zero:
+                forget_checkpoint(self.default_root_dir)
             if self.current_run.is_complete:  # else it was in workers
                 self.fitted, self.fitted_states = (list(self.optimizers), self.lr_scheduler_configs), None
 
@@ -683,6 +687,8 @@ class Trainer(TrainerAttributes):
         if self.run is None:
             raise AttributeError("Saving a checkpoint needs a module: call fit, validate, test or predict before.")
         super().save_checkpoint(filepath, bool(weights_only), asynchronous)
+        if self.run.agreement.signal and not weights_only and self.is_global_zero:
+            note_checkpoint(self.default_root_dir, filepath)
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:

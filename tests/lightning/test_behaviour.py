@@ -1,5 +1,7 @@
 """What a program sees of a run, beside the real package: points of evaluations, names logged twice, hyperparameters."""
 
+import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,7 +9,7 @@ import lightning.pytorch as real
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanMetric
 
 import legato as lg
@@ -880,3 +882,42 @@ def test_configure_callbacks_may_return_nothing():
     module = Brings()
     room.Trainer(logger=False, **QUIET).test(module, DataLoader(torch.ones(2, 1)), verbose=False)
     assert module.early.monitor == "loss"
+
+
+class Told(room.LightningModule):
+    """Is told by SLURM to end, as before a time limit, in a step of the job's first start."""
+
+    def __init__(self, at=None):
+        super().__init__()
+        self.slope, self.at, self.began = torch.nn.Parameter(torch.zeros(1)), at, None
+
+    def on_train_start(self):
+        self.began = self.global_step
+
+    def training_step(self, batch, batch_idx):
+        return (batch[0] * self.slope - 2 * batch[0]).pow(2).mean()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_step == self.at:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def test_a_fit_in_a_job_that_was_queued_again_goes_on_where_it_was_told_to_end(monkeypatch):
+    def fit(module):
+        trainer = room.Trainer(**QUIET, logger=False, max_epochs=3)
+        trainer.fit(module, DataLoader(TensorDataset(torch.linspace(0, 1, 16)), 2))
+        return module
+
+    undisturbed = fit(Told())
+    monkeypatch.setenv("SLURM_JOB_ID", "70")
+    with pytest.raises(SystemExit) as end:
+        fit(Told(at=5))
+    assert end.value.code == 75
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = fit(Told())
+    assert again.began == 5
+    assert torch.equal(again.slope, undisturbed.slope)
+    assert fit(Told()).began == 0  # the job's next fit is another one
