@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from .checkpoints.run_names import REPLAY
 from .checkpoints.store import CHECKPOINTS, directory_name
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
@@ -133,12 +134,17 @@ class Preemption:
         run.metrics.pending.clear()
         run.metrics.open("train", fresh=False)
 
+    @property
+    def _replays(self) -> bool:
+        """Whether this is the replay of a run, which nobody resumes."""
+        return self.trainer.run_dir is not None and REPLAY in self.trainer.run_dir.name
+
     def save(self) -> "Path | None":
         """Save the run where `resume=auto` finds it; return the checkpoint, None if there is nothing to save."""
         trainer, step = self.trainer, self.trainer.global_step
         known = [Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
         known = known if trainer.run_dir is None else [trainer.run_dir / CHECKPOINTS]
-        if not known or trainer.fast_dev_run or step == self.first_step:
+        if not known or self._replays or trainer.fast_dev_run or step == self.first_step:
             return None
         folder = known[0]
         path = folder / directory_name(step)
@@ -162,6 +168,7 @@ class Preemption:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         saved = f"the checkpoint {path} is complete" if path is not None else "there is nothing to save"
         code = "" if number == signal.SIGINT else f" Exit code {RESUME_ME} asks for a new start:"
-        log.warning("%s: stopped at step %d, %s.%s resume=auto continues.", name, trainer.global_step, saved, code)
+        again = "" if self._replays else f"{code} resume=auto continues."
+        log.warning("%s: stopped at step %d, %s.%s", name, trainer.global_step, saved, again)
         if trainer.requeue and number != signal.SIGINT:
             requeue_job(number)

@@ -1,6 +1,7 @@
 """`legato replay`: steps of a run, computed again from its directory."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -237,3 +238,60 @@ def run_script(folder: Path, *words: str) -> str:
     done = completed(run_program, *words, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_a_replay_crosses_a_resume_on_other_processes() -> None:
+    """The bits of a run that went from two processes to one, by one config or the other."""
+    trained(*TWO, "trainer.reproducible=bitwise", "trainer.min_steps=6", "trainer.max_time=00:00:00:00")
+    step = json_lines(RUN / "metrics.jsonl")[-1]["step"]
+    run = trained("resume=auto", "trainer.devices=1", "trainer.max_time=null", "trainer.min_steps=null")
+    assert 5 < step < 20
+    done = legato("replay", str(run), f"step={step}", f"until={step + 2}")
+    assert "equal to the bit" in done.stdout
+    done = legato("replay", str(run), f"steps={step - 1}..{step + 2}", "jobs=2")
+    assert "equal to the bit" in done.stdout
+
+
+def test_a_replay_tells_where_it_begins_and_how_long_it_takes() -> None:
+    run = trained()
+    for path in (run / "checkpoints").iterdir():
+        if path.name < "step-00000016":
+            shutil.rmtree(path)
+    done = legato("replay", str(run), "step=7")
+    assert "The replay begins at the start of the run: no checkpoint before is left; 7 steps, for which" in done.stderr
+    done = legato("replay", str(run), "step=18")
+    assert "The replay begins at the checkpoint of step 16; 2 steps" in done.stderr
+
+
+def test_a_replay_that_is_stopped_does_not_advise_to_resume() -> None:
+    run = trained()
+    hook = (
+        "    def on_train_batch_end(self, outputs, batch, batch_idx):\n        signal.raise_signal(signal.SIGTERM)\n\n"
+    )
+    text = Path("points.py").read_text().replace("    def loss(self", f"{hook}    def loss(self")
+    Path("points.py").write_text(f"import signal\n{text}")
+    done = legato("replay", str(run), "step=7", fails=True)
+    assert "SIGTERM: stopped at step" in done.stderr
+    assert "there is nothing to save." in done.stderr
+    assert "resume=auto" not in done.stderr
+    assert not list(run.parent.glob("*.replay-*/checkpoints"))
+
+
+def test_pieces_of_batches_on_several_devices_are_replayed_to_the_bit() -> None:
+    text = Path("points.py").read_text().replace("nn.BatchNorm1d(6), ", "").replace("bad), 3", "bad), 6")
+    Path("points.py").write_text(text)
+    pieces = "trainer.strategy={name: ddp_model_parallel, micro_batches: 2, split: [2, 2]}"
+    run = trained(pieces, "trainer.devices=4", "trainer.reproducible=bitwise")
+    for step in ("2", "7"):
+        assert "equal to the bit" in legato("replay", str(run), f"step={step}").stdout
+    assert "equal to the bit" in legato("replay", str(run), "step=7", pieces, "trainer.devices=2").stdout
+
+
+@pytest.mark.xfail(strict=True, reason="The house")
+def test_a_replay_leaves_out_validations_that_no_schedule_goes_by() -> None:
+    text = Path("points.py").read_text()
+    text = text.replace('{"scheduler": plateau, "monitor": "val/loss"},', "")
+    text = text.replace('self.log("val/loss"', 'print("validated")\n        self.log("val/loss"')
+    Path("points.py").write_text(text)
+    run = trained("callbacks.checkpoint.every_n_train_steps=100")
+    assert "validated" not in legato("replay", str(run), "step=7").stdout

@@ -13,7 +13,7 @@ from ...checkpoints import store
 from ...checkpoints.format import unflatten
 from ...checkpoints.manifest import STATE_FILE, load_manifest, parse_json
 from ...checkpoints.run_names import CHECKPOINTS, CONFIG
-from ...checkpoints.run_record import start_before, start_config
+from ...checkpoints.run_record import read_starts, start_before, start_config
 from ...config.check import Config, load_config
 from ...errors import CheckpointError, ConfigError
 from ...loggers.json_lines import POINTS_FILE
@@ -130,6 +130,11 @@ class RunHistory:
             except (ValueError, KeyError, TypeError):
                 continue
         return found
+
+    @cached_property
+    def starts(self) -> list[dict[str, Any]]:
+        """The record of each start of the run, oldest first."""
+        return [one for one in read_starts(self.directory) if one.get("stage", "fit") == "fit"]
 
     @property
     def last_step(self) -> int:

@@ -59,7 +59,7 @@ def replay_pieces(
         join_parts(directory, parts)
         source, config = history.before(first), replay_config(history, first, overrides, False)
         begun = source.step + 1 if source else 1
-        replayed = Replayed(history, source, begun, last, directory, *sameness(history, first, config))
+        replayed = Replayed(history, source, begun, last, directory, *sameness(history, (first, last), config))
     what = f"{len(pieces)} pieces, {min(jobs, len(pieces))} at a time" if len(pieces) > 1 else "one piece"
     print(f"Replayed steps {replayed.first:,} to {replayed.last:,} of {history.directory} in {what}", file=STDOUT)
     print(f"Replay      {directory}", file=STDOUT)
@@ -75,7 +75,7 @@ def cut_at_checkpoints(history: RunHistory, first: int, last: int, jobs: int) ->
     inside = [one for one in history.checkpoints if first <= one.step < last]
     source = history.before(first)
     begin = source.step if source else 0
-    forced = {one.step for one in inside if differs_after(history, one)}
+    forced = {one.step for one in inside if differs_after(history, one.step)}
     wanted = [begin + (last - begin) * number / jobs for number in range(1, jobs)]
     nearest = {min(inside, key=lambda one: abs(one.step - place)).step for place in wanted} if inside else set[int]()
     ends = [*sorted(forced | nearest), last]

@@ -1,6 +1,7 @@
 """`legato replay`: computes steps of a run again, from the newest checkpoint before them, and proves that it did."""
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -18,15 +19,17 @@ from ....callbacks.throughput_monitor import ThroughputMonitor
 from ....callbacks.timer import Timer
 from ...checkpoints.run_names import REPLAY
 from ...config.build import build_config
+from ...config.read import read_strategy
 from ...errors import ConfigError, DataError, LegatoError
 from ...loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ...loggers.tensorboard import TensorBoardLogger
 from ...messages import STDOUT
+from ...quantities import time_taken
 from ...run_directory import is_run
 from ..plan.plan import shown_count
 from ..plan.processes import find_processes
 from .history import RunHistory
-from .watchers import STEPS_FILE, StepReport, StopAfterStep
+from .watchers import STEPS_FILE, ReplayBar, StepReport, StopAfterStep
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -34,8 +37,15 @@ if TYPE_CHECKING:
     from ...trainer import Trainer
     from .history import CheckpointRecord
 
+log = logging.getLogger("legato")
+
 NOT_REPLAYED = (CheckpointCallback, ProgressDisplay, ThroughputMonitor, DeviceStatsMonitor, StragglerMonitor, Timer)
 """Callbacks that write files, show progress or measure time: they have no part in what a step comes to."""
+REPLACED = (
+    *("devices", "num_nodes", "strategy", "cluster", "replicas", "requeue", "max_restarts"),
+    *("min_steps", "min_epochs", "max_time"),
+)
+"""Arguments of Trainer that a replay, on one process and with an end of its own, replaces."""
 SAME_BUT_ROUNDING = 1e-3
 """Relative difference up to which two values are called the same but for rounding."""
 
@@ -197,19 +207,39 @@ def replay_steps(
     """
     source = history.before(first)
     begun = source.step if source else 0
-    inside = (one for one in history.checkpoints if begun < one.step < last)
-    changed = next((one for one in inside if differs_after(history, one)), None)
-    if changed is not None:
-        raise ConfigError(
-            f"The run was resumed with another config after step {changed.step}. Replay up to there, and from "
-            f"there on: until={changed.step}, and step={changed.step + 1}."
-        )
+    require_same_config(history, begun, last)
     config = replay_config(history, first, overrides, every_step)
     run = build_config(config)
+    tell_length(history, begun, last, source is not None)
     resume: Any = config.values["resume"]
     fit = partial(run.trainer.fit, run.task, datamodule=run.data, resume=None if resume == "auto" else resume)
-    fit_again(history, run.trainer, run.task, fit, (first, last), directory, watchers)
-    return Replayed(history, source, begun + 1, last, directory, *sameness(history, first, config))
+    fit_again(history, run.trainer, run.task, fit, (first, last), directory, [ReplayBar(begun, last), *watchers])
+    return Replayed(history, source, begun + 1, last, directory, *sameness(history, (first, last), config))
+
+
+def require_same_config(history: RunHistory, begun: int, last: int) -> None:
+    """Raise ConfigError where a start within these steps had a config by which they come to something else."""
+    ends = {one.step for one in history.checkpoints} | {int(one.get("step", 0)) for one in history.starts}
+    changed = next((step for step in sorted(ends) if begun < step < last and differs_after(history, step)), None)
+    if changed is None:
+        return
+    kept = next((one.step for one in history.checkpoints if one.step >= changed), None)
+    onwards = "" if kept is None else f", and step={kept + 1}"
+    raise ConfigError(
+        f"The run was resumed with another config after step {changed}. Replay up to there, and from there on: "
+        f"until={changed}{onwards}."
+    )
+
+
+def tell_length(history: RunHistory, begun: int, last: int, has_source: bool) -> None:
+    """Log where a replay begins, how many steps it takes, and about how long, as the run has logged them."""
+    times = [(step, float(point["time"])) for step, point in sorted(history.points.items()) if "time" in point]
+    steps, seconds = last - begun, None
+    if len(times) > 1 and times[-1][0] > times[0][0]:
+        seconds = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0]) * steps
+    about = "" if seconds is None else f", for which the run took about {time_taken(seconds)}"
+    where = f"the checkpoint of step {begun:,}" if has_source else "the start of the run: no checkpoint before is left"
+    log.info("The replay begins at %s; %s%s.", where, shown_count(steps, "step"), about)
 
 
 def fit_again(
@@ -282,9 +312,20 @@ def replay(run: str | Path, make: Callable[[], Sequence[Any]], *, step: int, unt
     return replayed
 
 
-def differs_after(history: RunHistory, record: "CheckpointRecord") -> bool:
-    """Return whether the step after a checkpoint was done with another config than the one before."""
-    return history.config_text(record.step + 1) != history.config_text(record.step)
+def differs_after(history: RunHistory, step: int) -> bool:
+    """Return whether the step after this one was done with a config by which it comes to something else."""
+    before, after = step, step + 1
+    if history.config_text(before) == history.config_text(after):
+        return False
+    return bool(deciding_values(history, before) != deciding_values(history, after))
+
+
+def deciding_values(history: RunHistory, step: int) -> dict[str, Any]:
+    """Return what decides in the config of a step: not where the run is, nor on how many processes."""
+    values = history.config_of(step).values
+    found = {name: values.get(name) for name in ("seed", "task", "data", "callbacks")}
+    names = () if values["trainer"]["sync_batchnorm"] else REPLACED
+    return found | {"trainer": {name: one for name, one in values["trainer"].items() if name not in names}}
 
 
 def without_recorders(callbacks: Any) -> list[Callback]:
@@ -306,18 +347,32 @@ def replay_config(history: RunHistory, step: int, overrides: Sequence[str], ever
         "requeue": False,
         "replicas": replicas_of(history, step) if record is None else None,
     }
-    whole = trainer["sync_batchnorm"]  # takes a process for each replica, as manual optimization does
-    if not whole:
-        settings |= {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
+    if not trainer["sync_batchnorm"]:  # takes a process for each replica, as manual optimization does
+        settings |= one_process(trainer)
     threads = known.numerics.get("threads") if known is not None else None
     if trainer["threads"] is None and isinstance(threads, int):
         settings["threads"] = threads
     if every_step:
         settings["log_every_n_steps"] = 1
-    trainer |= {name: one for name, one in settings.items() if config.origin(("trainer", name)) != "override"}
+    words = [key for key, origin in config.origins.items() if origin.startswith("override")]
+    set_now = {key[1] for key in words if len(key) > 1 and key[0] == "trainer"}
+    trainer |= {name: one for name, one in settings.items() if name not in set_now}
     values.pop("loggers", None)
     values.pop("launcher", None)
     return replace(config, values=values)
+
+
+def one_process(trainer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of Trainer for one process that computes what those of the run have computed."""
+    name, options = read_strategy(trainer)
+    found = {"devices": 1, "num_nodes": 1, "strategy": "single", "cluster": "off"}
+    if name != "ddp_model_parallel" or options.get("micro_batches", 1) == 1:
+        return found
+    # pieces of a batch have other bits than the batch: one process cuts it as each process of the run did
+    count, own = options.get("devices_per_replica"), options.get("part_devices")
+    if own:
+        options["part_devices"] = own[:count]
+    return {**found, "devices": count or 2, "strategy": {"name": name, **options}}
 
 
 def replicas_of(history: RunHistory, step: int) -> int:
@@ -329,9 +384,10 @@ def replicas_of(history: RunHistory, step: int) -> int:
     return find_processes(config.values["trainer"]).data_size if asked is None else asked
 
 
-def sameness(history: RunHistory, step: int, config: "Config") -> tuple[bool, str]:
-    """Return whether a replay must have the bits of the run, and why."""
-    was, now = history.config_of(step).values["trainer"], config.values["trainer"]
+def sameness(history: RunHistory, steps: tuple[int, int], config: "Config") -> tuple[bool, str]:
+    """Return whether a replay of steps, the first and the last, must have the bits of the run, and why."""
+    ran = [history.config_of(step).values["trainer"] for step in steps]
+    was, now = max(ran, key=lambda trainer: find_processes(trainer).count), config.values["trainer"]
     if was["reproducible"] == "bitwise" == now["reproducible"]:
         return True, "reproducible: bitwise"
     before, after = find_processes(was), find_processes(now)

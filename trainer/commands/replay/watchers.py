@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from ....callbacks.callback import Callback
+from ...messages import STDERR, is_quiet, is_terminal
 from ...optimization.optimizers import optimizer_parameters
 from ...torch_private import local_part
 
@@ -81,6 +83,31 @@ class StepReport(Callback):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+class ReplayBar(Callback):
+    """Shows on a terminal how many steps of a replay are done."""
+
+    after_every_step = True
+
+    def __init__(self, begun: int, last: int) -> None:
+        self.begun, self.last = begun, last
+        self._bar: Any = None
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Open the bar."""
+        shown = trainer.is_global_zero and is_terminal(STDERR) and not is_quiet()
+        self._bar = tqdm(total=self.last - self.begun, file=STDERR, disable=not shown, leave=False, unit="step")
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Draw the steps that are done."""
+        self._bar.update(trainer.global_step - self.begun - self._bar.n)
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 class StopAfterStep(Callback):
