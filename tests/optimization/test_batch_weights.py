@@ -1,5 +1,7 @@
 """A step's gradient is the mean by what its batches weigh, as training_step says, wherever and however they are run."""
 
+import json
+
 import pytest
 import torch
 from tiny import Memory
@@ -7,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import legato as lg
+from legato.trainer.commands.replay.watchers import STEPS_FILE, StepReport
 from legato.trainer.errors import TaskError
 
 SAMPLES, LENGTH, WORDS = 22, 6, 16
@@ -211,6 +214,17 @@ def test_logged_values_take_the_same_weight(trainer):
     trainer(max_epochs=1, accumulate_grad_batches=4, **options).fit(Words(), sentences(8))
     for name in ("train/loss_step", "train/loss_epoch"):
         assert memory.of(name) == [(1, pytest.approx(expected, abs=1e-12))]
+
+
+def test_a_replayed_step_reports_the_mean_over_words(trainer):
+    options = {"precision": "64-true", "logger": Memory(), "callbacks": [StepReport(1, 2)]}
+    made = trainer(max_epochs=2, accumulate_grad_batches=4, **options)
+    made.fit(Words(), sentences(8))
+    first, second = map(json.loads, (made.run_dir / STEPS_FILE).read_text().splitlines())
+    batch = INPUTS[:8], TARGETS[:8]
+    expected = (Words().double().loss(batch, "sum") / (batch[1] != -100).sum()).item()
+    assert first["loss"] == pytest.approx(expected, abs=1e-12)
+    assert second["loss"] < first["loss"]
 
 
 @pytest.mark.parametrize("precision", ["32", "16-mixed"])

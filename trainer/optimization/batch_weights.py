@@ -57,6 +57,8 @@ class BatchWeights:
         self.strategy, self.state = strategy, state
         self.used: bool | None = None
         """Whether batches have weights; None until the ranks have compared what their first step returned."""
+        self.newest: Any = 0
+        """The weight of the newest batch, or the number of its samples."""
         self.sums = torch.zeros(0)
         self.counts = [0, 0]
         """Batches without a weight, and with one, until that is compared."""
@@ -74,6 +76,7 @@ class BatchWeights:
     def take(self, output: Any, item: ReplicaBatch, step: StepInput) -> Any:
         """Return the factor of a batch's loss, and add the weight that training_step returned with it to the step's."""
         weight = weight_of(output)
+        self.newest = item.samples if weight is None else weight
         if output is not None:
             self.counts[weight is not None] += 1
             if self.used not in (None, weight is not None):

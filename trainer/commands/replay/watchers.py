@@ -27,14 +27,14 @@ STEPS_FILE = "steps.jsonl"
 class StepReport(Callback):
     """Writes the loss, gradient norms by module and learning rates of the steps `first` to `last`.
 
-    Gradients are those of the whole step, before clipping; the loss is the mean over the samples of the step.
+    Gradients are those of the whole step, before clipping; the loss is the mean over the batches of the step.
     """
 
     after_every_step = True
 
     def __init__(self, first: int, last: int) -> None:
         self.first, self.last = first, last
-        self._losses: list[tuple[torch.Tensor, int]] = []
+        self._losses: list[tuple[torch.Tensor, Any]] = []
         self._gradients: dict[str, list[torch.Tensor]] = {}
         self._rates: list[float] = []
         self._file: Any = None
@@ -50,7 +50,8 @@ class StepReport(Callback):
     def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
         """Keep the loss of a batch."""
         if self._is_asked(trainer):
-            self._losses.append((loss.detach(), trainer.metrics.samples))
+            weights = trainer.current_run.optimization.weights
+            self._losses.append((loss.detach(), trainer.metrics.samples if weights.used is False else weights.newest))
 
     def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
         """Keep the norms of the gradients, and the rates."""
@@ -68,8 +69,8 @@ class StepReport(Callback):
         step = trainer.global_step
         if not (self._losses or self._gradients) or trainer.metrics.step == step:
             return
-        weights = sum(samples for _, samples in self._losses)
-        loss = sum(float(loss) * samples for loss, samples in self._losses) / weights if weights else None
+        total = sum(float(weight) for _, weight in self._losses)
+        loss = sum(float(loss) * float(weight) for loss, weight in self._losses) / total if total else None
         norms = {name: float(torch.stack(found).norm()) for name, found in self._gradients.items()}
         total = sum(norm * norm for norm in norms.values()) ** 0.5
         record = {"step": step, "loss": loss, "gradient_norm": total, "learning_rates": self._rates, "modules": norms}
