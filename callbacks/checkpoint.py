@@ -8,7 +8,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.checkpoints.run_names import require_local
 from ..trainer.errors import CheckpointError, ConfigError
 from .monitor import Monitor
 from .retention import Retention, checkpoint_name, is_name
@@ -58,6 +57,8 @@ class Checkpoint(Retention):
         asynchronous: bool = False,
         filename: str | None = None,
     ) -> None:
+        from ..trainer.checkpoints.run_names import require_local
+
         if save_top_k < -1:
             raise ConfigError(f"Checkpoint: save_top_k must be a count, 0 (none) or -1 (all), got {save_top_k}.")
         for name, count in (("every_n_train_steps", every_n_train_steps), ("every_n_epochs", every_n_epochs)):

@@ -92,7 +92,7 @@ class TrainerDefaults(TrainerView):
         write_csv: Write `metrics.csv` besides. `run.csv` in a config.
         save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
         log_every_n_steps: Optimizer steps between two logging points; values are read from the device only then. The
-            last step of a run is one, too.
+            last step is one.
         callbacks: Callbacks of the run.
         enable_checkpointing: Add a Checkpoint callback if none is given.
         enable_progress_bar: Add a ProgressBar callback if none is given.

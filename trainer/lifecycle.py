@@ -57,7 +57,7 @@ def begin(trainer: "Trainer", request: Request) -> Iterator[Run]:
 
 def named(run: Call, error: BaseException) -> BaseException:
     """Return the error to raise: one that names ranks and cause for an exit, a debugger or a failed collective."""
-    if type(error) is SystemExit and error.code != RESUME_ME and not run.loop.trained:
+    if type(error) is SystemExit and error.code != RESUME_ME and run.loop.remaining == "steps":
         error = describe_exit(run, error)
     if isinstance(error, RuntimeError) and str(error).startswith(SECOND_BACKWARD) and run.task.automatic_optimization:
         return TaskError(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -134,10 +134,8 @@ class LoopState:
     """The current stage: "train", "sanity_check", "validation", "test" or "predict"."""
     open: bool = True
     """Whether the run is under way."""
-    trained: bool = False
-    """Whether no step is left, only the hooks that end a fit."""
-    ended: bool = False
-    """Whether training is over."""
+    remaining: Literal["steps", "hooks", "nothing"] = "steps"
+    """Remaining part of a fit: steps, then only the hooks that end it."""
     epoch_skipped: bool = False
     """Whether the rest of the epoch is left out."""
     check_validation: Callable[[], bool] | None = None
@@ -583,14 +581,14 @@ class Run(JoinedCall):
     def end_training(self) -> None:
         """Compare the ranks' weights for the last time, and call the hooks that end training."""
         self.require_same_weights()
-        self.loop.trained = True
+        self.loop.remaining = "hooks"
         self.seed_hooks("on_train_end")
         self.hooks.call("on_train_end")
         self.end_fit()
 
     def end_fit(self) -> None:
         """Call the hooks that end a fit."""
-        self.loop.trained = self.loop.ended = True
+        self.loop.remaining = "nothing"
         self.hooks.call("on_fit_end")
         self.metrics.finish()
         if self.strategy.leaves_default_group:

@@ -82,7 +82,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             run.hooks.call("on_fit_start")
             self.sanity_check()
             run.start_training()
-            while not run.loop.ended:
+            while run.loop.remaining != "nothing":
                 with run.membership:  # where processes may leave and join, the loop continues here when some did
                     while not self.is_done():
                         self.begin_epoch()

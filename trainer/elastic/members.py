@@ -159,7 +159,7 @@ class ElasticMembership(Membership):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         """Suppress errors of a broken group; the next `__enter__` recovers, once no traceback holds its objects."""
-        if error is None or self.trainer.current_run.loop.ended:
+        if error is None or self.trainer.current_run.loop.remaining == "nothing":
             return False
         if isinstance(error, MembershipChanged) or self._is_broken_by(error):
             self.broken = True

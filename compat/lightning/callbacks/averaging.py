@@ -264,10 +264,11 @@ class WeightAveraging(AveragedModule, weight_averaging.WeightAveraging, Callback
 
     def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
         """Put the averages into a checkpoint that a program makes itself, as its `state_dict`."""
+        trained = dict(checkpoint.get("state_dict", {}))  # before the averages take their place
         super().on_save_checkpoint(trainer, task, checkpoint)
         averages = {} if "versions" in checkpoint else self.averaged_state_dict()
-        if averages and "state_dict" in checkpoint:
-            trained = checkpoint["current_model_state"] = checkpoint["state_dict"]
+        if averages and trained:
+            checkpoint["current_model_state"] = trained
             checkpoint["state_dict"] = {name: averages.get(name, value) for name, value in trained.items()}
             checkpoint["averaging_state"] = {"n_averaged": torch.tensor(self.updates)}
 
