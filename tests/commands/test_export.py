@@ -37,6 +37,22 @@ class Branches(WithExample):
         return x if x.sum().item() > 0 else self.layer(x)
 
 
+class Batches(Line):
+    def forward(self, batch):
+        return self.layer(batch["x"])
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader([{"x": torch.ones(1), "y": torch.zeros(1)}] * 3, batch_size=3)
+
+    predict_dataloader = test_dataloader = val_dataloader
+
+
+class AsOne(Batches):
+    def __init__(self, lr: float = 0.1, fault: str = "none"):
+        super().__init__(lr, fault)
+        self.example_input_array = ({"x": torch.ones(3, 1)},)
+
+
 class Random(WithExample):
     def forward(self, x):
         return self.layer(x) + torch.rand(())
@@ -71,6 +87,13 @@ def test_a_program_of_torch_export_computes_what_the_task_does_for_any_batch(fol
 
 
 @pytest.mark.slow
+def test_a_dict_that_is_one_argument_stands_in_a_tuple(folder: Path) -> None:
+    use(folder, "AsOne")
+    assert main(["export", "run", "net.pt2"]) == 0
+    assert torch.export.load("net.pt2").module()({"x": torch.tensor([[3.0], [5.0]])}).flatten().tolist() == [7.0, 11.0]
+
+
+@pytest.mark.slow
 def test_an_onnx_file_computes_what_the_task_does(folder: Path) -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
@@ -96,6 +119,12 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
     use(folder, "Random")
     assert main(["export", "run", "net.pt2"]) == 1
     assert "differs from the task's by" in capsys.readouterr().err
+    use(folder, "Batches")
+    assert main(["export", "run", "net.pt2"]) == 1
+    message = capsys.readouterr().err
+    assert "Batches.forward does not take what the first batch of the data holds, the keys 'x', 'y'" in message
+    assert "Set example_input_array" in message
+    assert len(message.splitlines()) <= 3
     (folder / "net.py").write_text(TASK)
     (folder / "plain.py").write_text(TASK)
     (folder / "run" / "config.yaml").write_text(CONFIG.replace("line.Line", "plain.Line"))

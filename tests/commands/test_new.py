@@ -46,7 +46,10 @@ def test_every_file_of_the_project_comes_from_the_package(project: Path) -> None
     assert {"rings/callbacks.py", "rings/__init__.py", "tests/test_training.py", "README.md", ".gitignore"} <= names
 
 
-@pytest.mark.parametrize("name", ["torch", "class", "1st", "two words", "legato", ".hidden"])
+@pytest.mark.parametrize(
+    "name",
+    ["torch", "class", "1st", "two words", "legato", ".hidden", "random", "types", "os", "a" * 300, "a" * 250, ""],
+)
 def test_a_name_that_no_package_can_have_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["new", name]) == 2

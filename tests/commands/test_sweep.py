@@ -82,7 +82,17 @@ def test_what_varies() -> None:
     assert read_axis("a", "range(32,129,32)") == Choices("a", ("32", "64", "96", "128"))
     assert read_axis("a", "log(1e-5, 1e-2)") == Interval("a", "1e-5", "1e-2", log=True)
     assert read_axis("a", "uniform(1,8)") == Interval("a", "1", "8", log=False)
-    for text in ("range(3,1)", "range(a)", "log(0,1)", "uniform(2,1)", "uniform(1)", "1,log(1,2)", "1,,2", "1,"):
+    for text in (
+        "range(1,1000000000)",
+        "range(3,1)",
+        "range(a)",
+        "log(0,1)",
+        "uniform(2,1)",
+        "uniform(1)",
+        "1,log(1,2)",
+        "1,,2",
+        "1,",
+    ):
         with pytest.raises(ConfigError, match=r"^a="):
             read_axis("a", text)
 
@@ -297,3 +307,13 @@ def test_trials_at_a_time_see_different_devices(folder: Path, monkeypatch: pytes
     saw = sorted(path.name for path in folder.glob("saw-*"))
     assert [name.split("-")[1] for name in saw] == ["1", "2", "3", "4"]
     assert {name.split("-")[2] for name in saw} == {"6", "7"}
+
+
+def test_a_sweep_of_more_values_than_can_be_listed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a=range\(1,1000000000\): 999,999,999 values, and a sweep lists 100,000"):
+        read_axis("a", "range(1,1000000000)")
+    many = [Choices(key, tuple(map(str, range(1000)))) for key in "abc"]
+    with pytest.raises(ConfigError, match="All keys together: 1,000,000,000 values"):
+        Listed(many, None, 0)
+    with pytest.raises(ConfigError, match="All keys together"):
+        Listed(many, 20, 0)

@@ -1,5 +1,6 @@
 """Export of a trained task's `forward` as an ONNX file or a program of torch.export, each loaded again and compared."""
 
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -84,10 +85,20 @@ def example_input(task: Task, run: "ConfiguredRun") -> tuple[tuple[Any, ...], di
     if given is None:
         batch = first_batch(task, run)
         given = batch[0] if isinstance(batch, list | tuple) else batch
-    given = doubled(given)
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    return (tuple(given) if isinstance(given, tuple) else (given,)), {}
+    found = doubled(given)
+    positional, named = ((), dict(found)) if isinstance(found, Mapping) else ((found,), {})
+    positional = tuple(found) if isinstance(found, tuple) else positional
+    try:
+        inspect.signature(task.forward).bind(*positional, **named)
+    except TypeError as error:
+        source = "example_input_array" if task.example_input_array is not None else "the first batch of the data"
+        held = f"the keys {', '.join(map(repr, named))}" if named else f"{len(positional)} inputs"
+        raise TaskError(
+            f"{type(task).__name__}.forward does not take what {source} holds, {held}: {error}. Set "
+            f"example_input_array in the task: a tensor, a tuple of forward's arguments, or a dict of them by name; an "
+            f"argument that is a dict itself stands in a tuple, (dict,)."
+        ) from error
+    return positional, named
 
 
 def first_batch(task: Task, run: "ConfiguredRun") -> Any:

@@ -3,10 +3,11 @@
 import keyword
 import re
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...checkpoints.run_names import require_local
+from ...checkpoints.run_names import path_problem, require_local
 from ...errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parent / "project"
@@ -21,7 +22,7 @@ CONFIG_OF_PROJECT = "configs/train.yaml"
 
 def run_new(arguments: Sequence[str]) -> None:
     """Run `legato new`."""
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    if len(arguments) != 1 or arguments[0].startswith("-") or not arguments[0].strip():
         raise ConfigError("legato new takes one argument: the name of the project, which becomes a folder here.")
     require_local(arguments[0], "The project's folder")
     folder = Path(arguments[0])
@@ -44,6 +45,13 @@ def write_project(folder: Path) -> list[Path]:
             f"{called!r} cannot be the name of a project: its package needs a name of letters, digits and "
             f"underscores that begins with a letter and is none of {', '.join(sorted(TAKEN))}."
         )
+    if name in sys.stdlib_module_names:
+        raise ConfigError(
+            f"{called!r} is the name of a module of Python's own, which programs would import instead of the project "
+            f"or find the project in place of. Choose another, such as {name}_net."
+        )
+    if (problem := path_problem(str(folder / f"{called}{SUFFIX}"))) is not None:
+        raise ConfigError(f"The project's name {problem}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already, and nothing in it is replaced. Choose another name.")
     written = []

@@ -19,6 +19,8 @@ Values = dict[str, str]
 
 AHEAD = 4
 """Number of trials that Optuna chooses ahead, and so of those that can run at a time."""
+MOST_VALUES = 100_000
+"""Number of values, or of their combinations, that are listed."""
 _CALL = re.compile(r"(range|log|uniform)\((.*)\)")
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 
@@ -102,14 +104,17 @@ def read_axis(key: str, text: str) -> Axis | None:
     kind, numbers = calls[0][1], [one.strip() for one in calls[0][2].split(",")]
     try:
         if kind == "range":
-            found = tuple(str(number) for number in range(*map(int, numbers)))
-            if not found:
+            values = range(*map(int, numbers))
+            if not values:
                 raise ValueError
-            return Choices(key, found)
+            _require_few(len(values), f"{key}={text}")
+            return Choices(key, tuple(map(str, values)))
         low, high = numbers
         if not (0 if kind == "log" else -math.inf) < float(low) < float(high) < math.inf:
             raise ValueError
-    except (TypeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
         wanted = {
             "range": "range(FIRST, END) or range(FIRST, END, STEP) with whole numbers, END not included",
             "log": "log(LOW, HIGH) with 0 < LOW < HIGH",
@@ -166,6 +171,8 @@ class Listed:
                 f"{one.key} is an interval, so there is no end of trials. Say how many: --random 20, or --optuna 20; "
                 f"or list values: {one.key}={one.low},{one.high}."
             )
+        if not intervals:
+            _require_few(math.prod(len(axis.examples()) for axis in axes), "All keys together")
         self.grid = [] if intervals else list(_combinations(axes))
         if count is not None:
             random.Random(seed).shuffle(self.grid)  # so a larger count begins with the same trials
@@ -206,6 +213,15 @@ class Guided:
             self.told = number + 1
         self.asked.append(self.study.ask())
         return {axis.key: axis.suggest(self.asked[-1]) for axis in self.axes}
+
+
+def _require_few(count: int, what: str) -> None:
+    """Raise ConfigError for more values than a sweep can list."""
+    if count > MOST_VALUES:
+        raise ConfigError(
+            f"{what}: {count:,} values, and a sweep lists {MOST_VALUES:,} at most. Take a step, as in "
+            f"range(0,1000000,50000), or an interval, uniform(LOW,HIGH) or log(LOW,HIGH), with --random N."
+        )
 
 
 def _combinations(axes: Sequence[Axis]) -> Iterator[Values]:
