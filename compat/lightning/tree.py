@@ -81,7 +81,8 @@ def resolve(path: str, name: str) -> Any:
         return make_placeholder(f"{ROOT}.{home}", name, entry.text)
     module, _, attribute = entry.home.partition(":")
     value = getattr(import_module(module, ROOT), attribute or name)
-    if "torch" in sys.modules:
+    # not where a program merely imports a name of this package: torch's functions are those of the whole process
+    if "torch" in sys.modules and import_module(".stand_in", ROOT).is_installed():
         import_module(".checkpoint_files", ROOT).open_directories()
     return value
 

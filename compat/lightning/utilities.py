@@ -30,7 +30,7 @@ from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
 from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.processes.environment import get_variable, set_variable
-from .checkpoint_files import is_checkpoint
+from .checkpoint_files import is_checkpoint, load
 from .exceptions import MisconfigurationException
 from .file_functions import as_file
 from .placeholders import UnsupportedError
@@ -677,17 +677,17 @@ def load_file(path_or_url: Any, map_location: Any = None, weights_only: bool | N
     Of a checkpoint directory it returns what Lightning's file would hold (see checkpoint_files.py).
     """
     if isinstance(path_or_url, (str, Path)) and is_checkpoint(path_or_url):
-        return torch.load(path_or_url, map_location=map_location, weights_only=True)
+        return load(path_or_url, map_location=map_location, weights_only=True)
     if weights_only is False:
         raise UnsupportedError(
             "weights_only=False would run code that is in the file; Legato reads files without. Leave it out."
         )
     if not isinstance(path_or_url, (str, Path)):
-        return torch.load(path_or_url, map_location=map_location, weights_only=True)
+        return load(path_or_url, map_location=map_location, weights_only=True)
     if str(path_or_url).startswith("http"):
         return torch.hub.load_state_dict_from_url(str(path_or_url), map_location=map_location, weights_only=True)
     with get_filesystem(path_or_url).open(str(path_or_url), "rb") as file:
-        return torch.load(file, map_location=map_location, weights_only=True)
+        return load(file, map_location=map_location, weights_only=True)
 
 
 def is_local_file_protocol(path: str | Path) -> bool:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 import legato.compat.lightning as room
+from legato.compat.lightning.checkpoint_files import open_directories
 from legato.compat.lightning.utilities import load_file
 from legato.tasks.hyperparameters import IN_PROCESS
 from legato.trainer.checkpoints import store
@@ -380,8 +381,10 @@ def test_the_step_that_ends_the_first_epoch_is_made_without_a_warning():
     assert [group["lr"] for group in found["optimizer_states"][0]["param_groups"]] == [before[0] / 2]
 
 
-def test_programs_open_a_checkpoint_as_the_file_that_they_expect(tmp_path):
-    assert room.LightningModule is not None  # a program that reads checkpoints has some name of Lightning's
+def test_programs_open_a_checkpoint_as_the_file_that_they_expect(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "load", torch.load)
+    monkeypatch.setattr(torch, "save", torch.save)
+    open_directories()  # as `install` does
     path = tmp_path / "last.ckpt"
     module = fit(room, "Stepped", callbacks=[saver(room, path, "epoch")])
     for read in (torch.load(path, weights_only=True), torch.load(str(path)), load_file(path)):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import completed, run_module
+from forked import completed, run_module, run_script
 
 import legato.compat.lightning as L
 from legato.compat.lightning.checkpoint_files import open_directories
@@ -312,3 +312,23 @@ def test_a_program_and_its_workers_copy_checkpoints(tmp_path):
         "`legato convert best.ckpt out.ckpt` writes it as a file (docs/from-lightning.md)."
     )
     assert os.listdir(tmp_path / "checkpoints") == []
+
+
+IMPORTS = """
+import sys, torch
+before = torch.load, torch.save
+import legato.compat.lightning as L
+from legato.compat.lightning.pytorch.callbacks import ModelCheckpoint
+if sys.argv[1:] == ["install"]:
+    L.install()
+L.Trainer, L.LightningModule
+print([now is old for now, old in zip((torch.load, torch.save), before)])
+"""
+
+
+@pytest.mark.slow
+def test_importing_a_name_leaves_torchs_functions_alone_until_install(tmp_path):
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    for words, kept in (([], "[True, True]"), (["install"], "[False, False]")):
+        done = completed(run_script, tmp_path / "imports.py", *words)
+        assert done.stdout.strip() == kept, done.stderr

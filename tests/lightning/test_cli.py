@@ -24,6 +24,7 @@ from legato.compat.lightning.pytorch.cli import (  # noqa: E402
     instantiate_class,
     instantiate_module,
 )
+from legato.compat.lightning.utilities import load_file  # noqa: E402
 
 
 class Model(LightningModule):
@@ -309,7 +310,7 @@ def test_hyperparameters_are_those_of_the_command_line():
     described = {"class_path": f"{__name__}.Part", "init_args": {"width": 5}}
     assert cli.model.hparams == {"part": described, "lr": 0.1, "_instantiator": INSTANTIATOR}
     path = cli.trainer.checkpoint_callback.best_model_path
-    assert torch.load(path, weights_only=True)["hyper_parameters"]["part"] == described
+    assert load_file(path)["hyper_parameters"]["part"] == described
     loaded = Nested.load_from_checkpoint(path)
     assert (loaded.part.width, loaded.hparams.lr) == (5, 0.1)
     dry = ["fit", *words, "--trainer.fast_dev_run=1"]

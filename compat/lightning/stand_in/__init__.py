@@ -96,6 +96,11 @@ def install() -> None:
     _share_rank()
 
 
+def is_installed() -> bool:
+    """Return whether this process, or the one that started it, has called `install`."""
+    return FOLDER in sys.path
+
+
 def _share_rank() -> None:
     """Give lightning_utilities this process's rank, as importing Lightning does: loggers ask for it there."""
     try:
@@ -105,5 +110,5 @@ def _share_rank() -> None:
     rank_zero.rank_zero_only = import_module(f"{ROOT}.rank_zero").rank_zero_only
 
 
-if FOLDER in sys.path:  # in a process that the program has started, which may never import Lightning by name
+if is_installed():  # in a process that the program has started, which may never import Lightning by name
     take_files()
