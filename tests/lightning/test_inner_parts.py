@@ -664,6 +664,6 @@ def test_what_a_subclass_of_mlflows_logger_reads(tmp_path):
     pytest.importorskip("mlflow")
     logger = MLFlowLogger(save_dir=str(tmp_path), prefix="p", synchronous=True)
     assert (logger._prefix, logger._initialized, logger._mlflow_client) == ("p", False, None)
-    assert logger._tracking_uri.endswith(str(tmp_path))
+    assert str(tmp_path) in logger._tracking_uri
     assert logger._log_batch_kwargs == {"synchronous": True}
     assert logger._checkpoint_callback is None

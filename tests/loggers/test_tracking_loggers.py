@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def store(tmp_path, monkeypatch):
-    """A local MLflow store, which MLflow 3 wants to be asked for; the process forgets it afterwards."""
+    """The folder of a local MLflow store; the process forgets it afterwards."""
     mlflow = imported("mlflow")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     before = mlflow.get_tracking_uri()
     yield str(tmp_path / "mlruns")
@@ -77,6 +77,7 @@ def test_mlflow_has_each_point_once_after_a_resume(tmp_path, store):
     names = [file.path for file in logger.experiment.list_artifacts(logger.run_id, "step-00000010")]
     assert "step-00000010/model.safetensors" in names
     assert logger.save_dir == store
+    assert sorted(path.name for path in Path(store).iterdir()) == ["artifacts", "mlflow.db"]
     twin = cloudpickle.loads(cloudpickle.dumps(logger))
     assert twin.run_id == logger.run_id
 

@@ -12,7 +12,8 @@ from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
 from .remote import CheckpointUploads, kept_id, read_id
 
-FILE_PREFIX = "file:"
+FILE_PREFIX, SQLITE_PREFIX = "file:", "sqlite:///"
+DATABASE = "mlflow.db"
 
 
 class MLFlowLogger(Logger):
@@ -24,7 +25,7 @@ class MLFlowLogger(Logger):
     Args:
         experiment_name: the experiment, made if there is none of this name.
         run_name: the name of a new run.
-        tracking_uri: the server or store; None: the variable MLFLOW_TRACKING_URI, else files in `save_dir`.
+        tracking_uri: the server or store; None: the variable MLFLOW_TRACKING_URI, else `mlflow.db` in `save_dir`.
         tags: tags of a new run.
         save_dir: the folder of a local store.
         log_model: send checkpoints: "all" as they are saved, True the best and the last at the end.
@@ -53,7 +54,9 @@ class MLFlowLogger(Logger):
 
         from ..processes.environment import get_variable
 
-        self._uri = tracking_uri or get_variable("MLFLOW_TRACKING_URI") or f"{FILE_PREFIX}{save_dir}"
+        # MLflow 3 refuses its store of plain files
+        local = f"{SQLITE_PREFIX}{Path(save_dir or '.', DATABASE)}"
+        self._uri = tracking_uri or get_variable("MLFLOW_TRACKING_URI") or local
         self._experiment_name, self._run_name, self.tags = experiment_name, run_name, dict(tags or {})
         self._artifact_location, self._run_id, self.prefix = artifact_location, run_id, prefix
         self._options = {} if synchronous is None else {"synchronous": synchronous}
@@ -66,6 +69,8 @@ class MLFlowLogger(Logger):
     @property
     def save_dir(self) -> str | None:
         """The folder of a local store; None for a server."""
+        if self._uri.startswith(SQLITE_PREFIX) and self._uri.endswith(DATABASE):
+            return str(Path(self._uri.removeprefix(SQLITE_PREFIX)).parent)
         return self._uri.removeprefix(FILE_PREFIX) if self._uri.startswith(FILE_PREFIX) else None
 
     @property
@@ -110,6 +115,11 @@ class MLFlowLogger(Logger):
         import mlflow
         from mlflow.tracking.context.registry import resolve_tags
 
+        artifacts = self._artifact_location
+        if self.save_dir is not None and self._uri.startswith(SQLITE_PREFIX):
+            folder = Path(self.save_dir).absolute()
+            folder.mkdir(parents=True, exist_ok=True)
+            artifacts = artifacts or (folder / "artifacts").as_uri()
         mlflow.set_tracking_uri(self._uri)
         client = mlflow.MlflowClient(self._uri)
         if self._run_id is not None:
@@ -119,7 +129,7 @@ class MLFlowLogger(Logger):
         if found is not None and found.lifecycle_stage != "deleted":
             self._experiment_id = found.experiment_id
         else:
-            self._experiment_id = client.create_experiment(self._experiment_name, self._artifact_location)
+            self._experiment_id = client.create_experiment(self._experiment_name, artifacts)
         tags = {**self.tags, **({} if self._run_name is None else {"mlflow.runName": self._run_name})}
         self._run_id = client.create_run(self._experiment_id, tags=resolve_tags(tags)).info.run_id
         return client
