@@ -26,6 +26,13 @@ FOUND = [
 """What failed once, and why."""
 
 
+MET = [
+    *(Pair("spike skip", name, 5) for name in ("nan skip", "fp16", "accumulation", "three replicas", "ddp")),
+    *(Pair("left out", name, 5) for name in ("three replicas", "accumulation", "ddp", "fsdp", "several loaders")),
+]
+"""What shares the update of a step, or the batches of one."""
+
+
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory):
     load()
@@ -52,6 +59,11 @@ def test_two_features_of_which_one_has_processes(stage, seed):
 @pytest.mark.parametrize("number", range(ANEW))
 def test_two_features_drawn_anew(stage, number):
     check(stage, draw(random.SystemRandom().randrange(10**6), processes=False))
+
+
+@pytest.mark.parametrize("pair", MET, ids=lambda pair: f"{pair.first} and {pair.second}")
+def test_what_meets_within_a_step(stage, pair):
+    check(stage, pair)
 
 
 @pytest.mark.parametrize("pair", FOUND, ids=lambda pair: f"{pair.first} and {pair.second}")
