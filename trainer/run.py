@@ -29,6 +29,7 @@ from .errors import ConfigError, DataError, NonFiniteError, TaskError, first_nam
 from .hooks import Calls, Hooks, count_arguments, fitted
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced, by_loader
+from .optimization.kernels import NOTHING_COMPILED
 from .optimization.optimization import Optimization
 from .preemption import Preemption
 from .processes.collectives import SINGLE
@@ -37,7 +38,7 @@ from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
 from .run_status import RunStatus
 from .state import State
-from .torch_private import mark_stepped
+from .torch_private import count_graphs, mark_stepped
 from .training_mode import set_training_mode
 from .undo import Undo
 
@@ -158,6 +159,8 @@ class LoopState:
     """Whether ReduceLROnPlateau is to step after the hooks that end the step and the validation that may follow."""
     schedulers_stepped: bool | None = None
     """Whether the epoch's schedulers have stepped already, in an epoch that a checkpoint of its end goes on from."""
+    graphs: int | None = field(default_factory=count_graphs)
+    """The number of graphs that torch's compiler had made when the call began."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     """The mode of each module before an evaluation."""
 
@@ -610,11 +613,18 @@ class Run(JoinedCall):
                 "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
                 self.state.epoch,
             )
+        if self.compiled_nothing and self.state.epoch == 0 and self.trainer.is_global_zero:
+            log.warning(NOTHING_COMPILED)
         self.check_losses()
         if self.is_last_step(epoch_is_over=not self.trainer.stops_here()):
             self.trainer.log_step()
         else:
             self.show_step()
+
+    @property
+    def compiled_nothing(self) -> bool:
+        """Whether `trainer.compile` has made no graph so far, as far as that is known."""
+        return bool(self.trainer.compile) and self.loop.graphs is not None and count_graphs() == self.loop.graphs
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
         """Return whether the newest step is a logging point because the run ends after it.

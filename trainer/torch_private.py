@@ -602,7 +602,37 @@ def is_compiled(module: nn.Module) -> bool:
     return CALLS.usable and module._compiled_call_impl is not None
 
 
+def compile_call(module: nn.Module, **options: Any) -> None:
+    """Compile a module in place, also of a class of torch's own; the fallback: nn.Module.compile.
+
+    torch's compiler passes over frames of torch.nn, so that nn.Module.compile gives no graph for a Sequential or a
+    Linear by itself; a frame of this file around the call it takes.
+    """
+    if CALLS.usable and type(module).forward.__module__.startswith("torch."):
+        module._compiled_call_impl = partial(torch.compile(_call_module, **options), module)
+    else:
+        module.compile(**options)
+
+
+def _call_module(module: Any, *arguments: Any, **options: Any) -> Any:
+    return module._call_impl(*arguments, **options)
+
+
 _DYNAMO = "torch._dynamo.utils"
+GRAPHS = Shortcut(
+    "torch._dynamo.utils's counters",
+    "that trainer.compile compiles nothing is not told",
+    lambda: _DYNAMO not in sys.modules or isinstance(sys.modules[_DYNAMO].counters, dict),
+)
+
+
+def count_graphs() -> int | None:
+    """Return how many graphs torch's compiler has made in this process; the fallback: None, nobody knows."""
+    if not GRAPHS.usable:
+        return None
+    return int(sys.modules[_DYNAMO].counters["stats"]["unique_graphs"]) if _DYNAMO in sys.modules else 0
+
+
 GRAPH_BREAKS = Shortcut(
     "torch._dynamo.utils's graph_break_reasons",
     "where torch.compile breaks graphs is not named",

@@ -1,9 +1,11 @@
 """What the trainer changes in a task's modules while it runs: batch norm over all processes, compiled blocks."""
 
+import pickle
+
 import pytest
 import torch
 from ddp_cases import DATA, QUIET, Net, flat, loader
-from tiny import make_loader
+from tiny import Tiny, make_loader
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -212,3 +214,57 @@ def test_compile_options_that_are_none_are_refused(refused):
     assert "trainer.compile has no option 'block'. Did you mean 'blocks'?" in said
     said = refused(ConfigError, Deep(), make_loader(8), compile={"backed": "eager"})
     assert "Did you mean 'backend'?" in said
+
+
+class Stack(Tiny):
+    """Calls a Sequential, and layers in a list, that no module of its own calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(12))
+
+    def loss(self, batch):
+        outputs = self.model(batch[0])
+        for layer in self.more:
+            outputs = layer(outputs)
+        return nn.functional.mse_loss(outputs, batch[1])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks at it
+@pytest.mark.parametrize(("blocks", "count"), [({}, 2), ({"blocks": ["Linear"]}, 3)])
+def test_modules_of_torchs_own_classes_are_compiled(trainer, blocks, count):
+    """The list of equal layers shares one graph."""
+    plain, compiled, graphs = Stack(), Stack(), []
+    trainer().fit(plain, make_loader(20))
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch.compiler.reset()
+    trainer(compile={"backend": counting, **blocks}).fit(compiled, make_loader(20))
+    assert len(graphs) == count
+    torch.testing.assert_close(flat(compiled), flat(plain), rtol=0, atol=1e-6)
+    pickle.dumps(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch.compile looks at it
+def test_a_run_that_compiles_nothing_says_so(trainer, caplog):
+    class Inside(Tiny):
+        """Calls the parts of a module that it never calls itself."""
+
+        def loss(self, batch):
+            inputs = batch[0]
+            for layer in self.model:
+                inputs = layer(inputs)
+            return nn.functional.mse_loss(inputs, batch[1])
+
+    torch.compiler.reset()
+    trainer(max_epochs=2, compile={"backend": "eager"}).fit(Inside(), make_loader(8))
+    assert caplog.text.count("trainer.compile has compiled nothing") == 1
+    caplog.clear()
+    trainer(compile={"backend": "eager", "blocks": ["Linear"]}).fit(Inside(), make_loader(8))
+    assert "compiled nothing" not in caplog.text

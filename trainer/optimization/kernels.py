@@ -1,7 +1,7 @@
 """Process-wide torch settings, numerics that bitwise runs compare, compilation and activation checkpointing."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -12,8 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import ConfigError, did_you_mean
 from ..switches import read_switches, set_deterministic
+from ..torch_private import compile_call
 
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
+NOTHING_COMPILED = (
+    "trainer.compile has compiled nothing: the steps never call the task, or a module that is an attribute of it. Name "
+    "the classes that they call, as in compile={'blocks': ['Block']}."
+)
 COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 """Keyword arguments of torch.compile."""
 CPU_FEATURES = ("avx2", "avx512_f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "amx_tile", "amx_bf16", "neon", "sve")
@@ -145,12 +150,21 @@ def compile_in_place(task: nn.Module, options: bool | Mapping[str, Any]) -> None
         return
     names, chosen = read_compile(options)
     if names is None:
-        modules: Sequence[nn.Module] = (task, *task.children())
+        modules: Sequence[nn.Module] = (task, *_called_children(task))
     else:
         modules = modules_named(task, names, "trainer.compile.blocks")
     for module in modules:
         # in place: torch.compile(module) returns a wrapper whose state_dict has `_orig_mod.` in every name
-        module.compile(**chosen)
+        compile_call(module, **chosen)
+
+
+def _called_children(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children; in place of a list or dict of modules, which nobody calls, its own."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _called_children(child)
+        else:
+            yield child
 
 
 def given_to_compile(model: Any) -> nn.Module | None:
@@ -167,11 +181,16 @@ def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:
     for module in modules_named(task, names or [], "trainer.compile.blocks"):
         kind = type(module)
         if kind not in kinds:
-            forward = torch.compile(kind.forward, **chosen)
+            forward = torch.compile(_calling(kind), **chosen)
             members = {"forward": lambda self, *a, _forward=forward, **k: _forward(self, *a, **k)}
             kinds[kind] = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
         # a class and not a wrapper: names in the state dict, hooks and `isinstance` stay
         module.__class__ = kinds[kind]
+
+
+def _calling(kind: type[nn.Module]) -> Callable[..., Any]:
+    """Return a function that calls the forward of a class: torch's compiler passes over one of torch.nn by itself."""
+    return lambda module, *arguments, **options: kind.forward(module, *arguments, **options)
 
 
 def read_compile(options: bool | Mapping[str, Any]) -> tuple[list[str] | None, dict[str, Any]]:

@@ -12,6 +12,7 @@ from ....callbacks.callback import Callback
 from ....callbacks.checkpoint import Checkpoint
 from ....tasks.task import Task
 from ...errors import did_you_mean
+from ...optimization.kernels import NOTHING_COMPILED
 from ...processes.layout_report import describe_layout
 from ...quantities import first_validation, format_bytes, time_taken
 from ...trainer import Trainer
@@ -142,6 +143,8 @@ def check_graph_breaks(report: Report) -> None:
     """Tell where torch.compile breaks the graph: what comes after is another one, with Python between."""
     for found in dict.fromkeys(place for one in report.records for place in one.graph_breaks):
         report.remarks.append(f"torch.compile breaks its graph at {found}.")
+    if any(one.compiled_nothing for one in report.records):
+        report.remarks.append(NOTHING_COMPILED)
 
 
 def is_strict(callback: Callback) -> bool:

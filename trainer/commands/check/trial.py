@@ -48,6 +48,8 @@ class RankRecord:
     """Metrics that learning rate schedulers monitor."""
     graph_breaks: list[str] = field(default_factory=list)
     """Places where torch.compile had to end its graph, with the reason."""
+    compiled_nothing: bool = False
+    """Whether torch.compile was asked for and has made no graph."""
     total_steps: int | None = None
     steps_per_epoch: int | None = None
     host_bytes: int = 0
@@ -159,6 +161,7 @@ class Recorder(Callback):
         record = self.record
         record.host_bytes = peak_memory()
         record.graph_breaks = graph_breaks() if trainer.compile else []
+        record.compiled_nothing = trainer.current_run.compiled_nothing
         peaks = [torch.cuda.max_memory_allocated(one) for one in trainer.strategy.task_devices if one.type == "cuda"]
         record.device_bytes = max(peaks, default=None)
         assert trainer.run_dir is not None
