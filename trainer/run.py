@@ -33,7 +33,7 @@ from .optimization.kernels import NOTHING_COMPILED
 from .optimization.optimization import Optimization
 from .preemption import Preemption
 from .processes.collectives import SINGLE
-from .processes.script_collectives import ScriptCollectives
+from .processes.script_collectives import ScriptCollectives, TrainingCollectives
 from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
 from .run_status import RunStatus
@@ -307,12 +307,7 @@ class Call:
                 f"Use strategy ddp, whose processes have whole batches."
             )
         if doing == "train" and (self.local_replicas > 1 or self.members_change):
-            raise TaskError(
-                f"training_step calls all_gather {how}over {replicas} replicas, which run on {processes}"
-                f"{' that may die' if self.members_change else ''}, one after the other: what a later one computes is "
-                f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
-                f"number."
-            )
+            self.refuse_in_turn(f"all_gather {how}".strip())
         if size > 1 and not self._all_take_part():
             stage = {"train": "training", "sanity_check": "validation"}.get(doing, doing)
             instead = (
@@ -322,6 +317,16 @@ class Call:
                 f"{stage}_step calls all_gather, which every rank must call equally often, but the batches do not go "
                 f"evenly into {replicas} replicas on {processes}: some rank has fewer. What helps: {instead}."
             )
+
+    def refuse_in_turn(self, call: str) -> None:
+        """Raise TaskError for a call in training_step that takes all replicas, which processes run one by one."""
+        replicas, processes = self.state.replicas, f"{self.strategy.data_ranks.size} processes"
+        raise TaskError(
+            f"training_step calls {call} over {replicas} replicas, which run on {processes}"
+            f"{' that may die' if self.members_change else ''}, one after the other: what a later one computes is "
+            f"not there yet. Start {replicas} processes (strategy ddp) that stay, or set trainer.replicas to their "
+            f"number."
+        )
 
     def _all_take_part(self) -> bool:
         """Return whether all ranks take this batch, and will take each later one, as far as its length is known."""
@@ -558,6 +563,8 @@ class Run(JoinedCall):
                 self.end_fit()
                 return
         self.tell_few_points()
+        if self.state.replicas > self.strategy.data_ranks.size:
+            TrainingCollectives(self.script_collectives, self.hooks, self.refuse_in_turn).start()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
         self.trainer.agree()

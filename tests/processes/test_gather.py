@@ -1,5 +1,6 @@
 """Task.all_gather: uneven shares, groups, what ranks must agree on, and gradients that go back to all ranks."""
 
+import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -307,6 +308,38 @@ def test_what_cannot_mean_the_same_is_refused_by_name(options, words, with_gradi
     options = {name: value for name, value in options.items() if name != "rows"}
     with pytest.raises(TaskError, match=words):
         train(Contrastive(sync_grads=with_gradient), rows, **options)
+
+
+class ByTorch(Contrastive):
+    """Gathers by torch's own function, without and with a gradient."""
+
+    def training_step(self, batch, batch_idx):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.distributed.nn is deprecated
+            import torch.distributed.nn as differentiable
+
+            theirs, every = self.second(batch[0]), [torch.empty(4, 4) for _ in range(2)]
+            if self.options["sync_grads"]:
+                every = list(differentiable.all_gather(theirs))
+            else:
+                dist.all_gather(every, theirs.detach())
+                every[self.global_rank] = theirs
+        own = torch.arange(4) + 4 * self.global_rank
+        return functional.cross_entropy(self.first(batch[0]) @ torch.cat(every).T, own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_gradient", [True, False])
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_torchs_own_collectives_in_a_step_are_refused_too(with_gradient, replicas):
+    words = f"calls a collective of torch.distributed over {replicas} replicas, which run on 2 processes, one after"
+    with pytest.raises(TaskError, match=words):
+        train(ByTorch(sync_grads=with_gradient), replicas=replicas)
+
+
+@pytest.mark.slow
+def test_a_replica_of_each_process_may_call_torchs_collectives():
+    torch.testing.assert_close(train(ByTorch())[0], by_hand(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ with nothing of Legato's. Where the ranks meet anyway they compare how many ther
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -14,6 +14,8 @@ from ..errors import DisagreementError
 from ..torch_private import collectives_called, count_collectives
 from .collectives import SINGLE, Collectives
 
+WATCHED_BATCHES = 4
+"""Batches of a process whose training_step must call no collective, where it cannot be right."""
 PATIENCE = 2.0
 """Seconds for which counts may differ: a thread of the script may be about to call its own."""
 
@@ -56,6 +58,40 @@ class ScriptCollectives:
                     f"far may be wrong, since each pairs with the next one of the other ranks."
                 )
             time.sleep(0.1)
+
+
+class TrainingCollectives:
+    """Refuses collectives that training_step calls itself, where processes run several replicas in turn.
+
+    Looked at in the first batches, by hooks that then remove themselves.
+    """
+
+    def __init__(
+        self, script: ScriptCollectives, hooks: dict[str, tuple[Callable[..., Any], ...]], refuse: Callable[[str], None]
+    ) -> None:
+        """`refuse` raises an error for a call that it is given the name of."""
+        self.script, self.hooks, self.refuse = script, hooks, refuse
+        self.before, self.batches_left = 0, WATCHED_BATCHES
+        self.watching: dict[str, Callable[..., Any]] = {
+            "on_train_batch_start": self._begin,
+            "on_before_backward": self._end,
+        }
+
+    def start(self) -> None:
+        """Look from now on."""
+        for name, hook in self.watching.items():
+            self.hooks[name] += (hook,)
+
+    def _begin(self, batch: Any, batch_idx: int) -> None:
+        self.before = self.script.count
+
+    def _end(self, loss: Any) -> None:
+        if self.script.count > self.before:
+            self.refuse("a collective of torch.distributed")
+        self.batches_left -= 1
+        if not self.batches_left:
+            for name, hook in self.watching.items():
+                self.hooks[name] = tuple(one for one in self.hooks[name] if one != hook)
 
 
 class StepCollectives:
