@@ -14,6 +14,7 @@ from waiting import children, wait_until
 
 import legato as lg
 from legato.callbacks import Checkpoint
+from legato.trainer.errors import WorkerError
 from legato.trainer.processes.environment import warm_up
 
 pytestmark = pytest.mark.slow
@@ -128,3 +129,19 @@ def test_the_job_ends_with_the_error_of_the_rank_that_failed(tmp_path, trainer, 
         assert "onnection reset" not in said
     for checkpoint in Path(tmp_path).rglob("step-*"):
         assert (checkpoint / "manifest.json").exists() or "." in checkpoint.name
+
+
+class KillsServer(Validated):
+    """Kills the server that its process was forked from."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.global_rank == 1 and self.global_step == 3:
+            os.kill(os.getppid(), signal.SIGKILL)
+
+
+def test_a_killed_fork_server_is_named_and_no_rank(trainer):
+    task = KillsServer()
+    with pytest.raises(WorkerError) as caught:
+        trainer(strategy="ddp", devices=2, max_epochs=10_000).fit(task, make_loader(32))
+    assert str(caught.value).startswith("The server that workers are forked from has ended")
+    trainer(strategy="ddp", devices=2, max_epochs=1).fit(Validated(), make_loader(32))  # by a new one

@@ -318,6 +318,8 @@ class Failure:
     """Signal that it did not answer and was killed for."""
     rank: int = 0
     world_size: int = 1
+    of_all: bool = False
+    """Whether it is no rank's own, and `what` is the whole sentence."""
 
     @classmethod
     def of_exception(cls, error: BaseException, named: frozenset[str]) -> "Failure":
@@ -347,10 +349,16 @@ class Failure:
         }
         return cls(time.monotonic(), f"was killed by {name}{remedy.get(name, '')}", killed_by=-exitcode)
 
+    @classmethod
+    def of_server(cls) -> "Failure":
+        """Return the failure for the death of the server that workers are forked from."""
+        what = "The server that workers are forked from has ended: something killed it. Start the run again."
+        return cls(time.monotonic(), what, of_all=True)
+
     @property
     def summary(self) -> str:
         """One sentence."""
-        return f"Rank {self.rank} of {self.world_size} {self.what}."
+        return self.what if self.of_all else f"Rank {self.rank} of {self.world_size} {self.what}."
 
     def to_raise(self) -> BaseException:
         """Return the worker's exception with its traceback, chained to a WorkerError that names the rank.

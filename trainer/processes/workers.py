@@ -179,6 +179,16 @@ class SignalRelay:
             _send_signal(process, number)
 
 
+def _runs(process: BaseProcess) -> bool:
+    """Return whether there is a process of that id, whatever multiprocessing knows of it."""
+    assert process.pid is not None
+    try:
+        os.kill(process.pid, 0)
+    except OSError:
+        return False
+    return True
+
+
 def _send_signal(process: BaseProcess, number: int) -> None:
     with suppress(ProcessLookupError):
         if process.pid is not None and process.exitcode is None:
@@ -333,7 +343,10 @@ class WorkerGroup:
             name = signal.Signals(number).name
             what = f"did not answer {name}, held Python's lock, and was killed; its stack is above"
             return Failure(time.monotonic(), what, forced_by=number)
-        return unpack(report) if report.exists() else Failure.of_exit(process.exitcode)
+        if report.exists():
+            return unpack(report)
+        # multiprocessing reports 255 where the fork server, which waits for the worker, has died before it
+        return Failure.of_server() if process.exitcode == 255 and _runs(process) else Failure.of_exit(process.exitcode)
 
     def _record_end(self, rank: int, process: BaseProcess) -> None:
         end = self._read_end(rank, process)
