@@ -1,10 +1,12 @@
 """`resume=auto`: the run's own config goes on, and is what each command says of the run."""
 
+import os
 from pathlib import Path
 
 import pytest
-from forked import completed, run_module
+from forked import Forked, completed, run_module
 from replayed_folder import CONFIG, RUN, TWO, legato, make_folder, trained
+from waiting import free_port
 
 from legato.trainer.checkpoints import store
 from legato.trainer.run_directory import RunDirectory
@@ -89,3 +91,17 @@ def test_a_damaged_run_whose_config_was_taken_is_named() -> None:
     assert done.returncode == 2
     assert "has taken the config of" in done.stderr
     assert "version_0" in done.stderr
+
+
+def test_a_rank_that_does_not_see_the_run_is_refused() -> None:
+    """It would train with the values of the file, and rank 0 with those of the run."""
+    trained("trainer.max_epochs=1", "task.rate=0.02", *TWO)
+    place = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    words = ("legato.trainer", "fit", "points.yaml", *TWO, "resume=auto", "trainer.max_epochs=2")
+    ranks = [
+        Forked(run_module, *words, *more, env={**place, "RANK": rank, "LOCAL_RANK": rank})
+        for rank, more in (("0", ()), ("1", ("run.root=not_here",)))
+    ]
+    printed = [rank.communicate(timeout=100) for rank in ranks]
+    assert all(rank.returncode for rank in ranks), printed
+    assert "which is not there for rank 1. Share the folder of the runs" in printed[1][1]

@@ -16,7 +16,7 @@ from .commit import Owner, make_folder, remove
 from .contents import contents, contents_after_workers
 from .progress import SAVES
 from .run_lock import RunLock
-from .run_names import not_writable, run_directory_gone
+from .run_names import not_writable, require_local, run_directory_gone
 
 if TYPE_CHECKING:
     from ..trainer import Trainer
@@ -126,6 +126,7 @@ class Saver:
         Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
         then.
         """
+        require_local(path, "The checkpoint to write")  # before the background writer takes it
         trainer = self.trainer
         with SAVES.save(), trainer.strategy.timeouts.during("checkpoint"):
             if trainer.strategy.task is None:

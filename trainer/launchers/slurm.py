@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.run_names import require_local
 from ..checkpoints.run_record import RECORD
 from ..errors import ConfigError, WorkerError
 from ..processes.signals import RESUME_ME
@@ -61,6 +62,7 @@ class SlurmLauncher(Launcher):
 
     def __post_init__(self) -> None:
         """Raise ConfigError for values that sbatch would reject or that would break the script."""
+        require_local(self.folder, "launcher.folder")
         if self.signal_seconds < 1:
             raise ConfigError(f"launcher.signal_seconds={self.signal_seconds}: expected at least 1.")
         if self.cpus_per_process is not None and self.cpus_per_process < 1:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from ..checkpoints.run_names import require_local
 from ..errors import ConfigError
 from ..processes.environment import current_rank, find_place
 from .folder import plain, with_prefix
@@ -58,6 +59,7 @@ class WandbLogger(Logger):
             raise ConfigError(
                 f"WandbLogger(log_model={log_model!r}, offline=True): checkpoints cannot be sent offline; leave one."
             )
+        require_local(save_dir, "WandbLogger's save_dir")
         self.prefix, self.checkpoint_name, self._run = prefix, checkpoint_name, experiment
         self._init: dict[str, Any] = {
             "name": name,

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
+from ...checkpoints.run_names import require_local
 from ...errors import ConfigError, did_you_mean
 from ...quantities import time_taken
 from ...run_directory import RunDirectory, find_run
@@ -63,6 +64,7 @@ def metrics(runs: Sequence[RunDirectory]) -> str:
 
 def plot(runs: Sequence[RunDirectory], path: Path, wanted: Sequence[str] | None = None) -> str:
     """Write a picture with one chart a metric and one line a run; return what was written."""
+    require_local(path, "--plot")
     try:
         from matplotlib.figure import Figure
     except ImportError:

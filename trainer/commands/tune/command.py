@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ...checkpoints.run_names import require_local
 from ...config.check import load_config
 from ...config.read import dump_yaml, find_config_file, is_override, parse_yaml
 from ...errors import ConfigError, WorkerError
@@ -52,6 +53,7 @@ class SpeedSearch:
             raise ConfigError("legato tune runs its trials on this machine: say launcher=null trainer.num_nodes=1.")
         files = [word for word in self.words if not is_override(word)]
         self.out = Path(options.out or f"{Path(files[-1]).stem}.tuned.yaml")
+        require_local(self.out, "--out")
         if self.out.exists() and not self.out.read_text(encoding="utf-8", errors="replace").startswith(HEADER):
             raise ConfigError(
                 f"legato tune: {self.out} is there, and not of `legato tune`. Choose another: --out FILE."
