@@ -134,7 +134,7 @@ class TrainerDefaults(TrainerView):
     knows_last_batch: ClassVar[bool] = False
     """Whether a run of one process reads a stream without a length one step ahead, to know its last batch."""
     refuses_empty_loaders: ClassVar[bool] = True
-    """Whether loaders without a batch are an error rather than skipped with a warning."""
+    """Whether loaders without a batch, and a run whose first epoch has no loss, are an error rather than a warning."""
     closure_runs_step: ClassVar[bool] = False
     """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
     pads_shares: ClassVar[bool] = False

@@ -607,19 +607,13 @@ class Run(JoinedCall):
     def end_steps(self) -> None:
         """Check the losses of the epoch's steps, and publish the values of the newest one if it was not logged.
 
-        Raises DataError if there was no step.
+        Raises DataError if there was no step, TaskError if no step had a loss.
         """
         # streams are compared where they end: to agree on every step would cost a collective a step
         if self.training_data.amount_read:
             self.watchdog.require_same_end(self.training_data.amount_read)
         self.refuse_empty_epoch()
-        # batches_left_out: a run resumed at the end of an epoch has no batches, and needs no warning
-        metrics, trains = self.metrics, self.optimization.optimizers and not self.loop.epoch_skipped
-        if trains and metrics.batches_left_out and metrics.batches["train"] == 0 and self.trainer.is_global_zero:
-            log.warning(
-                "training_step returned None for every batch of epoch %d, so nothing was trained: return the loss.",
-                self.state.epoch,
-            )
+        self.require_loss()
         if self.compiled_nothing and self.state.epoch == 0 and self.trainer.is_global_zero:
             log.warning(NOTHING_COMPILED)
         self.check_losses()
@@ -632,6 +626,23 @@ class Run(JoinedCall):
     def compiled_nothing(self) -> bool:
         """Whether `trainer.compile` has made no graph so far, as far as that is known."""
         return bool(self.trainer.compile) and self.loop.graphs is not None and count_graphs() == self.loop.graphs
+
+    def require_loss(self) -> None:
+        """Raise TaskError where no batch of a run's first epoch had a loss, warn in a later one; collective."""
+        metrics, trainer = self.metrics, self.trainer
+        if not self.optimization.optimizers or self.loop.epoch_skipped:
+            return
+        # a run resumed at the end of an epoch has no batches, of which none was left out
+        counts = torch.tensor([metrics.batches["train"], metrics.batches_left_out])
+        trained, left_out = self.strategy.data_ranks.all_reduce(counts, "sum").tolist()
+        if trained or not left_out:
+            return
+        epoch = self.state.epoch
+        told = f"training_step returned None for every batch of epoch {epoch}, so nothing was trained: return the loss."
+        if epoch == 0 and trainer.refuses_empty_loaders and not self.agreement.stop:
+            raise TaskError(told)
+        if trainer.is_global_zero:
+            log.warning("%s", told)
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
         """Return whether the newest step is a logging point because the run ends after it.

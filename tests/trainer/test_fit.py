@@ -18,6 +18,7 @@ from torch.utils.data import (
 
 import legato as lg
 from legato.trainer.data.sampling import epoch_key, permutation
+from legato.trainer.errors import TaskError
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -248,7 +249,8 @@ def test_none_in_every_batch_changes_nothing(trainer):
             return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.5)
 
     task = Never()
-    trainer().fit(task, make_loader())
+    with pytest.raises(TaskError, match="returned None for every batch of epoch 0"):
+        trainer().fit(task, make_loader())
     assert_same_bits(task, Tiny())
 
 

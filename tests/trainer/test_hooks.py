@@ -308,10 +308,19 @@ def test_hooks_with_looser_arguments_are_not(trainer):
     trainer(callbacks=[Lenient()], max_epochs=1).fit(Validated(), make_loader(), make_loader())
 
 
-def test_a_forgotten_return_is_said(trainer, caplog):
-    class Forgets(Tiny):
-        def training_step(self, batch, batch_idx):
-            self.log("loss", self.loss(batch))
+class Forgets(Tiny):
+    """Returns no loss, but in the first epochs."""
+
+    def __init__(self, epochs=0):
+        super().__init__()
+        self.epochs = epochs
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", self.loss(batch))
+        return self.loss(batch) if self.current_epoch < self.epochs else None
+
+
+def test_a_forgotten_return_ends_the_run_after_its_first_epoch(trainer, caplog):
 
     class Sometimes(Tiny):
         def training_step(self, batch, batch_idx):
@@ -319,8 +328,27 @@ def test_a_forgotten_return_is_said(trainer, caplog):
 
     trainer(max_epochs=1).fit(Sometimes(), make_loader())
     assert "returned None" not in caplog.text
-    trainer(max_epochs=1).fit(Forgets(), make_loader())
-    assert "training_step returned None for every batch of epoch 0, so nothing was trained" in caplog.text
+    made = trainer(max_epochs=3)
+    with pytest.raises(TaskError, match="returned None for every batch of epoch 0, so nothing was trained"):
+        made.fit(Forgets(), make_loader())
+    assert made.global_step == 5
+    trainer(max_epochs=2).fit(Forgets(epochs=1), make_loader())
+    assert "training_step returned None for every batch of epoch 1, so nothing was trained" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_rank_without_a_loss_does_not_end_the_run_of_another(trainer, caplog):
+    """Of two batches the first has no loss on rank 0, and the second has one on rank 1."""
+
+    class Either(Tiny):
+        def training_step(self, batch, batch_idx):
+            return None if self.trainer.global_rank == 0 else self.loss(batch)
+
+    made = trainer(devices=2, strategy="ddp", max_epochs=2)
+    made.fit(Either(), make_loader(8))
+    assert made.global_step == 2
+    with pytest.raises(TaskError, match="returned None for every batch of epoch 0"):
+        trainer(devices=2, strategy="ddp").fit(Forgets(), make_loader(8))
 
 
 def test_an_epoch_of_which_no_batch_was_left_blames_no_return(trainer, tmp_path, caplog):
