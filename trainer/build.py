@@ -501,6 +501,9 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     strategy.place_task(task)
     owned, shares = call.layout.owned(strategy.data_ranks.rank), call.metrics.shares
     call.metrics.states = MetricStates(task, owned, by_replica=call.bitwise or shares, shared=shares)
+    if owned.start > 0:  # what metrics held before the run counts once
+        for metric in call.metrics.states.by_path.values():
+            metric.reset()
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         add_left_out(saved, task.on_save_checkpoint)

@@ -97,6 +97,7 @@ def close(run: Call, errors: Errors) -> None:
     attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
     # collective, so only where all ranks come here; and before the hooks, which find the whole task
     if errors.first is None:
+        attempt(run.gather_metrics)
         attempt(run.strategy.finish)
     if errors.first is not None:
         tell_of_error(run, errors)

@@ -1184,6 +1184,11 @@ def set_updates(metric: Any, count: int) -> None:
         metric._update_count, metric._computed = count, None
 
 
+def is_computed(metric: Any) -> bool:
+    """Return whether a metric was computed after its last update; True if that is not accessible."""
+    return not METRICS.usable or metric._computed is not None
+
+
 def newest_value_of(metric: Any) -> Any:
     """Return a metric's value of the newest batch; None if it is not accessible."""
     return metric._forward_cache if METRICS.usable else None

@@ -358,3 +358,47 @@ def test_an_epoch_that_a_fit_ended_within_is_not_in_the_next_fit_but_in_a_checkp
     resumed = trainer(max_epochs=1)
     resumed.fit(Mean(), loader, resume=tmp_path / "cut")
     assert float(resumed.callback_metrics["mean"]) == 3.5
+
+
+# --- never logged -----------------------------------------------------------------------------------------------------
+class Gathers(Tiny):
+    """Counts samples in metrics that it never logs, and steps in buffers."""
+
+    def __init__(self, computes=False):
+        super().__init__()
+        self.computes = computes
+        self.counted, self.kept = torchmetrics.SumMetric(), torchmetrics.CatMetric()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("own_steps", torch.zeros(()), persistent=False)
+
+    def training_step(self, batch, batch_idx):
+        self.counted.update(len(batch[0]))
+        self.kept.update(batch[0].sum())
+        self.steps += 1
+        self.own_steps += 1
+        return self.loss(batch)
+
+    def on_train_epoch_end(self):
+        if self.computes:
+            self.counted.compute()
+            self.kept.compute()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"reproducible": "bitwise"}])
+def test_what_a_task_gathers_itself_comes_back(trainer, capfd, options):
+    alone, two, computed = Gathers(), Gathers(), Gathers(computes=True)
+    trainer(replicas=2, **options).fit(alone, make_loader(37))
+    assert alone.counted.compute() == 37
+    assert "neither logged nor computed" not in capfd.readouterr().err
+    for task in (two, computed):
+        trainer(strategy="ddp", devices=2, **options).fit(task, make_loader(37))
+        unread = capfd.readouterr().err.count("had a value over all processes: counted, kept. Log them")
+        assert unread == (task is two)
+        assert task.counted.compute() == 37
+        assert sorted(task.kept.compute().tolist()) == pytest.approx(sorted(alone.kept.compute().tolist()))
+        assert task.steps == task.own_steps == 5
+    if not options:  # bitwise begins each run with empty states
+        trainer(strategy="ddp", devices=2, **options).fit(two, make_loader(37))
+        assert two.counted.compute() == 74
+        assert two.own_steps == 10

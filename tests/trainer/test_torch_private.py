@@ -370,6 +370,9 @@ def test_metrics(way):
     metric = torchmetrics.MeanMetric()
     metric(torch.tensor(3.0))
     assert torch_private.updates_of(metric) == 1
+    assert torch_private.is_computed(metric) is (way != "private")
+    metric.compute()
+    assert torch_private.is_computed(metric)
     if way == "private":
         assert torch_private.newest_value_of(metric) == 3.0
         assert set(torch_private.reductions_of(metric)) == {"mean_value", "weight"}

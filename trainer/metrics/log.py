@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import DisagreementError, NonFiniteError, TaskError
 from ..processes.collectives import Collectives
-from ..torch_private import newest_value_of
+from ..torch_private import is_computed, newest_value_of
 from .reduce import (
     AVERAGED,
     LOADER_MARK,
@@ -32,7 +32,16 @@ from .reduce import (
     to_floats,
     total,
 )
-from .torchmetrics import MetricStates, is_metric, read_values, updates_within
+from .torchmetrics import (
+    COUNT,
+    MetricStates,
+    is_metric,
+    load_states,
+    merged_in_order,
+    metrics_within,
+    read_values,
+    updates_within,
+)
 
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool, bool]
 """prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`."""
@@ -116,6 +125,8 @@ class Metrics:
         """Training values not yet sent to other ranks, where values are shared."""
         self.exchanges = 0
         """Number of exchanges of values; of two ranks at the same step the one with the higher count is ahead."""
+        self.logged: set[str] = set()
+        """Paths of the metric objects in the task that were logged."""
         self.state_at_end: dict[str, Any] | None = None
         """The state of an epoch that the run ended within, whose metric objects are reset since."""
         self.bad_loss: tuple[int, float] | None = None
@@ -237,6 +248,7 @@ class Metrics:
             raise TaskError(f"log() needs a name first, and then the value; got {came}{hint}.")
         if is_metric(value):
             kind = "metric"
+            self.logged.update(path for path in map(self.states.path_of, metrics_within([value])) if path is not None)
             if not self.shares_metrics:
                 self._refuse_shared(name, value)
         elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
@@ -756,6 +768,28 @@ class Metrics:
             self.state_at_end = self.state_dict()
             for metric in metrics:
                 metric.reset()
+
+    def gather_unlogged(self) -> list[str]:
+        """Load the states of all replicas into the metric objects that were never logged. Collective.
+
+        Returns the names of those that were updated but not computed.
+        """
+        states = self.states
+        if not states.by_path or (self.processes == 1 and not states.swaps_states):
+            return []
+        computed = {path for path, metric in states.with_states.items() if is_computed(metric)}
+        # a rank without a batch has logged nothing, and all must gather the same
+        of_ranks = (
+            [(self.logged, computed)] if self.shares else self.collectives.gather_objects((self.logged, computed))
+        )
+        self.logged = set().union(*(logged for logged, _ in of_ranks))
+        computed = set.intersection(*(computed for _, computed in of_ranks))
+        unlogged = {path: metric for path, metric in states.with_states.items() if path not in self.logged}
+        parts = states.all() if self.shares else states.gather(unlogged.values(), self.collectives)
+        updated = [path for path in unlogged if any(one[COUNT] for one in parts.get(path, {}).values())]
+        for path in updated:
+            load_states(unlogged[path], merged_in_order(unlogged[path], parts[path]))
+        return [path for path in updated if path not in computed] if self.processes > 1 else []
 
     def load_state_dict(self, state: dict[str, Any], replicas: Iterable[int]) -> None:
         """Restore the sums of `replicas`, those of this process; where values are shared, the sums of all."""

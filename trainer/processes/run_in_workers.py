@@ -16,6 +16,7 @@ from ..data.randomness import generator_states, set_generators
 from ..data.transfer import to_host
 from ..elastic.membership import RunFinished
 from ..hooks import loop_part
+from ..metrics.torchmetrics import load_states, states_of
 from ..run import Call, Request, Run
 from ..state import State
 from ..torch_private import ModuleParts, module_parts, set_module_parts
@@ -36,6 +37,10 @@ class RunResult:
 
     returned: Any
     weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    """Buffers that are not in a state dict."""
+    metric_states: dict[str, dict[str, Any]]
+    """States of the metric objects in the task that were never logged, by path."""
     parts: ModuleParts | None
     """Parameters, buffers and modules of the task, if the run has built some that the caller's task lacks."""
     state: State
@@ -121,6 +126,11 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         take_weights(request.task, outcome.weights)
     elif outcome.parts is not None:
         set_module_parts(request.task, outcome.parts)
+    for name, buffer in outcome.buffers.items():
+        path, _, buffer_name = name.rpartition(".")
+        setattr(request.task.get_submodule(path), buffer_name, buffer)
+    for path, states in outcome.metric_states.items():
+        load_states(request.task.get_submodule(path), states)
     request.task.trainer = trainer
     trainer.state = outcome.state
     trainer.run = Call.of(trainer, request)
@@ -176,9 +186,13 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         return None  # a server, or another worker returns the result
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
     weights = {} if emptied else task.cpu().state_dict()
+    buffers = {name: buffer for name, buffer in task.cpu().named_buffers() if not buffer.is_meta}
+    metrics, logged = trainer.run.metrics.states.with_states, trainer.run.metrics.logged
     return RunResult(
         returned,
         weights,
+        {name: buffer for name, buffer in buffers.items() if name not in weights},
+        {path: states_of(metric) for path, metric in metrics.items() if path not in logged},
         None if emptied or build.weight_names(task) == known else module_parts(task),
         trainer.state,
         trainer.run_dir,
