@@ -36,7 +36,8 @@ class Counts(Tiny):
 
         def log_step():
             _, counts = count_collectives(COLLECTIVES, write)
-            self.points.append(sum(counts.values()))
+            if sum(counts.values()):  # the last step, which is a point in any case, may have been one before
+                self.points.append(sum(counts.values()))
 
         trainer.log_step = log_step
 
