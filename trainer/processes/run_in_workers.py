@@ -186,7 +186,7 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         return None  # a server, or another worker returns the result
     emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
     weights = {} if emptied else task.cpu().state_dict()
-    buffers = {name: buffer.cpu() for name, buffer in task.named_buffers() if not buffer.is_meta}
+    buffers = {} if emptied else dict(task.cpu().named_buffers())
     metrics, logged = trainer.run.metrics.states.with_states, trainer.run.metrics.logged
     return RunResult(
         returned,
