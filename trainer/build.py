@@ -38,6 +38,7 @@ from .checkpoints.run_names import EVALUATIONS, name_problem, require_local
 from .checkpoints.saver import new_identity
 from .checkpoints.store import FRESH, StoredRun
 from .closure import use_closure
+from .contention import Contention
 from .data.combined import combined, loaders_in, one_after_another
 from .data.dealing import DealtData, EvaluationData, TrainingData, training_data
 from .data.loaders import close_loaders, is_dealable, length_of, opened_loaders, require_iterable
@@ -537,6 +538,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         other_dtypes=other_dtypes,
         numerics=numerics,
         drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
+        contention=Contention(strategy.device, strategy.place.rank),
     )
 
 

@@ -18,6 +18,7 @@ from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import diagnosis
 from .checkpoints.fingerprint import record_groups
+from .contention import Contention
 from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
 from .data.sampling import Layout, mix
@@ -388,6 +389,7 @@ class Run(JoinedCall):
     numerics: dict[str, Any]
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
     drift: DriftGuard
+    contention: Contention
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
@@ -533,6 +535,7 @@ class Run(JoinedCall):
         else:
             self.trainer.agree()
         self.drift.compare_if_due(step, agreement.elapsed)
+        self.contention.look(step)
         if self.optimization.guard is not None:
             self.optimization.guard.report(reduced)
         return reduced
@@ -841,7 +844,7 @@ class Run(JoinedCall):
         return output if self.strategy.device.type == "cpu" else to_host(output)
 
     def predictions(self) -> list[Any]:
-        """Return every rank's predictions in the order of the data; with several loaders a list for each."""
+        """Return every rank's predictions in the loader's order; with several loaders a list for each."""
         own, self.loop.outputs = self.loop.outputs, []  # the run outlives the call, and they may be large
         ranks = self.strategy.data_ranks.gather_objects(own)
         # by loader, batch and replica: never by the outputs themselves, which need not compare

@@ -128,7 +128,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         ckpt_path: Source = None,
         return_predictions: bool | None = None,
     ) -> list[Any]:
-        """Return what predict_step returned for each batch, in the data's order; with several loaders a list each."""
+        """Return what predict_step returned for each batch, in the loader's order; with several loaders a list each."""
         return self.evaluate_alone("predict", model, dataloaders, datamodule, return_predictions, weights=ckpt_path)
 
     # --- one optimizer step -----------------------------------------------------------------------------------------

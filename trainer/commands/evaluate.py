@@ -21,7 +21,7 @@ def run_test(arguments: Sequence[str]) -> None:
 def run_predict(arguments: Sequence[str]) -> None:
     """Write predictions to the run directory."""
     run, found = _evaluate(arguments, "predict")
-    # every rank has all predictions, in the order of the data; one writes them
+    # every rank has all predictions, in the loader's order; one writes them
     if run.trainer.is_global_zero and found:
         from .predictions import write_predictions
 
