@@ -500,11 +500,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     if trainer.channels_last:
         task.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     strategy.place_task(task)
-    owned, shares = call.layout.owned(strategy.data_ranks.rank), call.metrics.shares
-    call.metrics.states = MetricStates(task, owned, by_replica=call.bitwise or shares, shared=shares)
-    if owned.start > 0:  # what metrics held before the run counts once
-        for metric in call.metrics.states.by_path.values():
-            metric.reset()
+    call.metrics.states = make_metric_states(call)
     other_dtypes: list[fingerprint.SettingChange] = []
     if saved is not None:
         add_left_out(saved, task.on_save_checkpoint)
@@ -540,6 +536,16 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         drift=DriftGuard(task, strategy.weight_ranks if stage == "fit" and call.keyed else SINGLE),
         contention=Contention(strategy.device, strategy.place.rank),
     )
+
+
+def make_metric_states(call: Call) -> MetricStates:
+    """Find the metric objects of the task, which hold what they held before the run on the first rank alone."""
+    owned, shares = call.layout.owned(call.strategy.data_ranks.rank), call.metrics.shares
+    states = MetricStates(call.task, owned, by_replica=call.bitwise or shares, shared=shares)
+    if owned.start > 0:  # else it would count once a rank
+        for metric in states.by_path.values():
+            metric.reset()
+    return states
 
 
 def find_numerics(call: JoinedCall, optimization: Optimization) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class DealtData:
                 item = ReplicaBatch(replica, round, next(batches), samples, masked=masks, place=place)
                 (masked if item.masked else found).append(item)
             rounds = min(deal.accumulate, deal.rounds - step * deal.accumulate)
-            whole, even = deal.is_whole(step), step < last or deal.is_even
+            whole = (step < last and not self.dealing.left_out) or deal.is_whole(step)
+            even = step < last or deal.is_even
             samples_of_step = order.step_samples(deal, step)
             if self.dealing.whole_rounds and samples_of_step and not whole:
                 raise DataError(

@@ -1,6 +1,6 @@
 """Moving batches to a device, mapping over their tensors and counting their samples."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -152,7 +152,17 @@ def require_samples(batch: Any) -> int:
 
     Raises DataError where they have several. A tensor without dimensions has none; without any, see `count_samples`.
     """
-    lengths = set(_lengths_in(batch))
+    lengths, items = set[int](), [batch]
+    while items:  # a loop and no generator, since it runs in every step
+        item = items.pop()
+        if isinstance(item, (list, tuple)):
+            items.extend(item)
+        elif isinstance(item, Mapping):
+            items.extend(item.values())
+        elif is_dataclass(item) and not isinstance(item, type):
+            items.extend(getattr(item, field.name) for field in fields(item))
+        elif shape := getattr(item, "shape", None):
+            lengths.add(int(shape[0]))
     if len(lengths) > 1:
         raise DataError(
             f"The tensors of a batch differ in their first dimension ({', '.join(map(str, sorted(lengths)))}), which "
@@ -160,20 +170,6 @@ def require_samples(batch: Any) -> int:
             f"that returns that number."
         )
     return lengths.pop() if lengths else count_samples(batch)
-
-
-def _lengths_in(batch: Any) -> Iterator[int]:
-    if isinstance(batch, (list, tuple)):
-        for item in batch:
-            yield from _lengths_in(item)
-    elif isinstance(batch, Mapping):
-        for item in batch.values():
-            yield from _lengths_in(item)
-    elif is_dataclass(batch) and not isinstance(batch, type):
-        for field in fields(batch):
-            yield from _lengths_in(getattr(batch, field.name))
-    elif shape := getattr(batch, "shape", None):
-        yield int(shape[0])
 
 
 def _first_length(batch: Any, of_lists: bool = False) -> int | None:
