@@ -81,8 +81,7 @@ class Metrics:
         self.in_step = False
         self.in_batch = False
         """Whether a batch is being processed; False while the hooks after a step's last batch run."""
-        self.first_replica = self.replica = 0
-        self.samples = 1
+        self.first_replica, self.replica, self.samples = 0, 0, 1
         self.step = self.newest = NO_STEP  # none has begun; -1 is the step of a series without values
         self.unread = 0
         """The first training step with values that `log_point` and `own_values` have yet to return."""
@@ -102,10 +101,9 @@ class Metrics:
         self.loaders_seen: set[int] = set()
         self.loaders_of: dict[str, set[int]] = {}
         """Evaluation loaders that logged a name without a loader index, by name."""
-        self.batches_of_step = 0
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
-        self.dropped = -1
-        """The newest step if it was dropped: values still logged for it are ignored."""
+        self.batches_of_step, self.dropped = 0, -1
+        """`dropped`: the newest step if it was dropped: values still logged for it are ignored."""
         self.shows_newest_batch = False
         """Whether a step's value is that of its newest batch rather than the mean over its batches."""
         self.logs_evaluation_batches = False

@@ -122,15 +122,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
         trainer.saver.release()
     if outcome is None:  # processes of another launcher ended the run, and have its result
         return None
-    if outcome.parts is None and outcome.weights:
-        take_weights(request.task, outcome.weights)
-    elif outcome.parts is not None:
-        set_module_parts(request.task, outcome.parts)
-    for name, buffer in outcome.buffers.items():
-        path, _, buffer_name = name.rpartition(".")
-        setattr(request.task.get_submodule(path), buffer_name, buffer)
-    for path, states in outcome.metric_states.items():
-        load_states(request.task.get_submodule(path), states)
+    take_results(request.task, outcome)
     request.task.trainer = trainer
     trainer.state = outcome.state
     trainer.run = Call.of(trainer, request)
@@ -160,6 +152,19 @@ def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
         if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
             tensor.data = tensor.data.to(weights[name].dtype)
     task.load_state_dict(weights)
+
+
+def take_results(task: "Task", outcome: RunResult) -> None:
+    """Give the caller's task the weights, buffers and metric states that the workers ended with."""
+    if outcome.parts is None and outcome.weights:
+        take_weights(task, outcome.weights)
+    elif outcome.parts is not None:
+        set_module_parts(task, outcome.parts)
+    for name, buffer in outcome.buffers.items():
+        path, _, buffer_name = name.rpartition(".")
+        setattr(task.get_submodule(path), buffer_name, buffer)
+    for path, states in outcome.metric_states.items():
+        load_states(task.get_submodule(path), states)
 
 
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
