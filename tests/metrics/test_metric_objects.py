@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torchmetrics
-from tiny import Tiny, make_data, make_loader, make_trainer
+from tiny import Tiny, Validated, make_data, make_loader, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
 from legato.tasks.task import Task
-from legato.trainer.errors import TaskError
-from legato.trainer.metrics.torchmetrics import MetricStates, states_of
+from legato.trainer.errors import DisagreementError, TaskError
+from legato.trainer.metrics.torchmetrics import MetricStates, gather_state, states_of
 from legato.trainer.processes.environment import run_workers
 
 
@@ -402,3 +402,39 @@ def test_what_a_task_gathers_itself_comes_back(trainer, capfd, options):
         trainer(strategy="ddp", devices=2, **options).fit(two, make_loader(37))
         assert two.counted.compute() == 74
         assert two.own_steps == 10
+
+
+# --- a rank without a batch -------------------------------------------------------------------------------------------
+class Computes(Tiny):
+    """Computes metrics in a hook, whose list states are matrices, integers and one number."""
+
+    def __init__(self):
+        super().__init__()
+        self.auroc = torchmetrics.classification.MulticlassAUROC(num_classes=3)
+        self.kept, self.mean = torchmetrics.CatMetric(), torchmetrics.MeanMetric()
+
+    def validation_step(self, batch, batch_idx):
+        labels = torch.arange(len(batch[0])) % 3
+        self.auroc.update((batch[0][:, :1] * (labels.unsqueeze(1) + torch.arange(3))).softmax(1), labels)
+        self.kept.update(batch[0].sum())
+        self.mean.update(batch[0])
+
+    def on_validation_epoch_end(self):
+        self.log_dict({"auroc": self.auroc.compute(), "kept": self.kept.compute().sum(), "mean": self.mean.compute()})
+
+
+@pytest.mark.slow
+def test_a_hook_computes_metrics_though_a_rank_had_no_batch(trainer):
+    expected = trainer().validate(Computes(), make_loader(4))
+    (values,) = trainer(strategy="ddp", devices=2).validate(Computes(), make_loader(4))
+    assert values == pytest.approx(expected[0])
+
+
+@pytest.mark.slow
+def test_ranks_whose_states_cannot_be_joined_are_named(trainer):
+    class Disagrees(Validated):
+        def on_validation_epoch_end(self):
+            gather_state(torch.zeros(2, 3) if self.global_rank else torch.zeros(2, dtype=torch.int64))
+
+    with pytest.raises(DisagreementError, match=r"shape \(2,\) and torch.int64 on rank 0, but shape \(2, 3\)"):
+        trainer(strategy="ddp", devices=2).validate(Disagrees(), make_loader(8))

@@ -15,9 +15,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import TaskError
+from ..errors import DisagreementError, TaskError
+from ..processes.collectives import GroupCollectives
 from ..torch_private import reductions_of, set_synced, set_updates, updates_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,32 @@ def is_metric(value: Any) -> bool:
     return module is not None and isinstance(value, module.Metric)
 
 
+def gather_state(state: Tensor, group: Any = None) -> list[Tensor]:
+    """Return every rank's `state`, by rank: what a metric's `compute()` calls in a hook. Collective.
+
+    torchmetrics sends an empty float vector for a list state without an update. If the other ranks hold matrices or
+    integers, gloo aborts the process. The empty tensor takes their dtype and dimensions here.
+
+    Raises DisagreementError, on every rank, if states that are not empty differ in dtype or number of dimensions.
+    """
+    ranks = GroupCollectives(dist.get_rank(group), dist.get_world_size(group), group)
+    layouts = ranks.gather_objects((state.numel(), state.dtype, tuple(state.shape)))
+    updated = [(rank, dtype, shape) for rank, (size, dtype, shape) in enumerate(layouts) if size]
+    if updated:
+        first, dtype, shape = updated[0]
+        for rank, other_dtype, other_shape in updated:
+            if (other_dtype, len(other_shape)) != (dtype, len(shape)):
+                raise DisagreementError(
+                    f"A state of a torchmetrics object has shape {shape} and {dtype} on rank {first}, but shape "
+                    f"{other_shape} and {other_dtype} on rank {rank}. Ranks may differ in sizes only: update the "
+                    f"metric with tensors of one dtype and one number of dimensions."
+                )
+        if len(updated) < len(layouts):
+            state = torch.atleast_1d(state) if state.numel() else state.new_empty((0, *shape[1:]), dtype=dtype)
+    gathered: list[Tensor] = sys.modules["torchmetrics"].utilities.distributed.gather_all_tensors(state, group)
+    return gathered
+
+
 class MetricStates:
     """The metrics of a task and their states; with `by_replica` each replica has its own states."""
 
@@ -48,6 +76,8 @@ class MetricStates:
         shared: also keep the states of other processes' replicas (elastic runs).
         """
         self.by_path = {path: module for path, module in task.named_modules() if is_metric(module)}
+        for metric in self.by_path.values():
+            metric.dist_sync_fn = metric.dist_sync_fn or gather_state
         self.replicas, self.by_replica, self.shared = list(replicas), by_replica, shared
         self.swaps_states = by_replica and bool(self.by_path)
         self.unmerged: set[str] = set()
