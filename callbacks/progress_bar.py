@@ -137,7 +137,9 @@ class ProgressBar(ProgressDisplay):
     def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
         """Add the epoch's row to the table."""
         self._wait.pause()
-        if not self._enabled:
+        # an epoch that a checkpoint held to its last step had its row in the run before
+        ended_before = trainer.state.epoch_steps and trainer.global_step == self._start[1]
+        if not self._enabled or ended_before:
             return
         now = time.monotonic()
         if self.leave:

@@ -1023,7 +1023,8 @@ def run_settings(run: Run) -> dict[str, Any]:
 def progress(trainer: "Trainer") -> dict[str, Any]:
     """Return the progress of a run, for its record."""
     state, callback = trainer.state, trainer.checkpoint_callback
-    found: dict[str, Any] = {"step": state.global_step, "epoch": state.epoch, "elapsed": state.elapsed}
+    found: dict[str, Any] = {"step": state.global_step, "elapsed": state.elapsed}
+    found["epoch"] = state.epoch + (state.epoch_steps > 0)  # counted from 1, as the progress bar does
     found |= {"max_steps": trainer.max_steps, "max_epochs": trainer.max_epochs}
     if getattr(callback, "monitor", None) is not None:
         score = getattr(callback, "best_model_score", None)

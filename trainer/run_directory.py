@@ -105,6 +105,14 @@ class RunDirectory:
         return max(ended, int(self.last_point.get("step", 0))) if "ended" not in self.status else ended
 
     @property
+    def epoch(self) -> int | None:
+        """The newest epoch that is known to have begun, counted from 1; 0 before the first."""
+        at_start_or_end = _number_in(self.status, "epoch")
+        logged = None if "ended" in self.status else _number_in(self.last_point, "epoch")
+        epochs = [at_start_or_end, None if logged is None else logged + 1]
+        return max((int(epoch) for epoch in epochs if epoch is not None), default=None)
+
+    @property
     def evaluated_step(self) -> int:
         """Step of the checkpoint that was evaluated."""
         starts = read_starts(self.path)

@@ -33,7 +33,7 @@ class RunStatus:
     def begin(self, directory: Path, progress: Mapping[str, Any]) -> None:
         """Write that the run is under way.
 
-        progress: "step", "epoch", "elapsed" in seconds over all resumes, and further values.
+        progress: "step", "epoch" counted from 1, "elapsed" in seconds over all resumes, and further values.
         """
         first = read_status(directory).get("created")
         now = time.time()

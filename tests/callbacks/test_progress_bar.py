@@ -315,8 +315,10 @@ def test_an_epoch_that_was_saved_after_its_last_step_is_not_counted_again(traine
         keep = lg.callbacks.Checkpoint(monitor="val_loss")  # it saves in the validation at the end of an epoch
         made = trainer(max_epochs=epochs, enable_progress_bar=True, enable_checkpointing=True, callbacks=[keep])
         made.fit(Validated(), make_loader(20), make_loader(20), resume="auto")
-    told = [line for line in capsys.readouterr().err.splitlines() if " steps in " in line]
+    said = capsys.readouterr().err
+    told = [line for line in said.splitlines() if " steps in " in line]
     assert [line.partition(" in ")[0] for line in told] == ["2 epochs, 10 steps", "1 epoch, 5 steps"]
+    assert [row["epoch"] for row in rows(said)] == ["1", "2", "3"]
 
 
 def test_the_newest_value_goes_to_the_loggers(play):

@@ -188,6 +188,27 @@ def test_lines_fit_the_terminal():
 
 
 # --- show and compare -------------------------------------------------------------------------------------------------
+def test_show_counts_epochs_as_the_progress_bar_does(capsys, tmp_path):
+    class Fails(Tiny):
+        def training_step(self, batch, batch_idx):
+            if self.current_epoch == 2 and batch_idx == 3:
+                raise ZeroDivisionError("a bug of the user")
+            self.log("loss", loss := self.loss(batch))
+            return loss
+
+    options = {"logger": True, "log_every_n_steps": 1, "max_epochs": 3, "default_root_dir": "runs"}
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(tmp_path, **options).fit(Fails(), make_loader())
+    assert "state  failed, step 13, epoch 3 of 3\n" in said(capsys, "show", "runs")
+    path = next(Path("runs").rglob("status.json"))
+    status = json.loads(path.read_text())
+    del status["ended"]  # as a process leaves it that is killed
+    path.write_text(json.dumps({**status, "state": "running", "step": 0, "epoch": 0}))
+    assert "state  failed, step 13, epoch 3 of 3\n" in said(capsys, "show", "runs")
+    make_trainer(tmp_path, **{**options, "default_root_dir": "done"}).fit(Tiny(), make_loader())
+    assert "state  done, step 15, epoch 3 of 3\n" in said(capsys, "show", "done")
+
+
 def test_show_tells_state_config_metrics_error_and_files(capsys):
     path = make_run("a/version_0", task="legato.tasks.Digits", lr=0.25)
     start = {"arguments": ["/bin/legato", "fit", "a b.yaml"], "processes": 2, "device": "cpu", "host": {"name": "moon"}}

@@ -48,7 +48,7 @@ def heading(run: RunDirectory) -> str:
     status = run.status
     steps, epochs = status.get("max_steps"), status.get("max_epochs")
     step = f"step {run.step}" + (f" of {steps}" if isinstance(steps, int) and steps > 0 else "")
-    epoch = f", epoch {status['epoch']}" if isinstance(status.get("epoch"), int) else ""
+    epoch = f", epoch {run.epoch}" if run.epoch is not None else ""
     epoch += f" of {epochs}" if epoch and isinstance(epochs, int) and epochs > 0 else ""
     rows = [["run", f"{run.name}  ({run.path})"], ["state", f"{run.state}, {step}{epoch}"]]
     rows.append(["begun", f"{when(run.began)}, trained for {time_taken(run.seconds)}"])
