@@ -1,6 +1,7 @@
 """Microscope: norms of weights, gradients and updates, and statistics of activations, by module."""
 
 import re
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..trainer.errors import ConfigError
@@ -22,7 +23,8 @@ class Microscope(Callback):
     submodules, over all batches of the step.
 
     In the steps between nothing is attached to the task. A step that is looked at takes a copy of the weights
-    (`python -m benchmarks.replay` measures what it costs).
+    (`python -m benchmarks.replay` measures what it costs). With `trainer.compile` a step whose activations are looked
+    at runs eagerly, since a compiled graph calls no hooks of the modules within it.
 
     Args:
         every_n_steps: look at each n-th optimizer step.
@@ -40,6 +42,7 @@ class Microscope(Callback):
         self._before: dict[str, list[Tensor]] = {}
         self._moments: dict[str, list[Tensor]] = {}
         self._handles: list[Any] = []
+        self._eagerly = ExitStack()
         self._step = -1
 
     def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
@@ -79,11 +82,16 @@ class Microscope(Callback):
                 self._before[name] = [parameter.detach().clone() for parameter in own]
             if self.activations and not any(True for _ in module.children()):
                 self._handles.append(module.register_forward_hook(self._hook(trainer, name)))
+        if self._handles and trainer.compile:
+            import torch
+
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
 
     def _detach(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles, self._before, self._moments = [], {}, {}
+        self._eagerly.close()
 
     def _chosen(self, task: "Task") -> "Iterator[tuple[str, nn.Module]]":
         return (item for item in task.named_modules() if self._wanted.match(item[0]))

@@ -80,7 +80,10 @@ def sums_of_bits(tensor: Tensor) -> list[Tensor]:
     if hasattr(tensor, "__tensor_flatten__"):  # a shard, or quantized weights: what a subclass of Tensor is made of
         inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
         return [part for one in inner if isinstance(one, Tensor) for part in sums_of_bits(one)]
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of one element that was expanded, which counts as contiguous
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    flat = flat.view(torch.uint8)
     if flat.data_ptr() % 8:
         flat = flat.clone()
     rest = flat.numel() % 8

@@ -361,6 +361,9 @@ def test_the_lengths_are_known_after_the_run(trainer, options):
             replicas.append(self.trainer.replicas)
             return super().configure_optimizers()
 
+        def count_samples(self, batch):
+            return 1
+
     made.fit(Asks(), DataLoader(Stream(9), batch_size=None), make_loader())
     assert made.num_training_batches == 3
     assert made.num_val_batches == [2]

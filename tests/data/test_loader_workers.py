@@ -51,6 +51,13 @@ class Stream(IterableDataset):
         return map(self.samples.__getitem__, range(8))
 
 
+class OneByOne(Tiny):
+    """Takes samples without a dimension for batches."""
+
+    def count_samples(self, batch):
+        return 1
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("raises", [False, True])
@@ -58,7 +65,7 @@ class Stream(IterableDataset):
 def test_what_cannot_be_sent_ends_the_run(trainer, loader, kind, raises):
     data = loader(kind(raises), 1, num_workers=1, collate_fn=lambda samples: samples[0])
     with pytest.raises(RuntimeError if raises else TypeError) as caught:
-        trainer().fit(Tiny(), data)
+        trainer().fit(OneByOne(), data)
     assert ("OfNoModule: what went wrong" if raises else "cannot pickle '_thread.lock' object") in str(caught.value)
 
 
@@ -217,7 +224,7 @@ class EndsInTurn(IterableDataset):
 @pytest.mark.slow
 def test_a_worker_that_is_done_is_not_blamed_for_another_ones_error(trainer):
     with pytest.raises(FileNotFoundError, match="no such sample"):
-        trainer().fit(Tiny(), DataLoader(EndsInTurn(), 1, num_workers=2, collate_fn=lambda samples: samples[0]))
+        trainer().fit(OneByOne(), DataLoader(EndsInTurn(), 1, num_workers=2, collate_fn=lambda samples: samples[0]))
 
 
 def be_left(stranger):

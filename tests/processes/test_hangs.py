@@ -463,7 +463,7 @@ class Sleeps(Tiny):
             time.sleep(600)
         return super().training_step(batch, batch_idx)
 
-make_trainer({folder!r}, hang_timeout=2.0, logger=True).fit(Sleeps(), make_loader(num_workers=2))
+make_trainer({folder!r}, hang_timeout=2.0, logger=True, log_every_n_steps=1).fit(Sleeps(), make_loader(num_workers=2))
 """
 
 
