@@ -126,6 +126,16 @@ def test_runs_differ_by_what_they_set_and_not_by_defaults(capsys):
     assert [row[-1] for row in rows] == ["s", "lr=0.2", "s", "s"]
 
 
+def test_a_run_that_differs_by_many_keys_has_a_short_row(capsys):
+    for number in range(2):
+        path = make_run(f"a/version_{number}")
+        options = "".join(f"    option_{index}: {index + number}\n" for index in range(12))
+        (path / "config.yaml").write_text((path / "config.yaml").read_text() + f"loggers:\n  mine:\n{options}")
+    for line in said(capsys, "runs").splitlines()[1:]:
+        assert line.endswith(" and 6 more")
+        assert line.count("=") == 6
+
+
 def test_where_there_is_no_run_that_is_said(capsys):
     assert said(capsys, "runs") == "There are no runs in runs.\n"
     assert "'rusn' is no folder." in said(capsys, "runs", "rusn", code=2)

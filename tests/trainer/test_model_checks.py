@@ -134,6 +134,12 @@ def test_what_one_process_or_replicated_weights_can_take_is_trained(trainer):
     trainer(strategy="ddp", **TWO).fit(Scaled(), make_loader())
 
 
+@pytest.mark.xfail(sys.version_info < (3, 13), strict=True, reason="The house; Python 3.13 suggests it itself")
+def test_a_misspelt_argument_of_fit_is_suggested(trainer):
+    with pytest.raises(TypeError, match="Did you mean 'train_dataloaders'"):
+        trainer().fit(Tiny(), train_loader=make_loader())
+
+
 @pytest.mark.slow
 @pytest.mark.xfail(strict=True, reason="The house")
 def test_too_many_processes_for_the_replicas_are_refused_before_they_start(trainer, capfd):

@@ -34,12 +34,18 @@ def run_runs(arguments: Namespace) -> None:
         print(f"{plural(len(found) - len(shown), 'older run')} not shown; --all shows them.")
 
 
+PAIRS_SHOWN = 6
+"""Keys at most in the column "differs by"; `legato compare` shows all."""
+
+
 def table_rows(runs: Sequence[RunDirectory]) -> list[list[str]]:
     """Return the table's rows, the heading first."""
     rows = [["name", "state", "step", "best", "duration", "differs by"]]
     for run, own in zip(runs, differing_values(runs), strict=True):
         best = "-" if run.best is None else f"{run.best.metric} {number(run.best.value)}"
-        differs = " ".join(f"{key}={value}" for key, value in own.items())
+        pairs = [f"{key}={value}" for key, value in own.items()]
+        more = f" and {len(pairs) - PAIRS_SHOWN} more" if len(pairs) > PAIRS_SHOWN else ""
+        differs = " ".join(pairs[:PAIRS_SHOWN]) + more
         rows.append([run.name, run.state, str(run.step), best, time_taken(run.seconds), differs])
         rows += [
             [f"  {one.name}", "", str(one.evaluated_step), "", "", evaluated_values(one)] for one in run.evaluations
