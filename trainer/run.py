@@ -160,8 +160,6 @@ class LoopState:
     """Whether ReduceLROnPlateau is to step after the hooks that end the step and the validation that may follow."""
     schedulers_stepped: bool | None = None
     """Whether the epoch's schedulers have stepped already, in an epoch that a checkpoint of its end goes on from."""
-    graphs: int | None = field(default_factory=count_graphs)
-    """The number of graphs that torch's compiler had made when the call began."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     """The mode of each module before an evaluation."""
 
@@ -390,6 +388,8 @@ class Run(JoinedCall):
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
     drift: DriftGuard
     contention: Contention
+    graphs: int | None = field(default_factory=count_graphs)
+    """The number of graphs that torch's compiler had made when the run was made."""
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
@@ -637,7 +637,7 @@ class Run(JoinedCall):
     @property
     def compiled_nothing(self) -> bool:
         """Whether `trainer.compile` has made no graph so far, as far as that is known."""
-        return bool(self.trainer.compile) and self.loop.graphs is not None and count_graphs() == self.loop.graphs
+        return bool(self.trainer.compile) and self.graphs is not None and count_graphs() == self.graphs
 
     def require_loss(self) -> None:
         """Raise TaskError where no batch of a run's first epoch had a loss, warn in a later one; collective."""
