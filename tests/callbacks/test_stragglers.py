@@ -11,6 +11,7 @@ from tiny import Memory
 
 import legato as lg
 from legato.callbacks import StragglerMonitor
+from legato.trainer import drift
 from legato.trainer.errors import ConfigError, HangError
 from legato.trainer.processes import sync
 from legato.trainer.processes.environment import run_workers
@@ -102,6 +103,7 @@ def cases():
     """Everything that needs two processes, in the two of one start."""
     torch.set_num_threads(1)
     sync.SECONDS_BETWEEN = 1e6  # so that ranks meet at logging steps only, and the counts can be compared
+    drift.PAUSE_PER_SECOND = 1e9  # how often weights are compared depends on the time that it takes
     found = {}
     for name, slow, options in (
         ("first", 0, {}),
