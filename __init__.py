@@ -7,22 +7,25 @@ mistake do not wait for torch.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .base.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from . import callbacks as callbacks
+    from . import lab as lab
+    from . import loggers as loggers
     from . import tasks as tasks
     from .callbacks.callback import Callback as Callback
+    from .lab.replay import replay as replay
     from .tasks.data_module import DataModule as DataModule
     from .tasks.task import Task as Task
-    from .trainer import loggers as loggers
     from .trainer import strategies as strategies
-    from .trainer.commands.replay.replay import replay as replay
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
     from .trainer.processes.environment import rank_zero_only as rank_zero_only
-    from .trainer.run_directory import read_metrics as read_metrics
+    from .trainer.runs.directory import read_metrics as read_metrics
     from .trainer.trainer import Trainer as Trainer
 
-__version__ = "0.1.0"
+
 __all__ = [
     "Callback",
     "CombinedLoader",
@@ -30,6 +33,7 @@ __all__ = [
     "Task",
     "Trainer",
     "callbacks",
+    "lab",
     "loggers",
     "rank_zero_only",
     "read_metrics",
@@ -46,13 +50,14 @@ _HOMES = {
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".trainer.processes.environment",
-    "read_metrics": ".trainer.run_directory",
-    "replay": ".trainer.commands.replay.replay",
+    "read_metrics": ".trainer.runs.directory",
+    "replay": ".lab.replay",
     "seed_everything": ".trainer.data.randomness",
 }
 _ROOMS = {
     "callbacks": ".callbacks",
-    "loggers": ".trainer.loggers",
+    "lab": ".lab",
+    "loggers": ".loggers",
     "strategies": ".trainer.strategies",
     "tasks": ".tasks",
 }

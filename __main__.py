@@ -2,6 +2,6 @@
 
 import sys
 
-from .trainer.__main__ import main
+from .cli.main import main
 
 sys.exit(main())

@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from legato.trainer.checkpoints import background, commit, store
+from legato.trainer.checkpoints import background, commit
 from legato.trainer.checkpoints.format import flatten
+from legato.trainer.runs import store
 
 
 def state_of(megabytes: int) -> dict[str, Any]:

@@ -24,8 +24,9 @@ import torch
 from torch import nn
 
 from benchmarks.checkpoint import state_of
-from legato.trainer.checkpoints import background, commit, store
+from legato.trainer.checkpoints import background, commit
 from legato.trainer.checkpoints.format import flatten
+from legato.trainer.runs import store
 
 
 def taken(work: Callable[[], object]) -> tuple[float, float]:

@@ -14,7 +14,7 @@ IMPORTS = {
     "torch": "import torch",
     "legato": "import legato",
     "legato.Trainer": "import legato; legato.Trainer",
-    "a misspelt key": "from legato.trainer.__main__ import main; main(['fit', 'digits.yaml', 'trainer.max_epohcs=3'])",
+    "a misspelt key": "from legato.cli.main import main; main(['fit', 'digits.yaml', 'trainer.max_epohcs=3'])",
     "every public name": "import legato; [getattr(legato, name) for name in legato.__all__]",
 }
 PROGRAM = """

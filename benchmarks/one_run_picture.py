@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import legato as lg
+from legato.base.errors import WorkerError
+from legato.loggers import JSONLinesLogger
 from legato.tasks.digits import Digits, DigitsData
-from legato.trainer.errors import WorkerError
-from legato.trainer.loggers import JSONLinesLogger
 
 REPLICAS, EPOCHS, SAVE_EVERY = 8, 10, 7
 BREAKS = [(4, 20), (2, 38), (3, 54), (1, None)]

@@ -108,7 +108,7 @@ def looks(steps: int, rounds: int) -> None:
     found: dict[int, list[float]] = {}
     for _ in range(rounds):
         for every in (0, 1, 10, 100):
-            callbacks: list[lg.Callback] = [lg.callbacks.Microscope(every)] if every else []
+            callbacks: list[lg.Callback] = [lg.lab.Microscope(every)] if every else []
             trainer = lg.Trainer(max_epochs=1, accelerator="cpu", devices=1, callbacks=callbacks, **quiet)
             began = time.process_time()
             trainer.fit(Steps(), loader)

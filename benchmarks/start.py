@@ -116,7 +116,7 @@ def by_command(rounds: int) -> None:
             start = time.perf_counter()
             subprocess.run([sys.executable, "-c", "import torch"], env=environment, cwd=folder, check=True)
             torch_took, start = time.perf_counter() - start, time.perf_counter()
-            command = [sys.executable, "-m", "legato.trainer", "fit", "one.yaml"]
+            command = [sys.executable, "-m", "legato", "fit", "one.yaml"]
             subprocess.run(command, env=environment, cwd=folder, capture_output=True, check=True)
             ended, *cpu = json.loads((folder / "done").read_text())
             rows.append([torch_took, ended - start, ended - start - torch_took, *cpu])

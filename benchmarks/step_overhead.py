@@ -124,7 +124,7 @@ def raw(job: Job) -> None:
 def legato(job: Job, reproducible: str = "order") -> None:
     """Train with Legato."""
     import legato as lg
-    from legato.trainer.loggers.tensorboard import TensorBoardLogger
+    from legato.loggers.tensorboard import TensorBoardLogger
 
     class Task(lg.Task):
         def __init__(self) -> None:

@@ -15,14 +15,11 @@ if TYPE_CHECKING:
     from .gradient_accumulation_scheduler import GradientAccumulationScheduler as GradientAccumulationScheduler
     from .lambda_callback import LambdaCallback as LambdaCallback
     from .learning_rate_monitor import LearningRateMonitor as LearningRateMonitor
-    from .microscope import Microscope as Microscope
     from .model_summary import ModelSummary as ModelSummary
     from .on_exception import OnExceptionCheckpoint as OnExceptionCheckpoint
     from .prediction_writer import PredictionWriter as PredictionWriter
     from .progress_bar import ProgressBar as ProgressBar
     from .progress_bar import ProgressDisplay as ProgressDisplay
-    from .spike_watch import SpikeWatch as SpikeWatch
-    from .straggler_monitor import StragglerMonitor as StragglerMonitor
     from .swa import StochasticWeightAveraging as StochasticWeightAveraging
     from .throughput_monitor import ThroughputMonitor as ThroughputMonitor
     from .timer import Timer as Timer
@@ -40,15 +37,12 @@ _HOMES = {
     "GradientAccumulationScheduler": ".gradient_accumulation_scheduler",
     "LambdaCallback": ".lambda_callback",
     "LearningRateMonitor": ".learning_rate_monitor",
-    "Microscope": ".microscope",
     "ModelSummary": ".model_summary",
     "OnExceptionCheckpoint": ".on_exception",
     "PredictionWriter": ".prediction_writer",
     "ProgressBar": ".progress_bar",
     "ProgressDisplay": ".progress_bar",
-    "SpikeWatch": ".spike_watch",
     "StochasticWeightAveraging": ".swa",
-    "StragglerMonitor": ".straggler_monitor",
     "ThroughputMonitor": ".throughput_monitor",
     "Timer": ".timer",
     "WeightAveraging": ".weight_averaging",

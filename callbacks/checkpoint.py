@@ -8,7 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.errors import CheckpointError, ConfigError
+from ..base.errors import CheckpointError, ConfigError
 from .monitor import Monitor
 from .retention import Retention, checkpoint_name, is_name
 
@@ -57,7 +57,7 @@ class Checkpoint(Retention):
         asynchronous: bool = False,
         filename: str | None = None,
     ) -> None:
-        from ..trainer.checkpoints.run_names import require_local
+        from ..base.run_names import require_local
 
         if save_top_k < -1:
             raise ConfigError(f"Checkpoint: save_top_k must be a count, 0 (none) or -1 (all), got {save_top_k}.")
@@ -306,8 +306,8 @@ class Checkpoint(Retention):
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 
     def _refuse_foreign(self, trainer: "Trainer") -> None:
-        from ..trainer.checkpoints.store import checkpoints_in
         from ..trainer.processes.environment import restart_count
+        from ..trainer.runs.store import checkpoints_in
 
         folder, found = Path(self.dirpath or ""), False
         if trainer.is_global_zero and restart_count() == 0:

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:

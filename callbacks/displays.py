@@ -246,20 +246,20 @@ def in_notebook() -> bool:
 
 def _output(name: str) -> Any:
     """Return "STDOUT" or "STDERR", which ignores writes after its reader has gone, or ERASE."""
-    from ..trainer import messages
+    from ..base import messages
 
     return getattr(messages, name)
 
 
 def _write_messages_within(by: Any) -> None:
     """Set the context in which Legato's log messages are written, so that they do not break what is drawn."""
-    from ..trainer import messages
+    from ..base import messages
 
     messages.making_room = by
 
 
 def _print_above(make_room: Callable[[str], None]) -> Callable[[], None]:
     """Have what is printed on this terminal announced to `make_room`; return the function that ends it."""
-    from ..trainer.messages import AboveLines, is_terminal, replace_streams
+    from ..base.messages import AboveLines, is_terminal, replace_streams
 
     return replace_streams(lambda stream: AboveLines(stream, make_room) if is_terminal(stream) else None)

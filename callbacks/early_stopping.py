@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .callback import Callback
 from .monitor import Monitor
 

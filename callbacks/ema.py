@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class BaseFinetuning(Callback):
         modules: "Modules", train_bn: bool = True, requires_grad: bool = True
     ) -> "Iterator[nn.Parameter]":
         """Yield the parameters that are trained, or those that are not; without `train_bn` none of batch norms."""
-        from ..trainer.torch_private import batch_norms
+        from ..base.torch_private import batch_norms
 
         for module in BaseFinetuning.flatten_modules(modules):
             if train_bn or not isinstance(module, batch_norms()):
@@ -86,14 +86,14 @@ class BaseFinetuning(Callback):
     @staticmethod
     def freeze(modules: "Modules", train_bn: bool = True) -> None:
         """Freeze all parameters but, with `train_bn`, those of batch norms."""
-        from ..trainer.torch_private import batch_norms
+        from ..base.torch_private import batch_norms
 
         for module in BaseFinetuning.flatten_modules(modules):
             BaseFinetuning._set(module, train_bn and isinstance(module, batch_norms()))
 
     @staticmethod
     def _set(module: "nn.Module", trained: bool) -> None:
-        from ..trainer.torch_private import batch_norms
+        from ..base.torch_private import batch_norms
 
         if isinstance(module, batch_norms()):
             norm: Any = module

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from ..trainer.errors import ConfigError, did_you_mean
+from ..base.errors import ConfigError, did_you_mean
 from . import callback
 
 

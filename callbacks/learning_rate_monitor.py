@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..trainer.quantities import format_bytes
+from ..base.quantities import format_bytes
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from ..trainer.errors import ConfigError, did_you_mean
+from ..base.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from ..trainer.trainer import Trainer

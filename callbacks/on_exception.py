@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .checkpoint_callback import CheckpointCallback
 from .retention import is_name
 
@@ -20,7 +20,7 @@ class OnExceptionCheckpoint(CheckpointCallback):
     """Suffix of `filename`."""
 
     def __init__(self, dirpath: str | Path, filename: str = "on_exception") -> None:
-        from ..trainer.checkpoints.run_names import require_local
+        from ..base.run_names import require_local
 
         if not filename or not is_name(filename):
             raise ConfigError(f"OnExceptionCheckpoint: filename={filename!r} is no plain name of a folder in dirpath.")

@@ -6,7 +6,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..trainer.errors import ConfigError, did_you_mean
+from ..base.errors import ConfigError, did_you_mean
 from .checkpoint_callback import CheckpointCallback
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.errors import ConfigError
+from ..base.errors import ConfigError
 from .weight_averaging import WeightAveraging
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class StochasticWeightAveraging(WeightAveraging):
         """Compute the statistics of batch norms as the mean over a pass over the training data."""
         import torch
 
-        from ..trainer.torch_private import batch_norms
+        from ..base.torch_private import batch_norms
 
         found: list[Any] = [module for module in task.modules() if isinstance(module, batch_norms())]
         norms = [module for module in found if module.track_running_stats]

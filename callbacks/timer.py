@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..trainer.errors import ConfigError
-from ..trainer.quantities import Duration, parse_duration
+from ..base.errors import ConfigError
+from ..base.quantities import Duration, parse_duration
 from .callback import Callback
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..trainer.errors import ConfigError, TaskError
+from ..base.errors import ConfigError, TaskError
 from .callback import Callback
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class WeightAveraging(Callback):
 
 def _local_shard(tensor: "torch.Tensor") -> "torch.Tensor":
     """Return this rank's shard of a tensor, sharing its memory."""
-    from ..trainer.torch_private import local_part
+    from ..base.torch_private import local_part
 
     return local_part(tensor)
 

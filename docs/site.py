@@ -13,12 +13,12 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 from legato.callbacks import callback
-from legato.trainer.__main__ import COMMANDS
-from legato.trainer.checkpoints.run_record import FILES
-from legato.trainer.commands.help import command_help
-from legato.trainer.config.check import launcher_arguments, trainer_arguments
-from legato.trainer.config.read import MOVED, SECTION_OF, SECTIONS
-from legato.trainer.launchers import LAUNCHERS
+from legato.cli.config.check import launcher_arguments, trainer_arguments
+from legato.cli.config.read import MOVED, SECTION_OF, SECTIONS
+from legato.cli.help import command_help
+from legato.cli.launchers import LAUNCHERS
+from legato.cli.main import COMMANDS
+from legato.trainer.runs.record import FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ("__init__.py", "py.typed", "callbacks", "compat", "configs", "tasks", "trainer")

@@ -6,7 +6,7 @@ legato fit digits.yaml 'loggers={page: {_target_: html_logger.HTMLLogger}}'
 import html
 import json
 
-from legato.trainer.loggers import Logger
+from legato.loggers import Logger
 
 PAGE = """<!doctype html><meta charset="utf-8"><meta http-equiv="refresh" content="5"><title>{title}</title>
 <style>body {{font: 14px sans-serif; margin: 2em}} figure {{display: inline-block; margin: 1em}}

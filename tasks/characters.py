@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..trainer.errors import TaskError
+from ..base.errors import TaskError
 from .data_module import DataModule
 from .task import Task
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from ..trainer.errors import DataError
+from ..base.errors import DataError
 from .data_module import DataModule
 from .task import Task
 

@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 from weakref import WeakValueDictionary
 
-from ..trainer.errors import TaskError
+from ..base.errors import TaskError
 
 
 class AttributeDict(dict[str, Any]):

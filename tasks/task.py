@@ -13,8 +13,8 @@ from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
     from ..callbacks.callback import Callback
-    from ..trainer.checkpoints.restore import Location
-    from ..trainer.loggers.logger import Logger
+    from ..loggers.logger import Logger
+    from ..trainer.resume.restore import Location
     from ..trainer.trainer import Trainer
 
 TaskType = TypeVar("TaskType", bound="Task")
@@ -382,7 +382,7 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
 
         Raises CheckpointError for a broken checkpoint or one of another model, naming the parameters that differ.
         """
-        from ..trainer.checkpoints.restore import rebuild_task
+        from ..trainer.resume.restore import rebuild_task
 
         return rebuild_task(cls, Path(checkpoint_path), map_location, hparams_file, strict, kwargs)
 

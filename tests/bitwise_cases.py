@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 import legato as lg
+from legato.loggers import JSONLinesLogger
 from legato.tasks.characters import ALPHABET, CharacterGPT
-from legato.trainer.loggers import JSONLinesLogger
 from legato.trainer.processes import environment
 
 REPLICAS = 8

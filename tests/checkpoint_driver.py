@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from several_ranks import ThreadRank, on_ranks
 
-from legato.trainer.checkpoints import background, commit, store
+from legato.base.errors import CheckpointError
+from legato.trainer.checkpoints import background, commit
 from legato.trainer.checkpoints.shards import ShardBlock
-from legato.trainer.errors import CheckpointError
+from legato.trainer.runs import store
 
 CALLS = ("write", "fsync", "rename", "unlink", "mkdir", "rmdir", "open")
 

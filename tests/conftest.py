@@ -18,13 +18,19 @@ from config_folder import config_folder as config_folder
 from tiny import Memory, Tiny, make_loader, make_trainer
 
 import legato as lg
-from legato.trainer.errors import LegatoError
+from legato.base.errors import LegatoError
 from legato.trainer.processes import workers
 
 torch.set_num_threads(1)
 # What workers import of tests: once, in the server they are forked from, instead of in each of them. Of torchmetrics
 # only the slow part: when it is imported, it looks up which rank it is in.
-workers.PRELOAD += ["legato.trainer.build", "pytest", "scipy.signal", "sklearn.datasets", "tensorboard.summary.writer"]
+workers.PRELOAD += [
+    "legato.trainer.setup.build",
+    "pytest",
+    "scipy.signal",
+    "sklearn.datasets",
+    "tensorboard.summary.writer",
+]
 workers.PRELOAD += ["torch.distributed.fsdp", "torch.distributed.pipelining", "torch.distributed.checkpoint", "yaml"]
 workers.PRELOAD += ["torch._dynamo"]  # for tests that compile, or are bitwise
 workers.PRELOAD += ["hypothesis", "packaging.requirements", "tensorboard.backend.event_processing.event_accumulator"]

@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 PACKAGES = Path(__file__).parent / "lightning" / "packages"
-UNDER = {"Lightning": (), "Legato": ("-m", "legato.trainer", "lightning")}
+UNDER = {"Lightning": (), "Legato": ("-m", "legato", "lightning")}
 
 
 def outcome(script, words):

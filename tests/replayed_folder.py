@@ -96,7 +96,7 @@ def make_folder(path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def legato(*arguments: str, fails: bool = False, **environment: str) -> subprocess.CompletedProcess[str]:
-    done = completed(run_module, "legato.trainer", *arguments, env={**os.environ, **environment})
+    done = completed(run_module, "legato", *arguments, env={**os.environ, **environment})
     assert bool(done.returncode) == fails, done.stdout + done.stderr
     return done
 

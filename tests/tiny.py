@@ -9,7 +9,7 @@ from torch.optim import SGD, Adam
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
-from legato.trainer.loggers.logger import Logger
+from legato.loggers.logger import Logger
 
 
 class Tiny(lg.Task):

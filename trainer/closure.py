@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.errors import ConfigError, TaskError
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import ReplicaBatch, StepInput
-from .errors import ConfigError, TaskError
 from .optimization.optimization import Optimization
 from .optimization.optimizers import needs_closure
 from .optimization.outputs import losses_of

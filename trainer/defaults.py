@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ..base.errors import TaskError
 from ..callbacks.callback import Callback
 from ..tasks.hyperparameters import Hyperparameters
 from ..tasks.task import Task
 from . import strategies
-from .checkpoints import store
-from .checkpoints.convert import averaged_weights
-from .checkpoints.left_out import logged_hyperparameters
 from .data.dealing import EvaluationData
-from .errors import TaskError
 from .metrics.reduce import Reduced
 from .optimization.optimizers import ManualOptimizer
+from .resume.convert import averaged_weights
+from .resume.left_out import logged_hyperparameters
+from .runs import store
 from .state import State
 from .view import TrainerView
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import NonFiniteError, first_names
 from .data.randomness import seed_generators
 from .data.sampling import mix
-from .errors import NonFiniteError, first_names
 from .optimization.finite import are_finite
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 
-from .errors import DisagreementError, first_names
+from ..base.errors import DisagreementError, first_names
 from .processes.collectives import Collectives
 
 PAUSE_PER_SECOND = 250

@@ -7,11 +7,11 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from ..base.errors import TaskError, did_you_mean
 from ..callbacks.callback import Callback
 from ..tasks.data_hooks import DataHooks
 from ..tasks.task import Task
 from ..tasks.task_hooks import TaskHooks
-from .errors import TaskError, did_you_mean
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import build
-from .errors import TaskError, WorkerError
+from ..base.errors import TaskError, WorkerError
 from .processes.signals import RESUME_ME
 from .run import DOING_OF_STAGE, Call, Request, Run
+from .setup import build
 from .undo import Errors
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, record_function, tensorboard_trace_handler
 
+from ..base.errors import ConfigError, did_you_mean
+from ..base.run_names import require_local
 from ..callbacks.callback import Callback
-from .checkpoints.run_names import require_local
-from .errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from ..tasks.task import Task

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import nn
 
+from ..base.errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
+from ..base.torch_private import count_graphs, mark_stepped
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import diagnosis
-from .checkpoints.fingerprint import record_groups
 from .contention import Contention
 from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
@@ -26,7 +27,6 @@ from .data.steps import ReplicaBatch, StepInput
 from .data.transfer import to_host
 from .drift import DriftGuard
 from .elastic.membership import Membership
-from .errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
 from .hooks import Calls, Hooks, count_arguments, fitted
 from .metrics.log import Metrics
 from .metrics.reduce import Reduced, by_loader
@@ -37,10 +37,10 @@ from .processes.collectives import SINGLE
 from .processes.script_collectives import ScriptCollectives, TrainingCollectives
 from .processes.sync import Agreement
 from .processes.watchdog import Watchdog
-from .run_status import RunStatus
+from .resume.fingerprint import record_groups
+from .runs.status import RunStatus
+from .setup.training_mode import set_training_mode
 from .state import State
-from .torch_private import count_graphs, mark_stepped
-from .training_mode import set_training_mode
 from .undo import Undo
 
 if TYPE_CHECKING:

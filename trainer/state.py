@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from .errors import CheckpointError
+from ..base.errors import CheckpointError
 
 
 @dataclass

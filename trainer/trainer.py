@@ -13,17 +13,17 @@ from torch import Tensor
 
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import build, lifecycle, masked
-from .build import check_arguments, make_callbacks, make_loggers, make_strategy
-from .checkpoints.saver import Saver
+from . import lifecycle, masked, remote_call
 from .data.randomness import seed_generators
 from .data.sampling import mix
 from .data.steps import StepInput
 from .defaults import TrainerDefaults
 from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
-from .processes import run_in_workers
+from .resume.saver import Saver
 from .run import Request
+from .setup import build
+from .setup.build import check_arguments, make_callbacks, make_loggers, make_strategy
 from .state import State
 
 EVALUATION, EPOCH = 0x6576616C, 0x65706F6368
@@ -73,8 +73,8 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         """
         request = Request.of("fit", model, datamodule, resume=resume or ckpt_path)
         request.take_loaders(train=train_dataloaders, validation=val_dataloaders)
-        if run_in_workers.needs_workers(self, request):
-            run_in_workers.run_in_workers(self, request)
+        if remote_call.needs_workers(self, request):
+            remote_call.run_in_workers(self, request)
             return
         self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
@@ -287,8 +287,8 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     def evaluate_alone(self, stage: str, model: Task | None, *data: Any, **options: Any) -> list[Any]:
         """Run validate, test or predict; without a task that of the run before, with its best weights."""
         request = Request.of_evaluation(self, stage, model, *data, **options)
-        if run_in_workers.needs_workers(self, request):
-            found: list[Any] = run_in_workers.run_in_workers(self, request)
+        if remote_call.needs_workers(self, request):
+            found: list[Any] = remote_call.run_in_workers(self, request)
             return found
         with lifecycle.begin(self, request) as run:
             if run.loop.doing not in run.data.evaluations:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.errors import ConfigError, DataError, WorkerError
 from ..callbacks.callback import Callback
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from .checkpoints.saver import Saver
 from .data.randomness import generator_states, set_generators
 from .elastic.membership import Elasticity
-from .errors import ConfigError, DataError, WorkerError
+from .resume.saver import Saver
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
-from .errors import add_note
+from ..base.errors import add_note
 
 T = TypeVar("T")
 log = logging.getLogger("legato")

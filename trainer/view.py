@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 
-from .arguments import TrainerArguments
-from .messages import STDOUT
+from ..base.arguments import TrainerArguments
+from ..base.messages import STDOUT
+from ..base.quantities import first_validation
 from .optimization.optimizers import ManualOptimizer, SchedulerConfig
-from .quantities import first_validation
 from .state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from ..callbacks.callback import Callback
+    from ..loggers.logger import Logger
     from ..tasks.data_module import DataModule
     from ..tasks.task import Task
-    from .checkpoints.saver import Saver
-    from .loggers.logger import Logger
     from .metrics.log import Metrics
+    from .resume.saver import Saver
     from .run import Call, Run
     from .strategies.strategy import Strategy
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from ...trainer.__main__ import main
+from ...cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["lightning", *sys.argv[1:]]))

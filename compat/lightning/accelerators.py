@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...trainer.errors import ConfigError
+from ...base.errors import ConfigError
 from ...trainer.processes.devices import find_devices
 from .placeholders import UnsupportedError
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ...base.arguments import LIMITS
+from ...base.errors import ConfigError
 from ...callbacks.callback import Callback
-from ...trainer.arguments import LIMITS
-from ...trainer.errors import ConfigError
-from ...trainer.loggers.logger import Logger
+from ...loggers.logger import Logger
 from ...trainer.processes.devices import find_devices
 from .accelerators import KINDS, read_devices
 from .placeholders import UnsupportedError

@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...loggers.logger import Logger
 from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
-from ...trainer import build, trainer
+from ...trainer import trainer
 from ...trainer.data.combined import CombinedLoader
 from ...trainer.data.dealing import EvaluationData
 from ...trainer.hooks import overrides
-from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.optimizers import ManualOptimizer
+from ...trainer.setup import build
 from .accelerators import AcceleratorConnector
 from .loggers import WithoutFiles
 from .optimizers import LightningOptimizer

@@ -9,12 +9,12 @@ import torch
 
 from ...tasks.hyperparameters import IN_PROCESS
 from ...tasks.task import Task
-from ...trainer.checkpoints import store
-from ...trainer.checkpoints.convert import as_lightning
 from ...trainer.checkpoints.foreign import LIGHTNING
-from ...trainer.checkpoints.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.checkpoints.manifest import MANIFEST
-from ...trainer.checkpoints.pickled import pickled, write_pickled
+from ...trainer.resume.convert import as_lightning
+from ...trainer.resume.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
+from ...trainer.resume.pickled import pickled, write_pickled
+from ...trainer.runs import store
 from .file_functions import alone_in, in_place_of
 from .names import VERSION
 

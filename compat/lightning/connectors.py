@@ -5,7 +5,7 @@ from copy import deepcopy
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...trainer.build import with_callbacks_of
+from ...trainer.setup.build import with_callbacks_of
 from .attributes import TrainerAttributes
 from .checkpoint_files import load
 from .placeholders import inner_part_missing

@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from ...trainer.errors import CheckpointError, LegatoError
+from ...base.errors import CheckpointError, LegatoError
 
 MisconfigurationException = LegatoError
 """The base of Legato's errors, so that `except MisconfigurationException` catches each of them."""

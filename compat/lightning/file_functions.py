@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from types import FrameType
 from typing import IO, Any, TypeVar
 
-from ...trainer.checkpoints.run_names import MANIFEST
+from ...base.run_names import MANIFEST
 
 if sys.platform != "win32":
     import fcntl
@@ -43,8 +43,8 @@ def is_complete(path: Any) -> bool:
     """Return whether a path is a checkpoint with all its files."""
     if not isinstance(path, (str, os.PathLike)) or not is_real_file(os.path.join(os.fspath(path), MANIFEST)):
         return False
-    from ...trainer.checkpoints.store import check_sizes  # which imports torch
-    from ...trainer.errors import CheckpointError
+    from ...base.errors import CheckpointError
+    from ...trainer.runs.store import check_sizes  # which imports torch
 
     try:
         return bool(check_sizes(Path(os.fspath(path))))
@@ -193,7 +193,8 @@ def measuring(original: Callable[..., int]) -> Callable[..., int]:
 
 def as_file(path: Any, file: File) -> File:
     """Write a checkpoint directory to an open file, as `torch.save` writes it; return it, to be read from there."""
-    from ...trainer.checkpoints import convert, pickled, store  # which import torch
+    from ...trainer.resume import convert, pickled
+    from ...trainer.runs import store  # which import torch
 
     return pickled.pickled(convert.as_lightning(store.read_checkpoint(Path(os.fspath(path)))), file)
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
 
-from ...trainer.checkpoints.pickled import write_pickled
-from ...trainer.checkpoints.restore import rebuild_task
 from ...trainer.optimization.optimizers import SchedulerConfig, read_optimizers
+from ...trainer.resume.pickled import write_pickled
+from ...trainer.resume.restore import rebuild_task
 from .callbacks.early_stopping import EarlyStopping
 from .callbacks.model_checkpoint import Checkpoint
 from .module import named_hook

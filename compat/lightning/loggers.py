@@ -15,12 +15,12 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from ...trainer.checkpoints.left_out import plain_containers
+from ...loggers import csv_file, logger, mlflow, tensorboard, wandb
+from ...loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
+from ...loggers.logger import NoExperiment
 from ...trainer.hooks import loop_part
-from ...trainer.loggers import csv_file, logger, mlflow, tensorboard, wandb
-from ...trainer.loggers.folder import LogFolder, flat_params, with_prefix, write_hyperparameters
-from ...trainer.loggers.logger import NoExperiment
 from ...trainer.processes.environment import get_variable
+from ...trainer.resume.left_out import plain_containers
 from .aliases import alias, item
 from .placeholders import UnsupportedError
 from .rank_zero import rank_zero_only, rank_zero_warn

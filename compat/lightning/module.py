@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...base.errors import ConfigError
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from ...trainer.checkpoints import store
-from ...trainer.checkpoints.left_out import is_omegaconf
-from ...trainer.checkpoints.restore import rebuild_task
 from ...trainer.data.transfer import map_tensors
-from ...trainer.errors import ConfigError
+from ...trainer.resume.left_out import is_omegaconf
+from ...trainer.resume.restore import rebuild_task
+from ...trainer.runs import store
 from .checkpoint_files import is_checkpoint, load_file
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ...trainer.errors import LegatoError
+from ...base.errors import LegatoError
 
 
 class UnsupportedError(LegatoError, NotImplementedError):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...trainer.errors import ConfigError
+from ...base.errors import ConfigError
 from ...trainer.optimization.optimizers import optimizer_parameters
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import Place, find_place

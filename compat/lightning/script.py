@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from ...trainer.errors import ConfigError, LegatoError
-from ...trainer.messages import STDERR
+from ...base.errors import ConfigError, LegatoError
+from ...base.messages import STDERR
 from .file_functions import give_back_files, way_out
 from .stand_in import install
 from .tree import resolved

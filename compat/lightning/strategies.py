@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...base.errors import ConfigError
 from ...trainer.checkpoints import commit
-from ...trainer.checkpoints.pickled import write_pickled
-from ...trainer.errors import ConfigError
+from ...trainer.resume.pickled import write_pickled
 from ...trainer.strategies import strategy
 from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
 from ...trainer.strategies.group import GroupStrategy

@@ -13,24 +13,24 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from ...base.errors import ConfigError
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
+from ...loggers.logger import Logger
 from ...tasks.task import Task
-from ...trainer.checkpoints.convert import averaged_weights
-from ...trainer.checkpoints.left_out import plain_containers
-from ...trainer.checkpoints.saver import Saver
-from ...trainer.checkpoints.store import newest_complete
 from ...trainer.data.steps import StepInput
-from ...trainer.errors import ConfigError
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
-from ...trainer.loggers.logger import Logger
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place, get_variable
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
+from ...trainer.resume.convert import averaged_weights
+from ...trainer.resume.left_out import plain_containers
+from ...trainer.resume.saver import Saver
 from ...trainer.run import Call, Request
+from ...trainer.runs.store import newest_complete
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...trainer.errors import ConfigError
+from ...base.errors import ConfigError
 from ...trainer.tuning import LearningRateSweep, find_batch_size, holders_of, set_attribute, sweep_learning_rates
 from .rank_zero import rank_zero_warn
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from scripted import STEPS, Scripted, fit
 
 import legato as lg
+from legato.base.errors import ConfigError
+from legato.base.quantities import parse_duration
 from legato.callbacks import Checkpoint, EarlyStopping, LearningRateMonitor, ModelSummary, ThroughputMonitor, Timer
 from legato.callbacks.model_summary import summarize
-from legato.trainer.errors import ConfigError
-from legato.trainer.loggers import JSONLinesLogger
-from legato.trainer.quantities import parse_duration
+from legato.loggers import JSONLinesLogger
 
 
 @pytest.mark.slow

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from scripted import STEPS, Scripted, fit, loader, make_trainer
 
 import legato as lg
+from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
 from legato.callbacks.checkpoint_callback import CheckpointCallback
 from legato.callbacks.retention import Retention
-from legato.trainer.checkpoints import store
-from legato.trainer.errors import CheckpointError, ConfigError
+from legato.trainer.runs import store
 
 
 class Saves(lg.Callback):

@@ -8,11 +8,11 @@ from tiny import Tiny, assert_same_bits, make_loader
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import legato as lg
+from legato.base.errors import ConfigError, TaskError
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
-from legato.trainer.checkpoints import store
-from legato.trainer.commands.export import export_weights
-from legato.trainer.errors import ConfigError, TaskError
+from legato.cli.export import export_weights
 from legato.trainer.processes.environment import run_workers
+from legato.trainer.runs import store
 
 
 def by_hand(task, loader, epochs, decay):

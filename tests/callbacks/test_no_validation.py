@@ -8,7 +8,7 @@ from replayed_folder import CONFIG, legato, make_folder
 from tiny import Tiny, make_loader
 
 import legato as lg
-from legato.trainer.quantities import first_validation
+from legato.base.quantities import first_validation
 
 
 class Validated(Tiny):

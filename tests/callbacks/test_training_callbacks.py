@@ -8,6 +8,7 @@ from scripted import loader, make_trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
+from legato.base.errors import ConfigError
 from legato.callbacks import (
     BackboneFinetuning,
     BaseFinetuning,
@@ -19,8 +20,7 @@ from legato.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from legato.trainer.errors import ConfigError
-from legato.trainer.loggers import JSONLinesLogger
+from legato.loggers import JSONLinesLogger
 
 
 class Parts(lg.Task):

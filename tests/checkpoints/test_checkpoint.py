@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from legato.trainer.checkpoints import background, commit, store
-from legato.trainer.errors import CheckpointError
+from legato.base.errors import CheckpointError
+from legato.trainer.checkpoints import background, commit
+from legato.trainer.runs import store
 
 
 def example(step: int = 0) -> dict[str, object]:

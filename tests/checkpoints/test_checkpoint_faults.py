@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from legato.trainer.checkpoints import commit, store
-from legato.trainer.errors import CheckpointError
+from legato.base.errors import CheckpointError
+from legato.trainer.checkpoints import commit
+from legato.trainer.runs import store
 
 DRIVER = Path(__file__).parents[1].joinpath("checkpoint_driver.py")
 SCENARIOS = {  # calls into the file system that each makes, at least
@@ -131,7 +132,7 @@ FULL_DISK = """
     from pathlib import Path
     import torch
     from legato.trainer.checkpoints import background, commit, store
-    from legato.trainer.errors import CheckpointError
+    from legato.base.errors import CheckpointError
 
     root = Path(sys.argv[1])
     saved = 0

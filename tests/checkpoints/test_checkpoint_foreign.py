@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from legato.base.errors import CheckpointError
 from legato.trainer.checkpoints import foreign
-from legato.trainer.errors import CheckpointError
 
 
 class Evil:

@@ -15,9 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.trainer.checkpoints import foreign, format, manifest, store
+from legato.base.errors import CheckpointError
+from legato.trainer.checkpoints import foreign, format, manifest
 from legato.trainer.checkpoints.format import FileSum, file_sum, read_tensors
-from legato.trainer.errors import CheckpointError
+from legato.trainer.runs import store
 
 FILES = ("model.safetensors", "tensors.safetensors", "state.json", "manifest.json")
 

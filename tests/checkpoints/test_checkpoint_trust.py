@@ -8,10 +8,11 @@ import pytest
 from tiny import Tiny, make_loader, make_trainer
 
 import legato as lg
+from legato.base.errors import CheckpointError
 from legato.callbacks import Checkpoint
-from legato.trainer.checkpoints import manifest, store
+from legato.trainer.checkpoints import manifest
 from legato.trainer.checkpoints.format import file_sum
-from legato.trainer.errors import CheckpointError
+from legato.trainer.runs import store
 
 
 def train(folder: Path, callback: Checkpoint, epochs: int = 1, resume: Any = None, **options: Any) -> lg.Trainer:

@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from legato.trainer.checkpoints import format, store
+from legato.base.errors import CheckpointError
+from legato.trainer.checkpoints import format
 from legato.trainer.checkpoints.format import read_tensors, write_tensors
-from legato.trainer.errors import CheckpointError
+from legato.trainer.runs import store
 
 
 def same(one: object, other: object) -> bool:

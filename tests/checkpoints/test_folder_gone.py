@@ -15,11 +15,11 @@ from forked import Forked
 from tiny import Validated, make_loader, make_trainer
 
 import legato as lg
+from legato.base.errors import LegatoError
 from legato.callbacks import Checkpoint
-from legato.trainer.checkpoints import store
-from legato.trainer.errors import LegatoError
-from legato.trainer.loggers import JSONLinesLogger
-from legato.trainer.loggers.logger import Logger
+from legato.loggers import JSONLinesLogger
+from legato.loggers.logger import Logger
+from legato.trainer.runs import store
 
 
 class At(lg.Callback):

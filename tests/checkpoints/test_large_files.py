@@ -13,10 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from legato.trainer.checkpoints import store
+from legato.base.errors import CheckpointError
 from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.format import HashedFile, read_verified, write_tensors
-from legato.trainer.errors import CheckpointError
+from legato.trainer.runs import store
 
 pytestmark = pytest.mark.slow
 

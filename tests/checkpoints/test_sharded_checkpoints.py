@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from several_ranks import on_ranks
 
 import legato as lg
+from legato.base.errors import CheckpointError
 from legato.callbacks import Checkpoint
-from legato.trainer.__main__ import main
-from legato.trainer.checkpoints import store
+from legato.cli.main import main
 from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.shards import ShardBlock
-from legato.trainer.errors import CheckpointError
 from legato.trainer.processes.environment import run_workers
+from legato.trainer.runs import store
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------

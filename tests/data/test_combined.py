@@ -20,11 +20,11 @@ from torch.utils.data import (
 )
 
 import legato as lg
+from legato.base.errors import ConfigError, DataError
 from legato.trainer.data.dealing import DealtData, EvaluationData, can_deal
 from legato.trainer.data.sampling import Layout, epoch_key, permutation
 from legato.trainer.data.steps import Dealing
 from legato.trainer.data.streams import StreamData
-from legato.trainer.errors import ConfigError, DataError
 
 MODES = ("min_size", "max_size_cycle", "max_size", "sequential")
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import legato as lg
-from legato.trainer.errors import DataError
+from legato.base.errors import DataError
 
 SIZES = (8, 2, 6, 4)
 

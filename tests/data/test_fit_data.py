@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from legato.trainer.errors import ConfigError, DataError
+from legato.base.errors import ConfigError, DataError
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ from tiny import Tiny, assert_close, assert_same_bits, make_data, make_trainer, 
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
+from legato.base.errors import ConfigError, LegatoError
 from legato.trainer.data.sampling import epoch_key, permutation
-from legato.trainer.errors import ConfigError, LegatoError
 
 OUT = [3, 4, 5, 17]
 

@@ -18,9 +18,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from waiting import wait_until
 
 import legato as lg
+from legato.base.errors import DataError
 from legato.trainer.data.loaders import iterate_loader
 from legato.trainer.data.workers import WorkerSetup
-from legato.trainer.errors import DataError
 from legato.trainer.processes.environment import run_workers
 
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Subset, default_collate, get_worker_info
 
+from legato.base.errors import ConfigError
 from legato.trainer.data import randomness
 from legato.trainer.data.randomness import KeyedDataset, mix, seed_everything, seed_generators
 from legato.trainer.data.sampling import Deal, DealtBatches, KeyedIndices, epoch_key, permutation
-from legato.trainer.errors import ConfigError
 
 Draws = tuple[Any, ...]
 

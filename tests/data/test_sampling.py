@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
+from legato.base.errors import ConfigError, DataError
 from legato.trainer.data.sampling import (
     Deal,
     DealtBatches,
@@ -27,7 +28,6 @@ from legato.trainer.data.sampling import (
     mix,
     permutation,
 )
-from legato.trainer.errors import ConfigError, DataError
 
 TRILLION = 10**12
 

@@ -15,8 +15,8 @@ from torch.utils.data import (
 )
 
 import legato as lg
+from legato.base.errors import ConfigError, DataError, LegatoError
 from legato.trainer.data.shares import are_shares, differ, hashes_of
-from legato.trainer.errors import ConfigError, DataError, LegatoError
 from legato.trainer.processes.collectives import Collectives
 from legato.trainer.processes.environment import run_workers
 

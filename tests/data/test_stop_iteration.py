@@ -6,8 +6,8 @@ from tiny import Tiny, make_data, make_loader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 import legato as lg
-from legato.trainer.errors import DataError
-from legato.trainer.torch_private import public_only
+from legato.base.errors import DataError
+from legato.base.torch_private import public_only
 
 
 class Runs(Dataset):

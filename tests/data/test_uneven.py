@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import legato as lg
+from legato.base.errors import DataError
 from legato.callbacks import Checkpoint
 from legato.trainer.data.dealing import EvaluationData
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.steps import Dealing
-from legato.trainer.errors import DataError
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow

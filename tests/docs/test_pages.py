@@ -11,10 +11,10 @@ import pytest
 import yaml
 from pages import ROOT, TRAINS, Block, Reader, blocks, pages, prose, read
 
-from legato.trainer.__main__ import COMMANDS
-from legato.trainer.config.check import check_config
-from legato.trainer.config.read import SECTIONS, read_config
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
+from legato.cli.config.check import check_config
+from legato.cli.config.read import SECTIONS, read_config
+from legato.cli.main import COMMANDS
 
 PAGES = pages()
 NOT_RUN = {
@@ -28,13 +28,13 @@ NOT_RUN = {
     "ray ": "needs Ray",
     "kubectl ": "needs Kubernetes",
     "python -m benchmarks": "takes minutes; tests/ has each benchmark's own test",
-    "mypy": "does not find an editable install that is not its own; tests/commands/test_new.py",
+    "mypy": "does not find an editable install that is not its own; tests/cli/test_new.py",
     "python -m legato.compat.lightning.page": "writes a page of the repository",
 }
 """Beginnings of commands that a test does not run, with the reason."""
 LEFT_OUT = {
-    "legato fit digits.yaml launcher=slurm": "needs SLURM; tests/launchers/ runs it",
-    "legato fit digits.yaml launcher=ray": "needs Ray; tests/launchers/ runs it",
+    "legato fit digits.yaml launcher=slurm": "needs SLURM; tests/cli/launchers/ runs it",
+    "legato fit digits.yaml launcher=ray": "needs Ray; tests/cli/launchers/ runs it",
     "legato lightning train.py": "the reader's own program; tests/lightning/ runs some",
     "legato convert": "needs a checkpoint of Lightning; tests/lightning/test_checkpoints.py goes both ways",
     "legato fit config.yaml trainer.strategy.join": "joins another machine's run; tests/elastic/ does it",

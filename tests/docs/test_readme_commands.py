@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pages import Reader, blocks
 
-from legato.trainer.run_directory import RunDirectory
+from legato.trainer.runs.directory import RunDirectory
 
 
 @pytest.mark.slow

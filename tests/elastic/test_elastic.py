@@ -14,11 +14,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from waiting import children, free_port, leave, runs, wait_until
 
 import legato as lg
-from legato.trainer.checkpoints import store
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes import environment
 from legato.trainer.processes.collectives import SINGLE
 from legato.trainer.processes.sync import Agreement
+from legato.trainer.runs import store
 from legato.trainer.strategies.ddp import DDPStrategy
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -636,7 +636,7 @@ class Spiky(Net):
 
 def watched(root, folder=None, **options):
     """Train with averaged weights and dropped spikes; return the results."""
-    averages, spikes = lg.callbacks.ExponentialMovingAverage(0.9), lg.callbacks.SpikeWatch(50, 8, "skip")
+    averages, spikes = lg.callbacks.ExponentialMovingAverage(0.9), lg.lab.SpikeWatch(50, 8, "skip")
     task, trainer = fit(root, task=Spiky(folder), callbacks=[averages, spikes], **options)
     averages, spikes = (one for one in trainer.callbacks if type(one) in (type(averages), type(spikes)))
     assert spikes.spikes == [32, 63]

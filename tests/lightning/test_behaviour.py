@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric
 
 import legato as lg
 import legato.compat.lightning.pytorch as room
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 

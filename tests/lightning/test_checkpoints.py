@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 import legato.compat.lightning as room
+from legato.base.errors import CheckpointError
+from legato.cli.convert import convert_checkpoint
 from legato.compat.lightning.checkpoint_files import open_directories
 from legato.compat.lightning.utilities import load_file
 from legato.tasks.hyperparameters import IN_PROCESS
-from legato.trainer.checkpoints import store
-from legato.trainer.checkpoints.convert import as_lightning
-from legato.trainer.commands.convert import convert_checkpoint
-from legato.trainer.errors import CheckpointError
+from legato.trainer.resume.convert import as_lightning
+from legato.trainer.runs import store
 from legato.trainer.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:::torch.optim", "ignore:::torch.jit")

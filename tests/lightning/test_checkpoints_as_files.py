@@ -14,10 +14,10 @@ import torch
 from forked import completed, run_module, run_script
 
 import legato.compat.lightning as L
+from legato.cli.convert import convert_checkpoint
 from legato.compat.lightning.checkpoint_files import open_directories
 from legato.compat.lightning.file_functions import give_back_files, is_complete, take_files, taken
-from legato.trainer.checkpoints.store import checkpoint_step, verify
-from legato.trainer.commands.convert import convert_checkpoint
+from legato.trainer.runs.store import checkpoint_step, verify
 
 COPIES = ("copy", "copy2", "copyfile")
 
@@ -303,7 +303,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_a_program_and_its_workers_copy_checkpoints(tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    done = completed(run_module, "legato.trainer", "lightning", "train.py", cwd=tmp_path)
+    done = completed(run_module, "legato", "lightning", "train.py", cwd=tmp_path)
     assert done.stdout.splitlines()[-2:] == ["['best.ckpt', 'in_worker.ckpt'] 2", "b'PK'"], done.stderr
     assert done.returncode == 1
     assert "IsADirectoryError" in done.stderr

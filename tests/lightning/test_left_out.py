@@ -9,9 +9,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch.utils.data import DataLoader
 
 import legato.compat.lightning as L
+from legato.base.errors import CheckpointError
 from legato.compat.lightning.checkpoint_files import load
 from legato.tasks.hyperparameters import IN_PROCESS
-from legato.trainer.errors import CheckpointError
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 

@@ -381,7 +381,7 @@ trainer.logger.save()
 def test_a_script_writes_the_rows_that_it_writes_with_lightning(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     found = {}
-    for name, called in (("theirs", [run_script]), ("ours", [run_module, "legato.trainer", "lightning"])):
+    for name, called in (("theirs", [run_script]), ("ours", [run_module, "legato", "lightning"])):
         done = completed(*called, "train.py", name, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         with (tmp_path / name / "mine" / "version_0" / "metrics.csv").open(newline="") as file:
@@ -475,7 +475,7 @@ def test_lists_of_a_config_are_lists_in_the_file_of_hyperparameters(kind, tmp_pa
 
 
 def test_a_logger_that_is_one_by_registration_alone_logs_a_run(tmp_path):
-    from legato.trainer.loggers.logger import Logger as CoreLogger
+    from legato.loggers.logger import Logger as CoreLogger
 
     class Remote(CoreLogger):
         """As those of services are: registered, and without a folder."""

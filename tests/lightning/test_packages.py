@@ -61,7 +61,7 @@ def test_a_package_runs_unchanged(tmp_path, name):
     if find_spec(NEEDS[name]) is None:
         pytest.skip(f"needs {NEEDS[name]}")
     script = str(SCRIPTS / f"{name}.py")
-    ours = run(tmp_path / "legato", run_module, "legato.trainer", "lightning", script)
+    ours = run(tmp_path / "legato", run_module, "legato", "lightning", script)
     theirs = run(tmp_path / "lightning", run_script, script)
     assert ours.keys() == theirs.keys()
     assert same(theirs.get("exact", {}), ours.get("exact", {})), (theirs, ours)

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import legato.compat.lightning as L
+from legato.base.errors import ConfigError
 from legato.compat.lightning.checkpoint_files import load_file, open_directories
 from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.pytorch.core.saving import _load_from_checkpoint, get_filesystem
 from legato.compat.lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 from legato.compat.lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from legato.compat.lightning.pytorch.trainer.states import RunningStage, TrainerFn
-from legato.trainer.errors import ConfigError
 
 
 class Linear(L.LightningModule):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import legato.compat.lightning as L
+from legato.base.errors import ConfigError
 from legato.callbacks.callback import Callback as CoreCallback
 from legato.compat.lightning.placeholders import Placeholder
-from legato.trainer.errors import ConfigError
 from legato.trainer.hooks import overrides
 
 BASES = ("Callback", "LightningModule", "LightningDataModule", "loggers.Logger")

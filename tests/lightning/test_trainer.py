@@ -14,9 +14,9 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from torch.utils.data import DataLoader
 
 import legato.compat.lightning.pytorch as pl
+from legato.base.errors import ConfigError, TaskError
 from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
-from legato.trainer.errors import ConfigError, TaskError
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 SILENT = {**QUIET, "logger": False, "enable_checkpointing": False}

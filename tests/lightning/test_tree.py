@@ -11,11 +11,11 @@ import torch
 from forked import completed, run_module
 
 import legato.compat.lightning.pytorch as pl
+from legato.cli.main import main
 from legato.compat.lightning.names import EXPORTS, NAMES
 from legato.compat.lightning.placeholders import UnsupportedError
 from legato.compat.lightning.script import of_legato
 from legato.compat.lightning.tree import ABOVE, MODULES, find_entry, names_of, resolve
-from legato.trainer.__main__ import main
 
 
 def public_names(path):
@@ -176,7 +176,7 @@ def run(tmp_path, *called, script=SCRIPT):
 
 @pytest.mark.slow
 def test_a_script_runs_unchanged(tmp_path):
-    done = run(tmp_path, run_module, "legato.trainer", "lightning", "train.py", "--lr", "3")
+    done = run(tmp_path, run_module, "legato", "lightning", "train.py", "--lr", "3")
     assert done.stdout == "ran ['--lr', '3']\n"
     assert done.stderr.startswith("legato: Timer, Trainer, seed_everything of Lightning stood for Legato's")
     done = run(tmp_path, run_module, "legato.compat.lightning", "-m", "train", "--help")
@@ -192,7 +192,7 @@ def test_the_command_tells_its_own_help(capsys, word):
 @pytest.mark.slow
 def test_an_error_of_a_script_is_told_as_by_python(tmp_path):
     (tmp_path / "train.py").write_text("import lightning as L\ndef f():\n    L.Trainer(max_epochs=-5)\nf()\n")
-    command = [sys.executable, "-m", "legato.trainer", "lightning", "train.py"]
+    command = [sys.executable, "-m", "legato", "lightning", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert 'train.py", line 3, in f' in done.stderr
@@ -203,7 +203,7 @@ def test_an_error_of_a_script_is_told_as_by_python(tmp_path):
 @pytest.mark.slow
 def test_an_exit_code_of_a_script_is_its_own(tmp_path):
     (tmp_path / "train.py").write_text("import sys\nsys.exit(7)\n")
-    assert completed(run_module, "legato.trainer", "lightning", "train.py", cwd=tmp_path).returncode == 7
+    assert completed(run_module, "legato", "lightning", "train.py", cwd=tmp_path).returncode == 7
 
 
 CHILDREN = """
@@ -234,7 +234,7 @@ def test_processes_started_from_it_see_the_same(tmp_path):
     (tmp_path / "train.py").write_text(CHILDREN)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["legato.trainer.errors"] * 2 + ["2.6.6", "2.6.6"]
+    assert done.stdout.split() == ["legato.base.errors"] * 2 + ["2.6.6", "2.6.6"]
 
 
 DEMO = """
@@ -251,7 +251,7 @@ print(trainer.global_step)
 
 @pytest.mark.slow
 def test_lightnings_own_demonstrations_run(tmp_path):
-    done = run(tmp_path, run_module, "legato.trainer", "lightning", "train.py", script=DEMO)
+    done = run(tmp_path, run_module, "legato", "lightning", "train.py", script=DEMO)
     assert done.stdout.split()[-1] == "2"
 
 
@@ -268,7 +268,7 @@ def test_an_error_within_legato_ends_in_a_sentence_and_one_of_the_program_does_n
     trainer = pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", logger=False, enable_progress_bar=False)
     assert error_of(Fails(), [torch.ones(2, 1)]) == ""
     assert error_of(3) == ""  # refused in words that say what is wrong
-    monkeypatch.setattr("legato.trainer.build.make_run", None)
+    monkeypatch.setattr("legato.trainer.setup.build.make_run", None)
     told = error_of(Fails(), [torch.ones(2, 1)])
-    assert told.startswith("legato: this error arose within Legato (trainer/build.py:")
+    assert told.startswith("legato: this error arose within Legato (trainer/setup/build.py:")
     assert "`python train.py --fast` runs it under Lightning itself" in told

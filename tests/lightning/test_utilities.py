@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import legato.compat.lightning.pytorch.utilities as ours
+from legato.base.errors import ConfigError
 from legato.compat.lightning.names import NAMES
 from legato.compat.lightning.pytorch import LightningModule, seed_everything
-from legato.trainer.errors import ConfigError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import legato.compat.lightning.pytorch as room
-from legato.trainer.errors import CheckpointError
+from legato.base.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 

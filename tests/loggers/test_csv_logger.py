@@ -12,7 +12,7 @@ import torch
 import yaml
 from tiny import Validated, make_loader, make_trainer
 
-from legato.trainer.loggers import CSVLogger
+from legato.loggers import CSVLogger
 
 
 def read_rows(path):
@@ -105,7 +105,7 @@ def test_a_resume_removes_later_rows_and_repeats_none(tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_loses_no_row(tmp_path):
     code = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom legato.trainer.loggers import CSVLogger\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom legato.loggers import CSVLogger\n"
         "logger = CSVLogger()\nlogger.open(Path(sys.argv[1]), None)\n"
         "for step in range(1, 51): logger.log_metrics({'loss': 1 / step}, step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import Tiny, make_loader, make_trainer
 
-from legato.trainer.loggers import CSVLogger, JSONLinesLogger, Logger, NoExperiment, TensorBoardLogger
+from legato.loggers import CSVLogger, JSONLinesLogger, Logger, NoExperiment, TensorBoardLogger
 
 
 def read_lines(path):
@@ -39,7 +39,7 @@ def run_python(code, *arguments):
 
 def test_import_and_construction_load_no_tensorboard():
     code = (
-        "import sys, legato.trainer.loggers as loggers\n"
+        "import sys, legato.loggers as loggers\n"
         "loggers.TensorBoardLogger(); loggers.JSONLinesLogger(); loggers.Logger()\n"
         "assert not [name for name in sys.modules if name.startswith(('tensorboard', 'torch'))], list(sys.modules)"
     )
@@ -48,7 +48,7 @@ def test_import_and_construction_load_no_tensorboard():
 
 
 def test_an_unknown_logger_is_an_attribute_error():
-    import legato.trainer.loggers as loggers
+    import legato.loggers as loggers
 
     with pytest.raises(AttributeError, match="WandB"):
         _ = loggers.WandB
@@ -167,7 +167,7 @@ def test_a_killed_process_loses_no_line(tmp_path):
     code = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from legato.trainer.loggers import CSVLogger, JSONLinesLogger\n"
+        "from legato.loggers import CSVLogger, JSONLinesLogger\n"
         "logger = JSONLinesLogger()\n"
         "logger.open(Path(sys.argv[1]), None)\n"
         "for step in range(1, 101): logger.log_metrics({'loss': 1 / step}, step)\n"

@@ -11,11 +11,11 @@ from forked import completed, run_source
 from tiny import Validated, make_loader, make_trainer
 
 import legato as lg
+from legato.base.errors import TaskError
 from legato.callbacks import Checkpoint
-from legato.trainer.errors import TaskError
-from legato.trainer.loggers import CSVLogger, TensorBoardLogger
-from legato.trainer.loggers.pixels import to_pixels
-from legato.trainer.loggers.tensorboard import sort_before_now, tags_at
+from legato.loggers import CSVLogger, TensorBoardLogger
+from legato.loggers.pixels import to_pixels
+from legato.loggers.tensorboard import sort_before_now, tags_at
 
 
 def accumulate(folder):
@@ -39,7 +39,7 @@ def run_python(code, *arguments):
 RUN = """
 import os, sys
 from pathlib import Path
-from legato.trainer.loggers import TensorBoardLogger
+from legato.loggers import TensorBoardLogger
 run_dir, begin, end, resume = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "resume"
 logger = TensorBoardLogger()
 logger.open(run_dir, begin if resume else None)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tiny import Validated, make_loader, make_trainer
 
+from legato.base.errors import ConfigError
 from legato.callbacks import Checkpoint
-from legato.trainer.errors import ConfigError
-from legato.trainer.loggers import MLFlowLogger, WandbLogger
+from legato.loggers import MLFlowLogger, WandbLogger
 
 
 def imported(name):

@@ -6,7 +6,7 @@ from ddp_cases import QUIET
 from tiny import Tiny, make_loader
 
 import legato as lg
-from legato.trainer.errors import DisagreementError, NonFiniteError
+from legato.base.errors import DisagreementError, NonFiniteError
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from tiny import Tiny, Validated, make_data, make_loader, make_trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
+from legato.base.errors import DisagreementError, TaskError
 from legato.tasks.task import Task
-from legato.trainer.errors import DisagreementError, TaskError
 from legato.trainer.metrics.torchmetrics import MetricStates, gather_state, states_of
 from legato.trainer.processes.environment import run_workers
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tiny import Says, Tiny, logs, make_data
 
 import legato as lg
-from legato.trainer.errors import TaskError
+from legato.base.errors import TaskError
 
 SIZES = [4, 4, 4, 4, 2]
 MEAN = sum(size * index for index, size in enumerate(SIZES)) / 18

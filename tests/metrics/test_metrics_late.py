@@ -8,7 +8,7 @@ from tiny import Memory, Says, Tiny, logs, make_loader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import legato as lg
-from legato.trainer.errors import NonFiniteError
+from legato.base.errors import NonFiniteError
 
 
 # --- reading late -----------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.commands.replay.watchers import STEPS_FILE, StepReport
-from legato.trainer.errors import TaskError
+from legato.base.errors import TaskError
+from legato.lab.watchers import STEPS_FILE, StepReport
 
 SAMPLES, LENGTH, WORDS = 22, 6, 16
 generator = torch.Generator().manual_seed(3)

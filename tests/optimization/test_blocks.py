@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.errors import ConfigError, TaskError
+from legato.base.errors import ConfigError, TaskError
 from legato.trainer.processes.environment import run_workers
 from legato.trainer.strategies.bitwise.batch_norm import synchronize
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 import legato as lg
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 
 
 class Newton(Tiny):

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.errors import ConfigError, TaskError
+from legato.base.errors import ConfigError, TaskError
 
 
 # --- manual optimization ----------------------------------------------------------------------------------------------

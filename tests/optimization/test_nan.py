@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
-from legato.trainer.checkpoints import store
-from legato.trainer.errors import ConfigError, NonFiniteError
+from legato.base.errors import ConfigError, NonFiniteError
 from legato.trainer.optimization.finite import are_finite
+from legato.trainer.runs import store
 
 
 class Hurt(Tiny):

@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import legato as lg
-from legato.trainer.errors import ConfigError, TaskError
+from legato.base.errors import ConfigError, TaskError
 from legato.trainer.optimization.kernels import choose_fused, numerics
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from legato.trainer.errors import CheckpointError, ConfigError
+from legato.base.errors import CheckpointError, ConfigError
 from legato.trainer.optimization.precision import PRECISIONS, Precision
 
 Pair = namedtuple("Pair", "image label")

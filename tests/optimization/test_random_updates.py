@@ -18,7 +18,7 @@ from random_updates import (
 from shared_processes import run_cases
 
 import legato as lg
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 
 KINDS = (Noisy, NoisyGradients, NoisyWeights, NoisySteps, NoisyEvaluation)
 

@@ -7,7 +7,7 @@ from mesh_cases import Dropped, fit
 from tiny import Tiny, assert_same_bits, make_loader
 from torch import nn
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 
 
 class Counted(Dropped):

@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
+from legato.base.errors import ConfigError
 from legato.callbacks.callback import Callback
-from legato.trainer.errors import ConfigError
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 

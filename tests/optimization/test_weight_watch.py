@@ -8,7 +8,7 @@ from tiny import Tiny, make_data, make_loader, make_trainer
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from legato.trainer.errors import TaskError
+from legato.base.errors import TaskError
 
 TWO = {"devices": 2, "strategy": "ddp"}
 

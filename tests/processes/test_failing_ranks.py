@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 from waiting import children, wait_until
 
 import legato as lg
+from legato.base.errors import WorkerError
 from legato.callbacks import Checkpoint
-from legato.trainer.errors import WorkerError
 from legato.trainer.processes.environment import warm_up
 
 pytestmark = pytest.mark.slow

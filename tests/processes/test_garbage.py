@@ -12,7 +12,7 @@ import pytest
 import torch
 from tiny import Tiny, assert_same_bits, make_loader, make_trainer
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes.environment import run_workers
 from legato.trainer.processes.garbage import WHOLE_SECONDS, GarbageCollector
 

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from waiting import children, free_port, wait_until
 
-from legato.trainer.errors import ConfigError, DataError, DisagreementError, HangError, WorkerError
+from legato.base.errors import ConfigError, DataError, DisagreementError, HangError, WorkerError
 from legato.trainer.processes.environment import run_workers, warm_up
 
 TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}

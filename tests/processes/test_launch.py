@@ -10,7 +10,7 @@ import pytest
 from forked import Forked, completed, run_module, run_script
 from waiting import free_port, own_lines
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes import environment
 from legato.trainer.processes.environment import Place, find_place
 

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes.environment import allow_connections
 from legato.trainer.processes.sync import Agreement
 

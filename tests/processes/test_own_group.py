@@ -11,7 +11,7 @@ from forked import Forked
 from waiting import free_port
 
 import legato as lg
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 

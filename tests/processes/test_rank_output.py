@@ -5,7 +5,7 @@ import io
 import pytest
 from forked import completed, run_source
 
-from legato.trainer.messages import STDERR, RankOutput, is_terminal
+from legato.base.messages import STDERR, RankOutput, is_terminal
 
 PROGRAM = """
 import logging, sys, torch

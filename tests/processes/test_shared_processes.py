@@ -7,7 +7,7 @@ import torch
 from mesh_cases import CNN, mesh, outcome
 from shared_processes import run_cases
 
-from legato.trainer.errors import WorkerError
+from legato.base.errors import WorkerError
 from legato.trainer.processes.environment import find_place
 
 pytestmark = pytest.mark.slow

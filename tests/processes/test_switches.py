@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny import Tiny, make_loader, make_trainer
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes.environment import NUMERIC_VARIABLES
 from legato.trainer.switches import SWITCHES, read_switches, write_switches
 

@@ -11,7 +11,7 @@ import pytest
 from forked import Forked, run_module
 from torch.distributed import TCPStore
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes.environment import Place
 from legato.trainer.processes.layout_report import check_place, describe_layout
 

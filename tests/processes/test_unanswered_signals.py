@@ -13,8 +13,8 @@ import unanswered_run
 from forked import Forked, run_module, run_script
 from waiting import kill_session, members, wait_until
 
-from legato.trainer.checkpoints import store
 from legato.trainer.processes.signals import RESUME_ME
+from legato.trainer.runs import store
 
 TWO = {"devices": 2, "strategy": "ddp"}
 

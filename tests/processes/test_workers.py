@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from waiting import children, wait_until
 
-from legato.trainer.errors import ConfigError, TaskError, WorkerError
+from legato.base.errors import ConfigError, TaskError, WorkerError
 from legato.trainer.processes import environment, workers
 from legato.trainer.processes.environment import Place, find_place, run_workers
 

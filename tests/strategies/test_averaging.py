@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
-from legato.trainer.errors import TaskError
+from legato.base.errors import TaskError
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow

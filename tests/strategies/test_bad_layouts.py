@@ -11,7 +11,7 @@ from ddp_cases import QUIET, Net, loader
 from torch import nn
 
 import legato as lg
-from legato.trainer.errors import LegatoError
+from legato.base.errors import LegatoError
 from legato.trainer.processes.environment import find_place, run_workers
 
 
@@ -127,7 +127,7 @@ def test_every_rank_is_told_the_same(told, name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there are CUDA devices")
 def test_devices_that_are_not_there(refused):
-    from legato.trainer.errors import ConfigError
+    from legato.base.errors import ConfigError
 
     with pytest.raises(ConfigError, match="torch sees no such device here; try accelerator=cpu"):
         lg.Trainer(**{**QUIET, "accelerator": "cuda", "devices": 2, "strategy": "ddp"})
@@ -136,7 +136,7 @@ def test_devices_that_are_not_there(refused):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_too_few_devices():
-    from legato.trainer.errors import ConfigError
+    from legato.base.errors import ConfigError
 
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=f"there are {count} cuda devices here; ask for at most {count}"):

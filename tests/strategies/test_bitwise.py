@@ -16,7 +16,7 @@ from bitwise_cases import CASES, Case, Noisy, run, run_all
 from torch import nn
 from torch.nn import functional
 
-from legato.trainer.errors import ConfigError, TaskError, WorkerError
+from legato.base.errors import ConfigError, TaskError, WorkerError
 from legato.trainer.processes import environment
 
 NAMES = list(CASES)

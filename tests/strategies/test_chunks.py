@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from legato.trainer.errors import TaskError
+from legato.base.errors import TaskError
 from legato.trainer.strategies.data_parallel.chunks import chunk_sizes, combine, split
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import legato as lg
-from legato.trainer.arguments import TrainerArguments
+from legato.base.arguments import TrainerArguments
+from legato.base.errors import ConfigError, DataError
 from legato.trainer.data.sampling import Layout
 from legato.trainer.data.transfer import to_device
-from legato.trainer.errors import ConfigError, DataError
 from legato.trainer.metrics.log import Metrics
 from legato.trainer.processes.environment import Place
 from legato.trainer.strategies.data_parallel.copies import copy_to_device

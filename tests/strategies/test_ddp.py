@@ -8,8 +8,8 @@ from ddp_cases import DATA, QUIET, TWO, Net, Spare, close, fit, flat, in_one, lo
 from torch import nn
 
 import legato as lg
+from legato.base.errors import ConfigError, TaskError
 from legato.callbacks import Checkpoint, EarlyStopping
-from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow

@@ -15,9 +15,9 @@ from forked import Forked, run_program
 from waiting import children, free_port, runs, wait_until
 
 import legato as lg
-from legato.trainer.checkpoints import store
-from legato.trainer.errors import ConfigError, DisagreementError, TaskError
+from legato.base.errors import ConfigError, DisagreementError, TaskError
 from legato.trainer.processes.environment import run_workers, warm_up
+from legato.trainer.runs import store
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,8 @@ from shared_processes import run_cases
 from torch import nn
 
 import legato as lg
+from legato.base.errors import ConfigError, TaskError, WorkerError
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
-from legato.trainer.errors import ConfigError, TaskError, WorkerError
 from legato.trainer.processes.environment import Place
 from legato.trainer.strategies import DDPRPCStrategy
 

@@ -22,7 +22,7 @@ from mesh_cases import (
 from shared_processes import run_cases
 from torch.distributed.fsdp import FSDPModule
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.processes.environment import run_workers
 
 TOLERANCE = 2e-6

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Subset
 from torchmetrics.classification import MulticlassAccuracy
 
 import legato as lg
-from legato.trainer.errors import CheckpointError, ConfigError, NonFiniteError, TaskError
+from legato.base.errors import CheckpointError, ConfigError, NonFiniteError, TaskError
 from legato.trainer.optimization.kernels import modules_named
 from legato.trainer.strategies.mesh.mesh import MeshStrategy
 from legato.trainer.strategies.mesh.sharding import find_sharded_blocks

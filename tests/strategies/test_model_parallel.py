@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import legato as lg
+from legato.base.errors import ConfigError, LegatoError, TaskError
 from legato.callbacks import Checkpoint
-from legato.trainer.errors import ConfigError, LegatoError, TaskError
 from legato.trainer.processes.environment import run_workers
 from legato.trainer.strategies.model_parallel.model_parallel import DDPModelParallelStrategy, DeviceHooks
 from legato.trainer.strategies.model_parallel.parts import split_evenly

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import legato as lg
+from legato.base.errors import ConfigError, TaskError
 from legato.callbacks import Checkpoint
-from legato.trainer.errors import ConfigError, TaskError
 from legato.trainer.processes.environment import run_workers
 
 

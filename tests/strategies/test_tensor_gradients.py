@@ -6,9 +6,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.arguments import TrainerArguments
-from legato.trainer.commands.check.check import try_run
-from legato.trainer.errors import ConfigError, TaskError
+from legato.base.arguments import TrainerArguments
+from legato.base.errors import ConfigError, TaskError
+from legato.cli.check.check import try_run
 
 WIDTH, HEADS = 16, 4
 CUT = {"blocks.*.wide": "column", "blocks.*.narrow": "row"}

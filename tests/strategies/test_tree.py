@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from legato.base.errors import TaskError
 from legato.trainer.data.sampling import Layout
-from legato.trainer.errors import TaskError
 from legato.trainer.processes import environment
 from legato.trainer.strategies.bitwise import tree as bitwise_tree
 from legato.trainer.strategies.bitwise.tree import (

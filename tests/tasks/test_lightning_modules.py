@@ -13,9 +13,9 @@ from lightning_modules import make_loader
 from torch import nn
 
 import legato as lg
+from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint, EarlyStopping
-from legato.trainer.errors import CheckpointError, ConfigError
-from legato.trainer.loggers import TensorBoardLogger
+from legato.loggers import TensorBoardLogger
 
 QUIET = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 SILENT = {**QUIET, "logger": False, "enable_checkpointing": False}

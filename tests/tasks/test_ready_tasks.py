@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import legato as lg
+from legato.base.errors import DataError, TaskError
+from legato.cli.config import build, check
 from legato.tasks.characters import ALPHABET, CharacterGPT, PydocText, decode, encode
 from legato.tasks.digits import DigitImages, Digits, DigitsData
-from legato.trainer.config import build, check
-from legato.trainer.errors import DataError, TaskError
 
 ROOT = Path(lg.__file__).parent
 UNKNOWN = ALPHABET[-1]

@@ -14,16 +14,14 @@ from legato.callbacks import (
     GradientAccumulationScheduler,
     LambdaCallback,
     LearningRateMonitor,
-    Microscope,
     OnExceptionCheckpoint,
-    SpikeWatch,
     StochasticWeightAveraging,
-    StragglerMonitor,
     ThroughputMonitor,
     Timer,
     WeightAveraging,
 )
-from legato.trainer.loggers import JSONLinesLogger
+from legato.lab import Microscope, SpikeWatch, StragglerMonitor
+from legato.loggers import JSONLinesLogger
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from together.features import DISTURBANCES, NAMED, NEUTRAL, STRATEGIES, Feature,
 from together.play import Result, Unexpected, differences, play
 from together.scene import Scene
 
-from legato.trainer.errors import LegatoError
+from legato.base.errors import LegatoError
 from legato.trainer.processes import environment, workers
 
 BF16 = 2e-2
@@ -242,7 +242,7 @@ def prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     logging.getLogger("legato").setLevel(logging.ERROR)
-    workers.PRELOAD += ["legato.trainer.build", "tensorboard.summary.writer", "torchmetrics"]
+    workers.PRELOAD += ["legato.trainer.setup.build", "tensorboard.summary.writer", "torchmetrics"]
     environment.warm_up()
 
 

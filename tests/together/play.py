@@ -26,8 +26,8 @@ from together.scene import HELD_OUT, SAMPLES, Fault, Net, Scene, Writes, make_lo
 from waiting import children
 
 import legato as lg
-from legato.trainer.checkpoints import store
-from legato.trainer.loggers.tensorboard import put_last
+from legato.loggers.tensorboard import put_last
+from legato.trainer.runs import store
 
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import legato as lg
 from legato.callbacks import Checkpoint, PredictionWriter
-from legato.trainer.loggers.logger import Logger
+from legato.loggers.logger import Logger
 
 SAMPLES, HELD_OUT, BATCH, EPOCHS = 26, 10, 4, 3
 """Seven batches an epoch, the last one short: with two replicas four steps, in whose last one replica has no batch."""

@@ -6,9 +6,9 @@ import pytest
 from tiny import Tiny, make_loader, make_trainer
 
 import legato as lg
-from legato.trainer.__main__ import main
-from legato.trainer.checkpoints import store
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
+from legato.cli.main import main
+from legato.trainer.runs import store
 
 REFUSED = r"'(s3|gs|memory)://b/r(uns)?', the address of a store\. .* name the folder"
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato as lg
+from legato.base.errors import ConfigError, DataError, TaskError
 from legato.trainer.data.sampling import Layout
-from legato.trainer.errors import ConfigError, DataError, TaskError
 
 
 # --- the task ---------------------------------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ import torch
 from ddp_cases import QUIET, TWO, Net, fit, loader
 
 import legato as lg
+from legato.base.errors import DisagreementError
 from legato.trainer.drift import sums_of_bits
-from legato.trainer.errors import DisagreementError
 
 
 class Noisy(Net):

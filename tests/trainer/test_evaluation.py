@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
 
 import legato as lg
-from legato.trainer.errors import CheckpointError, DataError
+from legato.base.errors import CheckpointError, DataError
 
 
 class Measured(Validated):

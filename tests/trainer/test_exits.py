@@ -5,7 +5,7 @@ import sys
 import pytest
 from tiny import Validated, make_loader
 
-from legato.trainer.errors import WorkerError
+from legato.base.errors import WorkerError
 
 
 class Exits(Validated):

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 
 import legato as lg
+from legato.base.errors import TaskError
 from legato.trainer.data.sampling import epoch_key, permutation
-from legato.trainer.errors import TaskError
 
 
 # --- parity -----------------------------------------------------------------------------------------------------------

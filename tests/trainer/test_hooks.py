@@ -9,9 +9,9 @@ from recorder import LateRecorder, Recorder, RecordingTask, make_recorder
 from tiny import Tiny, Validated, make_loader
 
 import legato as lg
+from legato.base.errors import TaskError
 from legato.callbacks import callback as drawing_module
 from legato.tasks.data_hooks import DataHooks
-from legato.trainer.errors import TaskError
 from legato.trainer.hooks import CALLBACK_HOOKS, TASK_HOOKS
 
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

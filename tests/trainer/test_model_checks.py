@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import legato as lg
-from legato.trainer.errors import ConfigError, TaskError, did_you_mean
+from legato.base.errors import ConfigError, TaskError, did_you_mean
 
 TWO = {"devices": 2, "max_steps": 1}
 

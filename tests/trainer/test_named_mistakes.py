@@ -14,7 +14,7 @@ from tiny import Tiny, Validated, make_data, make_loader
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.errors import DataError, DisagreementError, TaskError
+from legato.base.errors import DataError, DisagreementError, TaskError
 
 TWO = {"strategy": "ddp", "devices": 2}
 
@@ -334,7 +334,7 @@ sys.path[:] = {path!r}
 import torch
 from torch.utils.data import DataLoader
 from tiny import Tiny, make_trainer
-from legato.trainer.errors import DataError
+from legato.base.errors import DataError
 
 class Large:
     def __len__(self):

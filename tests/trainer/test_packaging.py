@@ -18,7 +18,7 @@ import legato as lg
 pytestmark = pytest.mark.slow
 
 NOT_NEEDED = {".gitignore"}
-HANDFUL = ["tests/trainer/test_bad_arguments.py", "tests/data/test_sampling.py", "tests/config/test_config.py"]
+HANDFUL = ["tests/base/test_bad_arguments.py", "tests/data/test_sampling.py", "tests/cli/config/test_config.py"]
 
 
 def run(*words, **options):
@@ -99,7 +99,13 @@ def test_the_metadata(wheel):
 
 def test_the_version_is_written_down_once():
     version = re.escape(lg.__version__)
-    files = [ROOT / "setup.cfg", ROOT / "pyproject.toml", *(ROOT / "trainer").rglob("*.py"), ROOT / "Makefile"]
+    files = [
+        ROOT / "setup.cfg",
+        ROOT / "pyproject.toml",
+        *(ROOT / "cli").rglob("*.py"),
+        *(ROOT / "trainer").rglob("*.py"),
+        ROOT / "Makefile",
+    ]
     pattern = re.compile(rf"version\W+{version}", re.IGNORECASE)
     assert [path for path in files if pattern.search(path.read_text())] == []
 

@@ -20,8 +20,8 @@ import torch
 from forked import Forked, run_module, run_source
 from waiting import kill_session, members, wait_until
 
-from legato.trainer.checkpoints import store
 from legato.trainer.processes.signals import ONE_PRESS, RESUME_ME, handling_end_signals
+from legato.trainer.runs import store
 
 SCRIPT = Path(preempted_run.__file__)
 ONE = {"hold": "step-4"}
@@ -346,7 +346,7 @@ def test_ctrl_c_of_the_command_line_in_a_terminal(tmp_path, devices):
     (tmp_path / "command.py").write_text(MODULE.format(tests=str(SCRIPT.parent)))
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=devices))
     keyboard, terminal = pty.openpty()
-    command = [sys.executable, "-m", "legato.trainer", "fit", "config.yaml"]
+    command = [sys.executable, "-m", "legato", "fit", "config.yaml"]
     # the terminal becomes the controlling one of the new session, so that Ctrl-C is a signal to its process group
     begin = f"import os, forked; os.close(os.open({os.ttyname(terminal)!r}, os.O_RDWR)); "
     forked = run_source, begin + f"forked.run_module(*{command[2:]!r})"
@@ -369,7 +369,7 @@ def test_the_command_line_is_told_before_it_has_a_trainer(tmp_path, monkeypatch,
     module = MODULE.format(tests=str(SCRIPT.parent)) + "\nimport time; Path('began').touch(); time.sleep(20)"
     (tmp_path / "command.py").write_text(module)
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=1))
-    with running(tmp_path, (run_module, "legato.trainer", "fit", "config.yaml")) as run:
+    with running(tmp_path, (run_module, "legato", "fit", "config.yaml")) as run:
         assert wait_until((tmp_path / "began").exists, 30)
         os.kill(run.process.pid, number)
         assert run.end() == code
@@ -442,7 +442,7 @@ def test_a_job_is_requeued_by_a_signal_while_its_modules_are_imported(tmp_path, 
     (tmp_path / "command.py").write_text(module)
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path, devices=1))
     job = Slurm(tmp_path)
-    command = run_module, "legato.trainer", "fit", "config.yaml", "trainer.requeue=true"
+    command = run_module, "legato", "fit", "config.yaml", "trainer.requeue=true"
     with running(tmp_path, command, env=job.environment) as run:
         assert wait_until((tmp_path / "began").exists, 30)
         os.kill(run.process.pid, signal.SIGUSR1)

@@ -8,8 +8,8 @@ from tiny import Tiny, make_loader
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
+from legato.base.torch_private import forward_of, no_compiler_for_ddp, step_of
 from legato.trainer.data.loaders import iterate_loader
-from legato.trainer.torch_private import forward_of, no_compiler_for_ddp, step_of
 
 MARKS = {"Optimizer.step#SGD.step", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"}
 

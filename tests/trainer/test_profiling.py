@@ -12,7 +12,7 @@ import torch
 from tiny import Tiny, Validated, make_loader, make_trainer
 
 import legato as lg
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.profiling import (
     AdvancedProfiler,
     Profiler,
@@ -171,7 +171,7 @@ def test_a_config_can_ask_for_one(tmp_path):
     command = [
         sys.executable,
         "-m",
-        "legato.trainer",
+        "legato",
         "config",
         "digits.yaml",
         *(f"callbacks.prof.{one}" for one in words),

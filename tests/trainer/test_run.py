@@ -6,6 +6,7 @@ import pytest
 from tiny import Validated, make_loader
 
 import legato as lg
+from legato.base.errors import TaskError
 from legato.trainer.run import Call, JoinedCall, LoopState, Run, RunData
 
 HOOKS = [
@@ -64,7 +65,7 @@ class SetUp(Validated):
         run = self.trainer.current_run
         assert (run.task, run.stage, self.trainer.stage) == (self, "fit", "fit")
         assert self.trainer.optimizers == self.trainer.lr_scheduler_configs == []
-        with pytest.raises(lg.trainer.errors.TaskError, match="outside of any step"):
+        with pytest.raises(TaskError, match="outside of any step"):
             self.log("early", 1.0)
         self.phases[name] = type(run)
 
@@ -89,7 +90,7 @@ class SetUp(Validated):
         self.note("configure_optimizers")
         assert self.trainer.num_training_batches == 1
         self.trainer.save_checkpoint(self.trainer.default_root_dir / "early.weights", weights_only=True)
-        with pytest.raises(lg.trainer.errors.TaskError, match="while the run is set up"):
+        with pytest.raises(TaskError, match="while the run is set up"):
             self.trainer.save_checkpoint(self.trainer.default_root_dir / "early")
         return super().configure_optimizers()
 

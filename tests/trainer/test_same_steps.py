@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 import legato as lg
-from legato.trainer.errors import LegatoError
+from legato.base.errors import LegatoError
 from legato.trainer.processes.environment import run_workers
 
 pytestmark = pytest.mark.slow

@@ -47,7 +47,7 @@ def fit(folder, *words):
     """Train by the command line in a fresh Python; return what each rank noted."""
     (folder / "one_step.py").write_text(TASK)
     (folder / "one.yaml").write_text(CONFIG)
-    command = [sys.executable, "-m", "legato.trainer", "fit", "one.yaml", *words]
+    command = [sys.executable, "-m", "legato", "fit", "one.yaml", *words]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]

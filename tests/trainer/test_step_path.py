@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import legato as lg
 from legato.callbacks import Checkpoint
-from legato.trainer.loggers.tensorboard import TensorBoardLogger
+from legato.loggers.tensorboard import TensorBoardLogger
 
 PACKAGE = Path(lg.__file__).resolve().parent
-OURS = tuple(str(PACKAGE / room) + "/" for room in ("trainer", "callbacks", "tasks"))
+OURS = tuple(str(PACKAGE / room) + "/" for room in ("base", "callbacks", "lab", "loggers", "tasks", "trainer"))
 """The tests lie in the package's folder too, where it is installed editable."""
 
 

@@ -9,7 +9,7 @@ from tiny import Tiny, Two, assert_same_bits, make_data, make_loader, make_train
 from torch.utils.data import DataLoader
 
 import legato as lg
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 from legato.trainer.tuning import LearningRateSweep, find_batch_size, is_out_of_memory, sweep_learning_rates
 
 

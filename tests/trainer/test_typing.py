@@ -15,13 +15,13 @@ import pytest
 from sources import copy_sources
 
 import legato as lg
-from legato.trainer.arguments import ARGUMENT_NAMES
-from legato.trainer.commands.new.command import write_project
-from legato.trainer.config.check import trainer_arguments
+from legato.base.arguments import ARGUMENT_NAMES
+from legato.cli.config.check import trainer_arguments
+from legato.cli.new.command import write_project
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "tests" / "typed_project.py"
-ROOMS = ("callbacks", "tasks", "trainer/launchers", "trainer/loggers", "trainer/strategies")
+ROOMS = ("callbacks", "tasks", "cli/launchers", "lab", "loggers", "trainer/strategies")
 
 
 def quick_run(*words, **options):
@@ -136,10 +136,10 @@ def find_program(name):
 @pytest.mark.slow
 def test_an_editable_install_runs_from_its_own_place(environment, tmp_path):
     python = environment("placed", "--editable", ROOT)
-    code = "import legato, legato.trainer.errors as e; print(legato.__file__); print(e.__file__)"
+    code = "import legato, legato.base.errors as e; print(legato.__file__); print(e.__file__)"
     assert quick_run(python, "-c", code, cwd=tmp_path).split() == [
         str(ROOT / "__init__.py"),
-        str(ROOT / "trainer" / "errors.py"),
+        str(ROOT / "base" / "errors.py"),
     ]
     other = tmp_path / "legato"
     other.mkdir()

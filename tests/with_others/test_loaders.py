@@ -13,7 +13,7 @@ from torch import distributed, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
 
 import legato as lg
-from legato.trainer.errors import ConfigError, DataError
+from legato.base.errors import ConfigError, DataError
 from legato.trainer.processes.environment import run_workers
 
 warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # by torch, in torchdata's loader

@@ -5,7 +5,7 @@ import torch
 from random_updates import train
 from tiny import Tiny, assert_close
 
-from legato.trainer.errors import ConfigError
+from legato.base.errors import ConfigError
 
 
 class Quantized(Tiny):

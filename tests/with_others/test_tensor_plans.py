@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import legato as lg
-from legato.trainer.errors import ConfigError, TaskError
+from legato.base.errors import ConfigError, TaskError
 
 TENSOR = {"devices": 2, "strategy": {"name": "mesh", "tensor": 2}}
 LAYERS = {

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..processes.collectives import SINGLE, Collectives
 from .commit import NO_OWNER, ExtraFiles, Owner, commit
 from .format import FlatState, flatten

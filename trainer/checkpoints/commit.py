@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
+from ...base.quantities import format_bytes
+from ...base.run_names import require_local
 from ..processes.collectives import SINGLE, Collectives
-from ..quantities import format_bytes
 from . import manifest
 from .format import MODEL, OTHERS, FileSum, FlatState, file_sum, write_bytes, write_tensors
-from .run_names import require_local
 from .shards import SHARD_FILE, file_name
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
 from .format import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")

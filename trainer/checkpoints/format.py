@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..processes.collectives import Collectives
 from .progress import SAVES
 from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block

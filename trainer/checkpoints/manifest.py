@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ... import __version__
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
+from ...base.run_names import MANIFEST as MANIFEST
+from ...base.version import __version__
 from .format import FileSum, unique_keys
-from .run_names import MANIFEST as MANIFEST
 
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
 FORMAT = 2

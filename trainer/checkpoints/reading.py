@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
 from ..processes.collectives import Collectives
-from . import store
+from ..runs import store
 from .foreign import read_contents
 from .format import flatten, unflatten
 from .shards import SHARD_FILE, ShardFiles

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ...base.errors import CheckpointError
 
 Numbers = tuple[int, ...]
 

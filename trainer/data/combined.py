@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..errors import ConfigError, DataError, did_you_mean
+from ...base.errors import ConfigError, DataError, did_you_mean
 from .loaders import (
     EpochOrder,
     MapLoader,

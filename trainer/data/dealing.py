@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConfigError, DataError
+from ...base.errors import ConfigError, DataError
 from ..processes.collectives import SINGLE, Collectives
 from ..processes.script_collectives import StepCollectives
 from .combined import CombinedSource, batches_at_most, is_dealable_by_batch

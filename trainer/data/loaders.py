@@ -26,11 +26,11 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from ..arguments import LOADER_OPTIONS
-from ..errors import DataError
+from ...base.arguments import LOADER_OPTIONS
+from ...base.errors import DataError
+from ...base.torch_private import batches_of, came_from_samples, end_loader_workers, loader_workers, read_so_far
 from ..processes.environment import Place, find_place
 from ..processes.transport import Failure
-from ..torch_private import batches_of, came_from_samples, end_loader_workers, loader_workers, read_so_far
 from .randomness import KeyedDataset, seed_generators
 from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from ..errors import ConfigError, DataError
+from ...base.errors import ConfigError, DataError
 from .sampling import FIRST, GAMMA, KeyedIndices
 from .sampling import mix as mix
 

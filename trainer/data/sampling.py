@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, DataError
+from ...base.errors import ConfigError, DataError
 
 Integers = npt.NDArray[np.int64]
 UInt64Array = npt.NDArray[np.uint64]

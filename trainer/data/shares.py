@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from ..errors import DataError
+from ...base.errors import DataError
 from ..processes.collectives import Collectives
 from .loaders import copy_loader, is_dealable, iterate_loader, length_of, open_loader, samplers_in
 from .randomness import KeyedDataset, generator_states, set_generators

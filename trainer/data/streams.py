@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import DataError
+from ...base.errors import DataError
 from ..processes.collectives import SINGLE, Collectives
 from .combined import CombinedLoader, loaders_in, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataError
+from ...base.errors import DataError
 
 ALIGNMENT = 64
 """Bytes to which torch's CPU allocator aligns a tensor."""

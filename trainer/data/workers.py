@@ -14,10 +14,10 @@ from typing import IO, Any
 
 from torch.utils.data import default_collate, default_convert
 
-from ..errors import DataError
+from ...base.errors import DataError
+from ...base.torch_private import replace_feeder_error, serves_memory, wrapped_error
 from ..processes.signals import END_SIGNALS
 from ..processes.stacks import DUMP
-from ..torch_private import replace_feeder_error, serves_memory, wrapped_error
 
 WorkerInit = Callable[[int], None] | None
 

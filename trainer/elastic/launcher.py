@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, WorkerError
+from ...base.errors import ConfigError, WorkerError
 from ..processes.rendezvous import host_store, is_loopback
 from ..processes.signals import RESUME_ME
 from ..processes.transport import Failure, unpack

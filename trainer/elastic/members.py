@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from ..errors import ConfigError, WorkerError
+from ...base.errors import ConfigError, WorkerError
+from ...base.torch_private import reset_group_names, set_group_timeout
 from ..optimization.kernels import require_same_numerics
 from ..processes import connections, environment
 from ..processes.environment import Place, allow_connections
 from ..processes.signals import RESUME_ME, raise_for_signal
 from ..processes.transport import is_communication
-from ..torch_private import reset_group_names, set_group_timeout
 from . import recovery
 from .membership import Elasticity, Membership, RunFinished
 from .recovery import MetricSnapshot

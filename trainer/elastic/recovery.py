@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .. import build
-from ..checkpoints import contents, restore
+from ...base.errors import WorkerError
 from ..checkpoints.reading import broadcast_contents
 from ..data.sampling import Layout
-from ..errors import WorkerError
 from ..optimization.nonfinite import make_guard
 from ..processes.environment import Place
+from ..resume import contents, restore
+from ..setup import build
 
 if TYPE_CHECKING:
     from ..run import Run

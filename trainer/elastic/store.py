@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import ConfigError
+from ...base.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

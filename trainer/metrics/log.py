@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import DisagreementError, NonFiniteError, TaskError
+from ...base.errors import DisagreementError, NonFiniteError, TaskError
+from ...base.torch_private import is_computed, newest_value_of
 from ..processes.collectives import Collectives
-from ..torch_private import is_computed, newest_value_of
 from .reduce import (
     AVERAGED,
     LOADER_MARK,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import TaskError, did_you_mean
+from ...base.errors import TaskError, did_you_mean
 from ..processes.collectives import Collectives
 
 KINDS = ("mean", "sum", "min", "max")

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..errors import DisagreementError, TaskError
+from ...base.errors import DisagreementError, TaskError
+from ...base.torch_private import reductions_of, set_synced, set_updates, updates_of
 from ..processes.collectives import GroupCollectives
-from ..torch_private import reductions_of, set_synced, set_updates, updates_of
 
 if TYPE_CHECKING:
     from ..processes.collectives import Collectives

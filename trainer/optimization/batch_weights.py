@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ...base.errors import TaskError
 from ..data.steps import ReplicaBatch, StepInput
-from ..errors import TaskError
 from ..processes.collectives import Collectives
 from ..state import State
 

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from ...base.torch_private import local_part
 from ..metrics.reduce import to_floats
-from ..torch_private import local_part
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

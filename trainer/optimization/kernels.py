@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from ..errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError, did_you_mean
+from ...base.torch_private import compile_call
 from ..switches import read_switches, set_deterministic
-from ..torch_private import compile_call
 
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
 NOTHING_COMPILED = (

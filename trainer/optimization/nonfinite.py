@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, NonFiniteError
+from ...base.errors import ConfigError, NonFiniteError
+from ...base.torch_private import mark_stepped
 from ..metrics.log import PENDING_LIMIT
 from ..metrics.reduce import Reduced, to_floats
-from ..torch_private import mark_stepped
 
 if TYPE_CHECKING:
     from .optimization import Optimization

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
+from ...base.torch_private import mark_stepped
 from ...tasks.task import Task
 from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
 from ..data.steps import StepInput
-from ..errors import ConfigError, TaskError, did_you_mean, first_names
 from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
-from ..torch_private import mark_stepped
 from .batch_weights import BatchWeights
 from .optimizers import ManualOptimizer, SchedulerConfig, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..errors import TaskError, did_you_mean, first_names
+from ...base.errors import TaskError, did_you_mean, first_names
 
 if TYPE_CHECKING:
     from .optimization import Optimization

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import TaskError
+from ...base.errors import TaskError
 
 
 def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.errors import CheckpointError, ConfigError, did_you_mean
+from ...base.torch_private import mark_stepped
 from ..data.transfer import map_tensors
-from ..errors import CheckpointError, ConfigError, did_you_mean
-from ..torch_private import mark_stepped
 
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
 _SHORT_NAMES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}

@@ -2,8 +2,8 @@
 
 from torch import Tensor, nn
 
+from ...base.torch_private import version_of
 from ..drift import sums_of_bits
-from ..torch_private import version_of
 
 WATCHED_STEPS = 3
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from ..arguments import ACCELERATORS
-from ..errors import ConfigError, did_you_mean
+from ...base.arguments import ACCELERATORS
+from ...base.errors import ConfigError, did_you_mean
 
 
 def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch.device]:

@@ -18,9 +18,9 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+from ...base.errors import ConfigError
 from ..elastic import launcher
 from ..elastic.store import ElasticOptions, ElasticWorker, split_address
-from ..errors import ConfigError
 from . import connections, fork_safety, own_group, rendezvous, workers
 from .interfaces import address_towards, has_public_name, interface_of, interface_to_ranks
 from .rendezvous import Rendezvous, host_store, is_loopback, join_store

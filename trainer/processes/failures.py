@@ -46,7 +46,7 @@ def failure_of(error: BaseException, named: frozenset[str]) -> Failure:
     The death of a loader worker reaches torch as a signal, whose handler may raise at any moment, in here too; before
     that it may look like a broken connection.
     """
-    from ..torch_private import raise_for_dead_loader_workers
+    from ...base.torch_private import raise_for_dead_loader_workers
 
     try:
         if isinstance(error, (OSError, EOFError)):

@@ -6,7 +6,7 @@ import time
 import traceback
 from typing import Any
 
-from ..errors import WorkerError
+from ...base.errors import WorkerError
 from . import connections
 from .environment import leave_process_group
 from .signals import INTERRUPTED, RESUME_ME

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...base.errors import DisagreementError, TaskError
 from ..data.transfer import map_tensors
-from ..errors import DisagreementError, TaskError
 from .collectives import Collectives, GroupCollectives
 from .own_group import serves_host
 

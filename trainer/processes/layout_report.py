@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..arguments import TrainerArguments
-from ..errors import ConfigError
-from ..messages import STDERR, is_quiet
+from ...base.arguments import TrainerArguments
+from ...base.errors import ConfigError
+from ...base.messages import STDERR, is_quiet
 from .environment import Place
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError
+from ...base.errors import ConfigError
 from . import connections
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def legatos_group(limit: timedelta | None = None) -> Any:
     """
     from torch import distributed
 
-    from ..torch_private import set_group_timeout
+    from ...base.torch_private import set_group_timeout
 
     world = distributed.group.WORLD
     # a new default group has new ranks: those of an earlier run are closed with the last reference

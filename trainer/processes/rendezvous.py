@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ConfigError, WorkerError
+from ...base.errors import ConfigError, WorkerError
 from .failures import end_process
 from .transport import is_communication
 

@@ -10,8 +10,8 @@ from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
 
-from ..errors import DisagreementError
-from ..torch_private import collectives_called, count_collectives
+from ...base.errors import DisagreementError
+from ...base.torch_private import collectives_called, count_collectives
 from .collectives import SINGLE, Collectives
 
 WATCHED_BATCHES = 4

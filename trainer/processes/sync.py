@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError, did_you_mean
 from .collectives import Collectives
 
 Phase = Literal["startup", "step", "checkpoint"]
@@ -48,7 +48,7 @@ class Timeouts:
         """Set the timeout of `phase` on every process group, from the next collective on."""
         from torch import distributed
 
-        from ..torch_private import set_group_timeouts
+        from ...base.torch_private import set_group_timeouts
 
         # set on each process group, so only where it changes
         changes, self.phase = self.limits[phase] != self.limits[self.phase], phase

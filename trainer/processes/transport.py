@@ -27,8 +27,8 @@ from typing import Any
 
 import cloudpickle
 
-from ..errors import ConfigError, LegatoError, WorkerError
-from ..messages import let_be_seen
+from ...base.errors import ConfigError, LegatoError, WorkerError
+from ...base.messages import let_be_seen
 
 log = logging.getLogger("legato")
 

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import distributed
 
+from ...base.errors import DisagreementError, HangError, LegatoError
+from ...base.torch_private import collectives_called, default_store
 from ..data.workers import dump_stacks_to
-from ..errors import DisagreementError, HangError, LegatoError
 from ..metrics.log import Metrics
 from ..state import State
-from ..torch_private import collectives_called, default_store
 from .environment import Place
 from .failures import end_process
 from .first_failure import with_first_failure

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from ..errors import ConfigError, TaskError, WorkerError
+from ...base.errors import ConfigError, TaskError, WorkerError
 from .failures import alive_file, failure_of, set_report_file, write_atomically
 from .signals import END_SIGNALS, raise_for_signal
 from .signals import RESUME_ME as RESUME_ME

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.errors import TaskError
+from ...base.torch_private import copy_to_each, divide_each
 from ..data.sampling import Layout
-from ..errors import TaskError
-from ..torch_private import copy_to_each, divide_each
 from .bitwise.tree import BUCKET_ELEMENTS, Bucket, make_buckets
 
 Kind = tuple[torch.dtype, torch.device]

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
+from ...base.torch_private import forward_of, multiply_each, no_compiler_for_ddp, reduction_check
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
-from ..errors import ConfigError, TaskError, did_you_mean, first_names
 from ..optimization.precision import nothing
 from ..processes.collectives import Collectives
 from ..processes.environment import Place
 from ..processes.sync import Phase
-from ..torch_private import forward_of, multiply_each, no_compiler_for_ddp, reduction_check
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
 from .bitwise.buffers import ReplicaBuffers

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from ..errors import ConfigError
+from ...base.errors import ConfigError
 from ..optimization.precision import Precision
 from ..processes import own_group
 from ..processes.collectives import GroupCollectives

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ...base.torch_private import divide_each, local_part
 from ..data.sampling import Layout
 from ..optimization.finite import are_finite
-from ..torch_private import divide_each, local_part
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.tree import GradientTree
 

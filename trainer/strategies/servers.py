@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ...base.errors import TaskError
 from ..data.sampling import mix
-from ..errors import TaskError
 from ..processes.environment import Place
 
 if TYPE_CHECKING:

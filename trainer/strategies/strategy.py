@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import torch_private
+from ...base import torch_private
+from ...base.errors import ConfigError, TaskError
 from ..data.sampling import Layout
 from ..data.transfer import CopyStream, align_in_place
 from ..elastic.membership import Elasticity
-from ..errors import ConfigError, TaskError
 from ..optimization.kernels import Recomputing
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing

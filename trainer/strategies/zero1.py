@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...base.errors import ConfigError
+from ...base.torch_private import mark_stepped
 from ..checkpoints.shards import load_stored, with_placeholders, without_placeholders
 from ..data.randomness import generator_states, same_states
 from ..elastic.store import ElasticOptions
-from ..errors import ConfigError
 from ..optimization.optimizers import may_draw, needs_closure
 from ..processes.collectives import SINGLE
 from ..processes.environment import Place
-from ..torch_private import mark_stepped
 from .ddp import DDPStrategy
 from .state_dicts import ShardedStateDicts
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.optim.swa_utils import AveragedModel
 
+from ....base.errors import ConfigError
+from ....base.torch_private import batch_norms
 from ....callbacks import ema, swa, weight_averaging
-from ....trainer.errors import ConfigError
-from ....trainer.torch_private import batch_norms
 from ..aliases import alias
 from ..placeholders import UnsupportedError
 from .callback import Callback, with_optional_arguments

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from ....base.errors import ConfigError
 from ....callbacks import early_stopping
-from ....trainer.errors import ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:

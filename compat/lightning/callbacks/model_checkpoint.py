@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ....base.errors import ConfigError
 from ....callbacks.checkpoint_callback import CheckpointCallback
-from ....trainer.errors import ConfigError
 from ..loggers import folder_below
 from ..placeholders import UnsupportedError
 from ..utilities import get_filesystem

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ....base.errors import ConfigError
 from ....callbacks import learning_rate_monitor, timer
-from ....trainer.errors import ConfigError
 from ..aliases import alias
 from ..rank_zero import rank_zero_warn
 from ..states import RunningStage

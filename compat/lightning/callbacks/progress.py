@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from ....base.errors import ConfigError
 from ....callbacks.progress_bar import ProgressDisplay
-from ....trainer.errors import ConfigError
 from ....trainer.processes.environment import get_variable
 from .callback import Callback, with_optional_arguments
 

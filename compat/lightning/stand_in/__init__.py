@@ -13,7 +13,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
-from ....trainer.errors import ConfigError
+from ....base.errors import ConfigError
 from ....trainer.processes.environment import lead_python_path
 from ..file_functions import take_files
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ...torch_private import Tensors, own_buffers
+from ....base.torch_private import Tensors, own_buffers
 
 if TYPE_CHECKING:
     from ....tasks.task import Task

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ....base.errors import TaskError
+from ....base.torch_private import add_to_each
 from ...data.sampling import Layout
-from ...errors import TaskError
-from ...torch_private import add_to_each
 
 Value = TypeVar("Value")
 

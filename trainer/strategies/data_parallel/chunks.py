@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import parallel
 
+from ....base.errors import DataError, TaskError
 from ...data.transfer import to_device
-from ...errors import DataError, TaskError
 from ...optimization.batch_weights import weight_of
 
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import parallel
 
+from ....base.torch_private import copy_modules, newest_value_of, own_buffers, put_child, set_newest_value
 from ...data.transfer import to_device
 from ...metrics.torchmetrics import is_metric
-from ...torch_private import copy_modules, newest_value_of, own_buffers, put_child, set_newest_value
 
 if TYPE_CHECKING:
     from ....tasks.task import Task

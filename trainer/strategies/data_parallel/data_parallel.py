@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from ....base.errors import ConfigError
+from ....base.torch_private import is_compiled
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
-from ...errors import ConfigError
-from ...torch_private import is_compiled
 from ..bitwise.buffers import ReplicaBuffers
 from ..strategy import Strategy
 from .chunks import chunk_sizes, combine, combine_losses, split

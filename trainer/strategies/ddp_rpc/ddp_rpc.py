@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 from torch.optim import Optimizer
 
+from ....base.errors import ConfigError, TaskError
 from ...data.sampling import Layout
-from ...errors import ConfigError, TaskError
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import describe_bad_loss
 from ...processes.collectives import Collectives

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, Store, register_rendezvous_handler, rpc  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from ...errors import ConfigError
-from ...torch_private import batch_norms, dropouts
+from ....base.errors import ConfigError
+from ....base.torch_private import batch_norms, dropouts
 from ..servers import make_module
 
 with warnings.catch_warnings():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ...errors import ConfigError
+from ....base.errors import ConfigError
 
 if TYPE_CHECKING:
     from ....tasks.task import Task

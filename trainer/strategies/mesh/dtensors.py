@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
-from ...errors import CheckpointError, ConfigError
-from ...torch_private import Tensors, local_part, norm_of, own_buffers, own_parameters, unscale_each
+from ....base.errors import CheckpointError, ConfigError
+from ....base.torch_private import Tensors, local_part, norm_of, own_buffers, own_parameters, unscale_each
 
 TensorChange = Callable[[Tensor], Any]
 

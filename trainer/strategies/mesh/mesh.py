@@ -11,16 +11,16 @@ from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
+from ....base.errors import ConfigError, TaskError, first_names
+from ....base.torch_private import drop_sharded_gradients
 from ... import masked
 from ...data.sampling import Layout
-from ...errors import ConfigError, TaskError, first_names
-from ...model_checks import require_dense_gradients, require_dimensions
 from ...optimization import kernels
 from ...processes import connections, own_group
 from ...processes.collectives import SINGLE, Collectives, GroupCollectives
 from ...processes.environment import Place
 from ...processes.sync import Phase
-from ...torch_private import drop_sharded_gradients
+from ...setup.model_checks import require_dense_gradients, require_dimensions
 from ..bitwise.buffers import ReplicaBuffers
 from ..group import GroupStrategy
 from ..reducers import Reducer

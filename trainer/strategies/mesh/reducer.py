@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ....base.errors import TaskError
 from ...data.sampling import Layout
-from ...errors import TaskError
 from ...processes.collectives import Collectives
 from ..bitwise.tree import GradientStack, ShareStack, TreeNode, partial_nodes
 from ..reducers import Reducer

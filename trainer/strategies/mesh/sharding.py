@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from ....base.errors import ConfigError
+from ....base.torch_private import may_be_view
 from ...data.transfer import map_tensors
-from ...errors import ConfigError
 from ...optimization.kernels import modules_named
 from ...optimization.precision import Precision
-from ...torch_private import may_be_view
 from .dtensors import tensor_slots
 
 Blocks = Sequence[str] | int

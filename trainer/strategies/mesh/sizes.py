@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Literal, NamedTuple
 
-from ...errors import ConfigError, did_you_mean
+from ....base.errors import ConfigError, did_you_mean
 
 Size = int | Literal["auto"]
 AXES = ("data", "shard", "tensor", "pipeline")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import TaskError, first_names
+from ....base.errors import TaskError, first_names
 from .dtensors import local_of
 from .tensor_plan import AXIS, REPLICATED, read_plan
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from ...errors import ConfigError, did_you_mean
+from ....base.errors import ConfigError, did_you_mean
 
 AXIS = "tensor"
 REPLICATED = "replicated"

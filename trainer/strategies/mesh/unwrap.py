@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ...torch_private import forget_wrapping
+from ....base.torch_private import forget_wrapping
 
 
 class Wrapping:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ....base.errors import ConfigError
+from ....base.torch_private import own_buffers
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
-from ...errors import ConfigError
 from ...optimization.precision import Precision
 from ...processes.environment import Place
-from ...torch_private import own_buffers
 from ..data_parallel.chunks import chunk_sizes, combine_losses, split
 from ..ddp import DDPSteps, DDPStrategy
 from .parts import check_counts, cut, find_part_blocks, no_blocks, refuse_shared

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-from ...errors import ConfigError, TaskError
+from ....base.errors import ConfigError, TaskError
 
 if TYPE_CHECKING:
     from ....tasks.task import Task

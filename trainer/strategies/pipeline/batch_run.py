@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ....base.errors import TaskError
 from ...data.randomness import seed_generators
 from ...data.sampling import mix
 from ...data.transfer import count_samples, map_tensors
-from ...errors import TaskError
 from ...metrics.reduce import to_floats
 from ...metrics.torchmetrics import is_metric
 from ...optimization.batch_weights import weight_of

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...errors import TaskError
-from ...torch_private import intercept_calls
+from ....base.errors import TaskError
+from ....base.torch_private import intercept_calls
 from ..model_parallel.parts import PartBlock
 
 BlockRelay = Callable[[int, Tensor | None], Tensor]

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ....base.errors import ConfigError
+from ....base.torch_private import set_local_data
 from ...data.sampling import Layout
 from ...data.transfer import map_tensors
-from ...errors import ConfigError
 from ...metrics.reduce import to_floats
 from ...optimization.batch_weights import weight_of
 from ...optimization.outputs import losses_of
 from ...processes.environment import Place
-from ...torch_private import set_local_data
 from ..data_parallel.chunks import combine_losses
 from ..mesh import dtensors, weight_broadcast
 from ..mesh.mesh import MeshStrategy

@@ -1,0 +1,1 @@
+"""The command `legato`: YAML in, runs out. Nothing imports it."""

@@ -1,0 +1,703 @@
+"""Reads YAML files and overrides into one layer of plain data, with the place that each value came from.
+
+The dialect is YAML 1.2's core schema: only true and false are booleans, so `reproducible: off` is the string "off",
+and 1e-3 is a number. YAML 1.1, PyYAML's default, reads off as False, 1e-3 as a string and 1:30 as 90. Tags, repeated
+keys and Python objects are rejected.
+"""
+
+import difflib
+import logging
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...base.errors import ConfigError, did_you_mean
+from ...base.messages import LEVELS
+from ...base.run_names import CONFIG, is_run_directory, require_local
+from ...base.targets import TARGET
+
+log = logging.getLogger("legato")
+
+Key = tuple[str | int, ...]
+"""The path of a value in a config: ("callbacks", "checkpoint", "monitor")."""
+SECTIONS = {
+    "seed": "The seed that all random numbers of the run are derived from.",
+    "run": "name and root: the run directory is root/name/version_N. save_code: keep the git commit and uncommitted "
+    "changes there. csv: write metrics.csv, too.",
+    "resume": '"auto": continue from the newest complete checkpoint of this run; a path: from it; null: a new run.',
+    "checkpoint": 'Weights for validate, test and predict: "best", "last", a path or "none". Null: best, else last.',
+    "vars": "Values that others refer to as ${vars.NAME}; nothing else reads them.",
+    "task": "The model with its steps and optimizers: `_target_`, a subclass of Task, and its arguments.",
+    "data": "The data: `_target_`, a subclass of DataModule, and its arguments. Absent: the task's own loaders.",
+    "trainer": "The arguments of Trainer, listed below.",
+    "callbacks": "Callbacks by name, each with `_target_`, a subclass of Callback, and its arguments.",
+    "loggers": "Loggers by name, likewise. Absent: TensorBoard and metrics.jsonl; null: none.",
+    "launcher": 'The cluster that runs it: "slurm" or "ray", or a mapping of `name` and options. Absent: this machine.',
+}
+"""The keys of a config and their meaning."""
+MOVED: dict[str, Key] = {
+    "seed": ("seed",),
+    "run_name": ("run", "name"),
+    "default_root_dir": ("run", "root"),
+    "save_code": ("run", "save_code"),
+    "write_csv": ("run", "csv"),
+}
+"""Arguments of Trainer that have a key of their own; under `trainer:` they are accepted too, but not in both places."""
+SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
+"""Arguments of Trainer that are sections of a config."""
+NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
+"""Keys whose value may be a name alone, short for a mapping with that `name`."""
+PROJECT_MARKS = ("pyproject.toml", "setup.cfg", "setup.py", ".git")
+"""Files and folders that mark the top folder of a project."""
+READY = Path(__file__).resolve().parents[2] / "configs"
+"""The folder of the configs that come with Legato; a file that is not found as given is looked up here."""
+MAX_VALUES = 100_000  # aliases of aliases can expand to more values than fit in memory
+_MAX_DEPTH = 60
+_COMMENT_COLUMN = 48
+_OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
+_PURE_RESOLVERS = {"oc.select"}
+_VARIABLE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{env:([^${},]*)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
+_REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}")
+_SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+_LEAST_WITHIN = 6  # characters of a secret that is looked for within longer texts
+_RUN_NAMES: tuple[Key, ...] = (("run", "name"), ("trainer", "run_name"))
+
+Defaults = Callable[[Any, Key], Sequence[Any]]
+"""Returns the default of a key, for the values of a config, in a list of one; an empty one where there is none."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Plain data, and the origin of each key: "file:line" or "override"."""
+
+    values: Any
+    origins: dict[Key, str]
+    secrets: dict[Key, str] = field(default_factory=dict, repr=False)
+    """Texts with `${env:NAME}` that are stored in place of the values of secret environment variables."""
+
+    def origin(self, key: Key) -> str:
+        """Return the origin of a key, or of the nearest key above it that has one."""
+        sizes = range(len(key), -1, -1)
+        return next((self.origins[key[:size]] for size in sizes if key[:size] in self.origins), "default")
+
+
+def dotted(key: Key) -> str:
+    """Return the key as a user writes it."""
+    return ".".join(str(part) if str(part).isprintable() else ascii(part) for part in key)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML's own declaration)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else, and writes no aliases."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write out a value each time it occurs."""
+        return True
+
+
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]*)|0x[0-9a-fA-F]+|0o[0-7]+",
+    "float": r"[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))(?:[eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+}
+for _name, _pattern in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})\\Z"), [*"-+0123456789.~nNtTfF", ""])
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # In double quotes a text of several lines stays on one.
+    return dumper.represent_scalar(_TAG + "str", text, style='"' if text and text.splitlines() != [text] else None)
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def parse_yaml(text: str, name: str, key: Key = (), origin: str | None = None) -> Layer:
+    """Read one YAML document whose root has the path `key`.
+
+    `name` is the file, for messages and origins; `origin`, if given, replaces "file:line".
+
+    Raises ConfigError where it is not YAML, or more than plain data; the message names file and line.
+    """
+    if name.endswith(".py"):
+        raise ConfigError(f"{name} is a Python script, not a YAML config: run it with `python {name}`.")
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = " ".join(part for part in (error.context, error.problem) if part)
+        place = name if origin or mark is None else f"{name}:{mark.line + 1}"
+        raise ConfigError(f"{place} is not YAML: {problem}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name} is not YAML: {' '.join(str(error).split())}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name} is nested too deeply.") from error
+    if node is None:
+        return Layer(None, {key: origin or f"{name}:1"})
+    reader = _NodeReader(name, origin)
+    return Layer(reader.value(node, key, reader.place(node)), reader.origins)
+
+
+class _NodeReader:
+    """Converts PyYAML's nodes to plain data, and records the origin of each value."""
+
+    def __init__(self, name: str, origin: str | None) -> None:
+        self.name, self.origin = name, origin
+        self.origins: dict[Key, str] = {}
+        self.count = 0
+        self.loader = _Loader("")
+
+    def place(self, node: yaml.Node) -> str:
+        return self.origin or f"{self.name}:{node.start_mark.line + 1}"
+
+    def value(self, node: yaml.Node, key: Key, place: str) -> Any:
+        # an alias is one node in the tree, but is counted each time it is used
+        self.count += 1
+        if self.count > MAX_VALUES or len(key) > _MAX_DEPTH:
+            raise ConfigError(f"{place}: the file holds more than {MAX_VALUES} values or is nested too deeply.")
+        self.origins[key] = place
+        if isinstance(node, yaml.SequenceNode) and node.tag == f"{_TAG}seq":
+            return [self.value(item, (*key, index), self.place(item)) for index, item in enumerate(node.value)]
+        if not isinstance(node, yaml.MappingNode) or node.tag != f"{_TAG}map":
+            return self.scalar(node)
+        values: dict[Any, Any] = {}
+        for name_node, value_node in node.value:
+            place, name = self.place(name_node), self.scalar(name_node)
+            inner = (*key, name)
+            if name is None or name != name:
+                raise ConfigError(f"{place}: {name_node.value or 'null'!r} cannot be a key.")
+            if name in values:
+                first = self.origins[inner]
+                raise ConfigError(f"{place}: the key {name!r} is there twice, first at {first}. Keep one.")
+            values[name] = self.value(value_node, inner, place)
+        return values
+
+    def scalar(self, node: yaml.Node) -> Any:
+        if not isinstance(node, yaml.ScalarNode) or node.tag.removeprefix(_TAG) not in (*_SCALARS, "str"):
+            tag = node.tag.replace(_TAG, "!!")
+            raise ConfigError(f"{self.place(node)}: {tag} is refused: a config is plain text, numbers and lists.")
+        try:
+            value = self.loader.construct_object(node)
+            # lone surrogates (an escape such as "\ud800") pass YAML, but no file can be written with them
+            str(value).encode()
+        except (ValueError, KeyError, IndexError) as error:
+            text = ascii(node.value)[:60]
+            raise ConfigError(f"{self.place(node)}: {text} is not a value that can be used.") from error
+        return value
+
+
+def dump_yaml(values: Mapping[str, Any], origin: Callable[[Key], str] | None = None) -> str:
+    """Write plain data as YAML that `parse_yaml` reads back; with `origin`, a comment on each line names its origin."""
+    lines: list[str] = []
+
+    def write(value: Any, indent: str, head: str, key: Key) -> None:
+        items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if value and (isinstance(value, dict) or any(isinstance(item, dict | list) for item in items)):
+            lines.append(f"{indent}{head}".rstrip())
+            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+                write(item, indent + "  ", f"{format_value(name)}: " if isinstance(value, dict) else "- ", (*key, name))
+            return
+        line = f"{indent}{head}{format_value(value)}"
+        lines.append(f"{line:<{_COMMENT_COLUMN}}  # {origin(key)}" if origin else line)
+
+    for name, value in values.items():
+        write(value, "", f"{format_value(name)}: ", (name,))
+    return "\n".join(lines) + "\n"
+
+
+def format_value(value: Any) -> str:
+    """Return one value as YAML on one line."""
+    text: str = yaml.dump(
+        [value], Dumper=_Dumper, default_flow_style=True, width=float("inf"), allow_unicode=True, sort_keys=False
+    )
+    return text.strip()[1:-1]
+
+
+def escape(value: Any) -> Any:
+    """Return a resolved value whose `${` is not taken for an interpolation when it is read again."""
+    if isinstance(value, dict):
+        return {name: escape(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [escape(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def replace_item(value: Any, key: Key, item: Any) -> Any:
+    """Return plain data with another item at a key; itself where there is no such key."""
+    if not key:
+        return item
+    if isinstance(value, dict) and key[0] in value:
+        return value | {key[0]: replace_item(value[key[0]], key[1:], item)}
+    if isinstance(value, list) and isinstance(key[0], int) and key[0] < len(value):
+        return [replace_item(one, key[1:], item) if index == key[0] else one for index, one in enumerate(value)]
+    return value
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, key: ()) -> Layer:
+    """Merge the files among the arguments, left to right, then the overrides, and resolve `${...}`.
+
+    defaults: finds the values of keys that are not there and that interpolations refer to.
+
+    Raises ConfigError where a file or an override cannot be read; the message says where.
+    """
+    _let_project_be_imported()
+    overrides = overrides_among(arguments)
+    files = [one for one in arguments if one not in overrides]
+    if not files:
+        raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
+    for one in files:
+        require_local(one, "A config file")
+        if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
+            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_word_instead(one, arguments)}")
+    merged = reduce(merge, [_read_config_file(Path(one), ()) for one in files])
+    merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
+    _refuse_unused_vars(merged)
+    read, variables = _read_environment(merged)
+    resolved = _resolve(read, defaults)
+    return replace(resolved, secrets=_find_secrets(resolved, variables))
+
+
+def merge(base: Layer, over: Layer) -> Layer:
+    """Return `over` on top of `base`: mappings are merged, everything else is replaced."""
+    replaced: set[Key] = set()
+
+    def lay(old: Any, new: Any, key: Key) -> Any:
+        if key in NAMED and isinstance(old, str) and isinstance(new, dict):
+            old = {"name": old}
+        if not isinstance(old, dict) or not isinstance(new, dict) or _names_another(old, new, key):
+            replaced.add(key)
+            return new
+        return old | {name: lay(old[name], one, (*key, name)) if name in old else one for name, one in new.items()}
+
+    values = lay(base.values, over.values, ())
+    origins = {
+        key: origin
+        for key, origin in base.origins.items()
+        if not any(key[:size] in replaced for size in range(len(key) + 1))
+    }
+    return Layer(values, {**over.origins, **origins})
+
+
+def _names_another(old: Mapping[Any, Any], new: Mapping[Any, Any], key: Key) -> bool:
+    """Return whether `new` names another class than `old`, whose arguments then mean nothing to it."""
+    before, wanted = (one.get(TARGET) or (one.get("name") if key in NAMED else None) for one in (old, new))
+    return wanted is not None and wanted != before and (before is not None or TARGET in new)
+
+
+def _read_config_file(path: Path, above: tuple[Path, ...]) -> Layer:
+    found = find_config_file(path, above)
+    if found in above:
+        circle = " -> ".join(_shown(one) for one in (*above[above.index(found) :], found))
+        raise ConfigError(f"{_shown(found)} extends itself: {circle}.")
+    log.debug("Config file %s%s", found, f", which {_shown(above[-1])} extends" if above else "")
+    try:
+        layer = parse_yaml(found.read_bytes().decode(), _shown(found))
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{_shown(found)} is not a text file in UTF-8 (byte {error.start}).") from error
+    except OSError as error:
+        raise ConfigError(f"{_shown(found)} cannot be read: {error.strerror}.") from error
+    values = {} if layer.values is None else layer.values
+    if not isinstance(values, dict):
+        raise ConfigError(f"{layer.origin(())}: a config is a mapping with keys such as task: and trainer:.")
+    names = values.pop("extends", [])
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
+        raise ConfigError(f"{layer.origin(('extends',))}: extends must be a list of files, such as [base.yaml].")
+    # relative to the file that names them, not to the current folder: a config means the same from anywhere
+    bases = [_read_config_file(found.parent / name, (*above, found)) for name in names]
+    # the file itself comes last, and wins over what it extends
+    return reduce(merge, [*bases, Layer(values, layer.origins)])
+
+
+def find_config_file(path: Path, above: tuple[Path, ...] = ()) -> Path:
+    """Return the file that a config's name means: here, in the project's configs/ or among the ready ones.
+
+    above: the files that extend it, innermost last. Raises ConfigError where there is none.
+    """
+    try:
+        project = [] if above else list(filter(None, [project_configs()]))
+        for candidate in (path, *(one / path for one in project), READY / (path.name if above else path)):
+            if candidate.is_file():
+                return candidate.resolve()
+        siblings = sorted(one.name for folder in (path.parent, *project) for one in folder.glob("*.y*ml"))
+    except (OSError, ValueError):  # a name that no file can have
+        siblings = []
+    place = f"{_shown(above[-1])} extends {_shown(path)}, which is" if above else f"Config file {str(path)!r} is"
+    if os.path.islink(path):
+        raise ConfigError(f"{place} a link to {os.readlink(path)!r}, and that is no file.")
+    if os.path.isdir(path):
+        own = [path / CONFIG] if (path / CONFIG).is_file() else sorted(path.glob("*.y*ml"))
+        hint = f" Did you mean {str(own[0])!r}?" if own else ""
+        raise ConfigError(f"{place} a folder, not a YAML file.{hint}")
+    ready = ", ".join(ready_configs()) or "none"
+    hint = did_you_mean(path.name, [*siblings, *ready_configs()])
+    raise ConfigError(f"{place} not there, nor among the ready ones ({ready}).{hint}")
+
+
+def project_configs() -> Path | None:
+    """Return the folder configs/ of the project that the current folder is in; None if there is none."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if any((folder / mark).exists() for mark in PROJECT_MARKS):
+            return folder / "configs" if (folder / "configs").is_dir() else None
+    return None
+
+
+def _let_project_be_imported() -> None:
+    """Add the top folder of the project, whose configs name its modules, to those of Python's imports."""
+    with suppress(OSError):  # the current directory is gone
+        project = project_configs()
+        if project is not None and str(project.parent) not in sys.path:
+            sys.path.append(str(project.parent))
+
+
+def ready_configs() -> list[str]:
+    """Return the names of the configs that come with Legato."""
+    return sorted(one.name for one in READY.glob("*.yaml"))
+
+
+def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
+    """Return the run directory whose stored config is among the arguments; None where there is none.
+
+    That config must name the run: another file or an override with another `run.name` means another run.
+    """
+    run = merged.values.get("run")
+    name = run.get("name") if isinstance(run, dict) else None
+    if not isinstance(name, str):
+        return None
+    for one in set(arguments) - set(overrides_among(arguments)):
+        if merged.origin(("run", "name")).startswith(f"{_shown(find_config_file(Path(one), ()))}:"):
+            for path in (Path(os.path.abspath(one)), Path(one).resolve()):
+                if path.name == CONFIG and is_run_directory(path.parent, name):
+                    return path.parent
+    return None
+
+
+def read_strategy(trainer: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the name and the options of the strategy of a checked trainer section; None for one of the user's own."""
+    strategy = trainer["strategy"]
+    options = dict(strategy) if isinstance(strategy, dict) else {"name": strategy}
+    return options.pop("name", None), options
+
+
+def _shown(path: Path) -> str:
+    """Return the path as a user would type it."""
+    try:
+        return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    except OSError:  # the current directory is gone
+        return str(path)
+
+
+# --- overrides --------------------------------------------------------------------------------------------------------
+def is_override(argument: str) -> bool:
+    """Return whether an argument of a command sets a key, and does not name a file."""
+    return _OVERRIDE.match(argument) is not None and not os.path.exists(argument)
+
+
+def overrides_among(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments that set a key."""
+    return list(filter(is_override, arguments))
+
+
+def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
+    """Return one layer of all overrides: their order matters only between those of the same key."""
+    layer = Layer({}, {})
+    for override in overrides:
+        path, _, text = override.partition("=")
+        key: Key = tuple(path.split("."))
+        if not all(key):
+            raise ConfigError(f"override {override!r}: {path!r} is no key. Write key.subkey=value.")
+        if key[0] == "extends":
+            raise ConfigError(f"override {override!r}: only a file can extend others. Name the file before this one.")
+        try:
+            found = parse_yaml(text, f"override {override!r}", key, "override")
+        except ConfigError as error:
+            hint = f" Quote a value that has YAML's own characters: {path}='\"...\"'."
+            raise ConfigError(f"{error}{hint if 'not YAML' in str(error) else ''}") from error
+        below, holder = base.values, layer.values
+        for size, name in enumerate(key[:-1], 1):
+            below = below.get(name) if isinstance(below, dict) else None
+            named = key[:size] in NAMED and isinstance(below, str)
+            if below is not None and not isinstance(below, dict) and not named:
+                kind = "a list: give it as a whole" if isinstance(below, list) else "a single value"
+                place = f"{dotted(key[:size])} ({base.origin(key[:size])})"
+                raise ConfigError(f"override {override!r}: {place} is {kind}; {path} cannot be set.")
+            inner = holder.get(name)
+            if not isinstance(inner, dict):
+                inner = {"name": inner} if key[:size] in NAMED and isinstance(inner, str) else {}
+            holder[name], layer.origins[key[:size]] = inner, "override"
+            holder = inner
+        there = below if isinstance(below, dict) else {}
+        if found.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers") and key[1] not in there:
+            hint = did_you_mean(str(key[1]), there)
+            raise ConfigError(f"override '{path}=null': there is no {key[1]!r} to remove.{hint}")
+        holder[key[-1]] = found.values
+        layer.origins.update(found.origins)
+    return layer
+
+
+def _word_instead(argument: str, arguments: Sequence[str]) -> str:
+    """Suggest a correction, as a sentence, for an argument that is neither a file nor an override."""
+    if (meant_option := did_you_mean(argument, LEVELS)) and argument.startswith("--"):
+        return meant_option
+    if argument.startswith("="):
+        return f" Name a key before the {argument!r}."
+    option = re.fullmatch(
+        r"(--?|[+]+|~|)([A-Za-z_][\w.-]*)(?:\s*[=:\N{FULLWIDTH EQUALS SIGN}]\s*(.*))?", argument, re.DOTALL
+    )
+    sign, key, value = option.groups() if option else ("", "", None)
+    if sign == "~":
+        return f" Write {key}=null to remove it."
+    if sign:
+        meant = _known_key(key.replace("-", "_"))
+        following = [*arguments, ""][arguments.index(argument) + 1]
+        if value is None and meant is not None:
+            value = "value" if not following or following.startswith("-") else following
+        if value is not None:
+            return f" Write {meant or key}={value} instead."
+    if argument.startswith("-"):
+        return " Options come right after `legato`, as in `legato fit --help`; all else is set by key=value."
+    if value:
+        return f" Write {key}={value} instead."
+    known = [*ready_configs(), *(one.name for one in Path().glob("*.y*ml"))]
+    stems = {name.rpartition(".")[0]: name for name in known}
+    if argument in stems:
+        return f" Did you mean {stems[argument]!r}?"
+    return did_you_mean(argument, known) or f" Write {argument}=value."
+
+
+def _known_key(key: str) -> str | None:
+    """Return the config key closest to a misspelt one, or to one without its section; None where none is close."""
+    from ...base.arguments import ARGUMENT_NAMES
+
+    known = {name: f"trainer.{name}" for name in ARGUMENT_NAMES} | SECTION_OF
+    known |= {name: dotted(place) for name, place in MOVED.items()} | {name: name for name in SECTIONS}
+    section, _, rest = key.partition(".")
+    near = difflib.get_close_matches(section, SECTIONS if rest else known, n=1, cutoff=0.75)
+    if not near or not rest:
+        return known[near[0]] if near else None
+    if near[0] == "trainer":
+        rest = next(iter(difflib.get_close_matches(rest, ARGUMENT_NAMES, n=1)), rest)
+    return f"{near[0]}.{rest}"
+
+
+# --- interpolations ---------------------------------------------------------------------------------------------------
+def _read_environment(merged: Layer) -> tuple[Layer, dict[str, str]]:
+    """Replace `${env:NAME}` and `${env:NAME,default}` by the variable's value or the default.
+
+    Where the text is nothing else, the value is read as YAML reads a word: a number, a bool, null, a text. Also returns
+    the names of variables with secret values, by their values: of those whose name, or key, says so.
+    """
+    found = [(key, text) for key, text in _texts(merged.values, ()) if "${env:" in text]
+    if not found:
+        return merged, {}
+    values, origins, variables = deepcopy(merged.values), dict(merged.origins), dict[str, str]()
+    secrets = dict[Key, str]()
+    for key, text in found:
+        place, names = f"{merged.origin(key)}: {dotted(key)}", list[str]()
+
+        def text_of(match: re.Match[str], key: Key = key, place: str = place, names: list[str] = names) -> str:
+            given = _variable(match, place)
+            if given is not None:
+                names.append(match[2].strip())
+                if given and any(_SECRET.search(str(word)) for word in (names[-1], *key[-2:])):
+                    variables[given] = names[-1]
+            return match[1][: len(match[1]) // 2] + (escape(given) if given is not None else match[3].strip())
+
+        whole = _VARIABLE.fullmatch(text)
+        new: Any = _VARIABLE.sub(text_of, text)
+        if whole and not whole[1]:
+            from_default = _variable(whole, place) is None
+            if from_default and "${" not in new:
+                new = parse_yaml(new, f"{place}: the default").values if new else ""
+            elif not from_default:
+                new = _read_word(new)
+                if not isinstance(new, str) and variables.keys() & {_variable(whole, place)}:
+                    secrets[key] = text
+        reduce(getitem, key[:-1], values)[key[-1]] = new
+        if names:
+            origins[key] = f"{merged.origin(key)}, from {', '.join(names)}"
+    return Layer(values, origins, secrets), variables
+
+
+def _find_secrets(layer: Layer, variables: Mapping[str, str]) -> dict[Key, str]:
+    """Return the text to store for each key whose value holds that of a secret variable, wherever it came from."""
+    found = dict(layer.secrets)  # numbers
+    for key, value in _texts(layer.values, ()) if variables else ():
+        text = escape(value)
+        for secret, name in variables.items():
+            if value == secret or len(secret) >= _LEAST_WITHIN:
+                text = text.replace(escape(secret), f"${{env:{name}}}")
+        if text != escape(value):
+            found[key] = text
+    return found
+
+
+def _variable(match: re.Match[str], place: str) -> str | None:
+    """Return the value of the variable that an interpolation names; None for its default."""
+    from ...trainer.processes.environment import get_variable
+
+    name = match[2].strip()
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ConfigError(f"{place}: {match[0]!r} must be ${{env:NAME}} or ${{env:NAME,default}}.")
+    value = get_variable(name)
+    if value is None and match[3] is None:
+        raise ConfigError(
+            f"{place}: the environment variable {name} is not set. Set it, or give a default: ${{env:{name},value}}."
+        )
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{place}: the environment variable {name} is not text in UTF-8.") from error
+    return value
+
+
+def _read_word(text: str) -> Any:
+    """Return what a word without quotes means in YAML; an empty one is a text."""
+    loader: Any = _Loader("")
+    node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+    return loader.construct_object(node) if text else text
+
+
+def _refuse_unused_vars(merged: Layer) -> None:
+    """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
+    texts = [text for _, text in _texts(merged.values, ()) if "${" in text]
+    used = {name for text in texts for name in re.findall(r"vars(?:\.|\[['\"]?)([\w-]+)", text)}
+    given = [key for key, origin in merged.origins.items() if key[:1] == ("vars",) and origin == "override"]
+    for key in given:
+        if len(key) == 2 and key[1] not in used and not any("${vars}" in text for text in texts):
+            hint = did_you_mean(str(key[1]), used)
+            raise ConfigError(f"override: {dotted(key)} changes nothing: no ${{{dotted(key)}}} is there.{hint}")
+
+
+def _resolve(merged: Layer, defaults: Defaults) -> Layer:
+    """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
+    found = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
+    if not found:
+        return merged
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    for key, text in found:
+        _check_interpolation(key, text, merged.origin(key))
+    values, known, count = deepcopy(merged.values), deepcopy(merged.values), 0
+    _add_defaults(known, found, defaults)
+    pieces = {key: _split_name(known, key, text) for key, text in found if key in _RUN_NAMES}
+    container = OmegaConf.create(known)
+
+    def plain(value: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count > MAX_VALUES:
+            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values.")
+        if isinstance(value, DictConfig):
+            return {name: plain(value[name]) for name in value}
+        return [plain(value[index]) for index in range(len(value))] if isinstance(value, ListConfig) else value
+
+    for key, text in found:
+        place = f"{merged.origin(key)}: {dotted(key)}"
+        try:
+            value = plain(reduce(getitem, key, container))
+            for name, is_value in pieces.get(key, {}).items():
+                piece = plain(reduce(getitem, (*key[:-1], name), container))
+                value = ("" if name == "0" else value) + (name_of_value(piece) if is_value else piece)
+            reduce(getitem, key[:-1], values)[key[-1]] = value
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+        except Exception as error:  # resolvers and the grammar raise many kinds, RecursionError for a circle
+            missing = re.search(r"key '([^']*)' not found", str(error))
+            hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
+            problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
+            raise ConfigError(f"{place}: {text!r} cannot be resolved: {problem}.{hint}") from error
+    return replace(merged, values=values)
+
+
+def _add_defaults(values: Any, texts: Sequence[tuple[Key, str]], defaults: Defaults) -> None:
+    """Add the defaults of keys that the texts, each with its own key, refer to and that are not among the values."""
+    references = [(key, *names) for key, text in texts for names in _REFERENCE.findall(text)]
+    for key, dots, path in references:
+        wanted: Key = (*(key[: -len(dots)] if dots else ()), *path.split("."))
+        found, holder = defaults(values, wanted), values
+        for part in wanted[:-1] if found else ():
+            holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
+        if found and isinstance(holder, dict):
+            holder.setdefault(wanted[-1], found[0])
+
+
+def _split_name(values: Any, key: Key, text: str) -> dict[str, bool]:
+    """Add the interpolations in a run's name, and the text between, beside it; return their keys.
+
+    The value is whether it is an interpolation, of which a file's name is made.
+    """
+    parts = re.split(r"(\$\{[^{}]*\})", text)
+    if "\\" in text or any("${" in part for part in parts[::2]):
+        return {}
+    reduce(getitem, key[:-1], values).update({str(index): part for index, part in enumerate(parts)})
+    return {str(index): index % 2 == 1 for index in range(len(parts))}
+
+
+def name_of_value(value: Any) -> str:
+    """Return a value as part of a file's name."""
+    if isinstance(value, dict):
+        value = str(value.get(TARGET, "")).rpartition(".")[2] or list(value.values())
+    if isinstance(value, list):
+        return "-".join(map(name_of_value, value))
+    text = value.lstrip(".-/ ") if isinstance(value, str) else format_value(value)
+    return re.sub(r"[^\w.+=,@-]+", "-", text)[:80]
+
+
+def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
+    if isinstance(value, dict | list):
+        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(one, (*key, name))
+    elif isinstance(value, str):
+        yield key, value
+
+
+def _check_interpolation(key: Key, text: str, origin: str) -> None:
+    """Reject malformed interpolations, and calls such as oc.decode: a config depends on files and variables alone."""
+    from omegaconf.grammar_parser import parse
+
+    place = f"{origin}: {dotted(key)}"
+    try:
+        trees: list[Any] = [parse(text)]
+    except Exception as error:  # the generated parser raises many kinds
+        raise ConfigError(f"{place}: {text!r} is no interpolation: {_first_line(error)}") from error
+    while trees:
+        tree = trees.pop()
+        if type(tree).__name__ == "InterpolationResolverContext":
+            name = tree.resolverName().getText()
+            if name not in _PURE_RESOLVERS:
+                raise ConfigError(
+                    f"{place}: {text!r} calls {name!r}. A config depends on its files and ${{env:NAME}} alone: write"
+                    f" that, or the value, or give it as an override: {dotted(key)}=..."
+                )
+        trees += getattr(tree, "children", None) or []
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

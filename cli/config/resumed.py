@@ -1,0 +1,121 @@
+"""The config with which `resume=auto` goes on: the run's own, with what is set on this command line on top of it."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import ConfigError
+from ...base.messages import let_be_seen
+from ...base.run_names import CONFIG
+from ...base.targets import TARGET
+from ...base.values import same
+from ...trainer.processes.environment import find_place
+from ...trainer.runs.directory import newest_to_resume
+from ...trainer.runs.record import GIVEN_CONFIG, RECORD, last_replicas
+from .check import Config, load_config
+from .read import Key, dotted, format_value, overrides_among, parse_yaml
+
+log = logging.getLogger("legato")
+
+LONGEST_LIST = 8
+"""Keys that the message about differences lists."""
+OF_THE_COMMAND = ("run", "resume", "checkpoint", "vars", "launcher")
+"""Sections that say where a run is and how it is started, or that the stored config has resolved."""
+
+
+def load_to_fit(arguments: Sequence[str]) -> Config:
+    """Read the config of a run to start, as `load_config` does; of one to resume, take the run's own.
+
+    With `resume=auto` the overrides among the arguments are laid on the config of the run that goes on. Each key of the
+    given files that says something else is named in a warning. Raises ConfigError where they name another task.
+    """
+    given = load_config(arguments)
+    if given.values["resume"] != "auto":
+        return given
+    where = given.values["run"]
+    run = given.directory or newest_to_resume(Path(where["root"]), where["name"])
+    if run is None or not (run / CONFIG).is_file():
+        return given
+    stored = load_config([str(run / CONFIG), *overrides_among(arguments)])
+    _require_same_task(run, given, stored)
+    trainer, origins = dict(stored.values["trainer"]), _origins(run, stored)
+    if trainer["replicas"] is None:  # the run keeps them, and so does whoever runs its config again
+        trainer["replicas"], origins["trainer", "replicas"] = last_replicas(run), str(run / RECORD)
+    run_section = stored.values["run"] | {name: where[name] for name in ("root", "name")}
+    values = {**stored.values, "run": run_section, "trainer": trainer}
+    place = find_place(trainer["cluster"])
+    if place is None or place.rank == 0:
+        _tell_differences(run, given, stored)
+    resumed = run if given.directory is None else None
+    return replace(stored, values=values, origins=origins, directory=given.directory, resumed=resumed)
+
+
+def _require_same_task(run: Path, given: Config, stored: Config) -> None:
+    wanted, trained = (config.values["task"][TARGET] for config in (given, stored))
+    if wanted != trained:
+        raise ConfigError(
+            f"{given.origin(('task', TARGET))}: resume=auto goes on with {run}, which trains {trained!r}, and not "
+            f"{wanted!r}. Give a run.name of its own to another task; if the class has moved, write its new name into "
+            f"{run / CONFIG}."
+        )
+
+
+def _tell_differences(run: Path, given: Config, stored: Config) -> None:
+    found = list(_differences(given, stored))
+    if not found:
+        return
+    let_be_seen()
+    more = f" And {len(found) - LONGEST_LIST} more." if len(found) > LONGEST_LIST else ""
+    log.warning(
+        "resume=auto goes on with the config of %s, which counts where the given files differ: %s.%s To change a "
+        "value, set it on the command line.",
+        run,
+        "; ".join(found[:LONGEST_LIST]),
+        more,
+    )
+
+
+def _differences(given: Config, stored: Config) -> Iterator[str]:
+    """Yield each key that a file sets to another value than the run has, with both values."""
+    for key, value in _single_values(given.values, ()):
+        origin = given.origin(key)
+        secret = key in given.secrets or key in stored.secrets
+        if key[0] in OF_THE_COMMAND or secret or origin.startswith(("default", "override")):
+            continue
+        there = _stored_value(stored.values, key)
+        if there == []:
+            yield f"{dotted(key)} is {format_value(value)} in {origin}, and not in the run's config"
+        elif not same(value, there[0]):
+            yield f"{dotted(key)} is {format_value(there[0])} in the run, not {format_value(value)} ({origin})"
+
+
+def _single_values(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _single_values(item, (*key, name))
+    else:
+        yield key, value
+
+
+def _stored_value(values: Any, key: Key) -> list[Any]:
+    """Return the value at a key, in a list; [] where there is none."""
+    for name in key:
+        if not isinstance(values, Mapping) or name not in values:
+            return []
+        values = values[name]
+    return [values]
+
+
+def _origins(run: Path, stored: Config) -> dict[Key, str]:
+    """Return the origins of the stored values: of those that were defaults when the run began, "default"."""
+    path = run / GIVEN_CONFIG
+    try:
+        given = parse_yaml(path.read_text(encoding="utf-8"), str(path)).origins
+    except (OSError, UnicodeDecodeError, ConfigError):  # an old run, or somebody has edited it
+        return stored.origins
+    return {
+        key: origin if key in given or origin.startswith(("override", "default")) else "default"
+        for key, origin in stored.origins.items()
+    }

@@ -1,0 +1,185 @@
+"""KubernetesLauncher: runs a command as an Indexed Job, with one pod per node that starts the node's processes."""
+
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from ...base.errors import ConfigError, WorkerError
+from ...trainer.processes.signals import RESUME_ME
+from .launcher import Launcher, Machines, machines_of, without_launcher
+
+if TYPE_CHECKING:
+    from ..config.check import Config
+
+_MOUNTED = "/etc/legato"
+_USAGE = 2  # exit code for a wrong config, with which a repetition would end, too
+
+
+class ManifestDumper(yaml.SafeDumper):
+    """Writes texts of several lines, such as the config, as they are."""
+
+
+ManifestDumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+@dataclass(kw_only=True)
+class KubernetesLauncher(Launcher):
+    """Writes a ConfigMap, a Service and a Job, and applies them with kubectl; `trainer.num_nodes` pods run the Job."""
+
+    name = "kubernetes"
+
+    image: str | None = None
+    """Container image with Python, torch, Legato and the task's modules. Required."""
+    claim: str | None = None
+    """PersistentVolumeClaim for the runs' folder, ReadWriteMany for several nodes. None: runs end with their pods."""
+    mount: str = "/runs"
+    """Folder at which the claim is mounted; it is `run.root` there."""
+    namespace: str | None = None
+    """Namespace. None: kubectl's current one."""
+    job_name: str | None = None
+    """Name of the Job. None: run.name."""
+    cpus_per_process: int = 1
+    """CPUs to reserve for each process, including its loader's workers."""
+    memory: str | None = None
+    """Memory of each pod, such as "64Gi"."""
+    gpu: str = "nvidia.com/gpu"
+    """Name of the cluster's GPU resource."""
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes to run on, such as {cloud.google.com/gke-accelerator: nvidia-h100-80gb}."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables, such as {NCCL_SOCKET_IFNAME: eth0}."""
+    python: str = "python"
+    """Python interpreter in the image."""
+    folder: str | None = None
+    """Folder in the image to start in, with the task's modules. None: the image's own."""
+    port: int = 29500
+    """Port of the first pod at which the processes meet."""
+    retries: int = 3
+    """Number of failed pods after which the Job fails; preempted ones do not count."""
+    dry_run: bool = False
+    """Print the manifests instead of applying them."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers out of range, and without an image."""
+        if not self.image:
+            raise ConfigError("launcher=kubernetes needs an image with torch, Legato and the task: set launcher.image.")
+        if self.cpus_per_process < 1 or self.retries < 0 or not 0 < self.port < 65536:
+            raise ConfigError(
+                f"launcher.cpus_per_process={self.cpus_per_process}, launcher.retries={self.retries}, launcher.port="
+                f"{self.port}: expected at least 1 CPU, 0 retries and a port below 65536."
+            )
+
+    def launch(self, command: str, config: "Config") -> int:
+        """Apply the manifests, or print them; return 0. Raises WorkerError if kubectl fails."""
+        manifests = yaml.dump_all(self.manifests(command, config), Dumper=ManifestDumper, sort_keys=False)
+        if self.dry_run:
+            print(manifests, end="")
+            return 0
+        try:
+            words = ["kubectl", "apply", "--filename=-"]
+            done = subprocess.run(words, input=manifests, capture_output=True, text=True, check=False)
+        except OSError as error:
+            raise WorkerError(
+                f"launcher=kubernetes cannot run kubectl ({error.strerror}); launcher.dry_run=true shows what it gets."
+            ) from error
+        if done.returncode != 0:
+            raise WorkerError(f"kubectl refused the manifests: {done.stderr.strip()}")
+        print(done.stdout, end="")
+        return 0
+
+    def manifests(self, command: str, config: "Config") -> list[dict[str, Any]]:
+        """Return the ConfigMap with the config, the Service by which pods find the first one, and the Job."""
+        machines = machines_of(config.values, self.name)
+        values = dict(config.values)
+        if self.claim is not None:
+            values["run"] = {**values["run"], "root": self.mount}
+        if command == "fit":  # a pod that takes another's place goes on with its run
+            values["resume"] = "auto"
+        # 50 characters: the pods' names add an index and a suffix, and a DNS label has 63 at most
+        name = re.sub(r"[^a-z0-9]+", "-", (self.job_name or values["run"]["name"]).lower()).strip("-")[:50] or "legato"
+        about: dict[str, Any] = {"name": name, "labels": {"app": name}}
+        if self.namespace is not None:
+            about["namespace"] = self.namespace
+        text = without_launcher(replace(config, values=values))
+        # headless, so that each pod has a name in the DNS; not ready ones too, since they look for the first one before
+        # that
+        service = {"clusterIP": "None", "selector": {"job-name": name}, "publishNotReadyAddresses": True}
+        grace = values["trainer"]["signal_grace_seconds"]
+        return [
+            {"apiVersion": "v1", "kind": "ConfigMap", "metadata": about, "data": {"run.yaml": text}},
+            {"apiVersion": "v1", "kind": "Service", "metadata": about, "spec": service},
+            {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": about,
+                "spec": self._job(name, machines, command, int(grace)),
+            },
+        ]
+
+    def _job(self, name: str, machines: Machines, command: str, grace: int) -> dict[str, Any]:
+        """Return the Job: a pod with exit code 75, or one that its node lost, is replaced; a wrong config ends it."""
+        rules = [
+            {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [RESUME_ME]}},
+            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+            {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [_USAGE]}},
+        ]
+        return {
+            "completions": machines.nodes,
+            "parallelism": machines.nodes,
+            "completionMode": "Indexed",
+            "backoffLimit": self.retries,
+            "podFailurePolicy": {"rules": rules},
+            "template": {"metadata": {"labels": {"app": name}}, "spec": self._pod(name, machines, command, grace)},
+        }
+
+    def _pod(self, name: str, machines: Machines, command: str, grace: int) -> dict[str, Any]:
+        """Return what each pod runs: the command, which starts the processes of its node."""
+        index = {"fieldRef": {"fieldPath": "metadata.annotations['batch.kubernetes.io/job-completion-index']"}}
+        place: list[dict[str, Any]] = [
+            {"name": "NODE_RANK", "valueFrom": index},
+            {"name": "MASTER_ADDR", "value": f"{name}-0.{name}"},
+            {"name": "MASTER_PORT", "value": str(self.port)},
+        ]
+        amounts: dict[str, Any] = {"cpu": machines.processes * self.cpus_per_process}
+        amounts |= {"memory": self.memory} if self.memory else {}
+        gpus = {self.gpu: machines.gpus} if machines.gpus else {}
+        volumes: list[dict[str, Any]] = [
+            {"name": "config", "configMap": {"name": name}},
+            {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},  # loader workers pass batches through it
+        ]
+        mounts = [{"name": "config", "mountPath": _MOUNTED}, {"name": "shared-memory", "mountPath": "/dev/shm"}]
+        if self.claim is not None:
+            volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}})
+            mounts.append({"name": "runs", "mountPath": self.mount})
+        container: dict[str, Any] = {
+            "name": "legato",
+            "image": self.image,
+            "command": [self.python, "-m", __name__.partition(".")[0], command, *self.flags, f"{_MOUNTED}/run.yaml"],
+            "env": [
+                *(place if machines.nodes > 1 else []),
+                *({"name": key, "value": str(value)} for key, value in self.environment.items()),
+            ],
+            # extended resources, as GPUs are, must have a limit, equal to the request; CPUs have none, or they would be
+            # throttled
+            "resources": {"requests": {**amounts, **gpus}, "limits": {**gpus}},
+            "volumeMounts": mounts,
+        }
+        if self.folder is not None:
+            container["workingDir"] = self.folder
+        return {
+            # a podFailurePolicy demands it
+            "restartPolicy": "Never",
+            "subdomain": name,
+            # Kubernetes' own default of 30 s would cut a save off that signal_grace_seconds allows
+            "terminationGracePeriodSeconds": grace + 30,
+            "nodeSelector": dict(self.node_selector),
+            "containers": [container],
+            "volumes": volumes,
+        }

@@ -1,0 +1,234 @@
+"""RayLauncher: runs a command on a Ray cluster, with one actor per node that starts the node's processes."""
+
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base.errors import ConfigError, WorkerError
+from ...trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals
+from ...trainer.processes.transport import is_communication
+from .launcher import Launcher, Machines, machines_of, without_launcher
+
+if TYPE_CHECKING:
+    from ..config.check import Config
+
+_SETTLE, _GRACE = 10.0, 20.0
+"""Seconds after a node's failure until the others, most of which end by themselves, get SIGTERM, and SIGKILL."""
+_ANSWER = 10.0  # seconds in which a cluster's port must answer
+_RAY_POLL = 0.5  # seconds between two looks at the nodes
+_LAST_LINES = 40  # of a node that failed, shown again at the end
+# A Ray that was started in the background of a script ignores Ctrl-C, and so would all that it starts.
+_COMMAND = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from {__name__.partition(".")[0]}.cli.main import main
+sys.exit(main())
+"""
+
+
+@dataclass(kw_only=True)
+class RayLauncher(Launcher):
+    """Uses `trainer.num_nodes` nodes of a Ray cluster with `trainer.devices` devices each. Needs `ray`."""
+
+    name = "ray"
+
+    address: str | None = None
+    """The cluster: "host:port", "ray://host:port", or "auto" for the one that this machine is part of.
+
+    None: a temporary one on this machine.
+    """
+    cpus_per_process: int = 1
+    """CPUs to reserve for each process."""
+    resources: Mapping[str, float] = field(default_factory=dict)
+    """Other resources to reserve on each node, such as {"accelerator_type:A100": 0.001}."""
+    placement_timeout: float = 600.0
+    """Seconds to wait for free nodes."""
+    python: str | None = None
+    """Python interpreter on the nodes. None: the current one."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for numbers out of range."""
+        if self.cpus_per_process < 1 or self.placement_timeout <= 0:
+            raise ConfigError(
+                f"launcher.cpus_per_process={self.cpus_per_process}, launcher.placement_timeout="
+                f"{self.placement_timeout}: expected at least 1 CPU and a positive number of seconds."
+            )
+
+    def launch(self, command: str, config: "Config") -> int:
+        """Run the command on the cluster, wait for it, and return its exit code.
+
+        Raises ConfigError if Ray is missing or the cluster is too small, WorkerError if a node fails.
+        """
+        try:
+            import ray
+        except ImportError as error:
+            raise ConfigError(f"launcher=ray needs Ray ({error}): pip install 'legato[ray]'.") from error
+        machines = machines_of(config.values, self.name)
+        self._connect(ray)
+        signals: list[int] = []
+        try:
+            with handling_end_signals(signals.append):  # after ray.init, which sets a handler for SIGTERM of its own
+                group = self._reserve(machines)
+                return self._run(group, machines, command, without_launcher(config), signals)
+        finally:
+            ray.shutdown()
+
+    def _connect(self, ray: Any) -> None:
+        """Join the cluster, or start one. Raises WorkerError where that fails."""
+        host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
+        try:
+            if host and port.isdecimal():  # Ray itself would try for two minutes, and end the process
+                socket.create_connection((host, int(port)), timeout=_ANSWER).close()
+            ray.init(address=self.address, log_to_driver=True, include_dashboard=False, configure_logging=False)
+        except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
+            where = f"no cluster at launcher.address={self.address}" if self.address else "none, and could start none"
+            reason = " ".join(str(error).split())[:300]
+            token = "set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the token of its head."
+            remedy = (
+                f"The cluster wants a token: {token}"
+                if "token" in reason.lower()
+                else "See that `ray start --head` has been run there, that `ray status` answers here, and that both "
+                "have the same versions of Ray and Python."
+            )
+            # the port answers and Ray gives up: that is also how a missing token ends, of which its error does not tell
+            if self.address and "token" not in reason.lower() and getattr(error, "errno", None) is None:
+                remedy += f" If the cluster has token authentication, as `ray start` says, {token}"
+            raise WorkerError(f"launcher=ray found {where} ({type(error).__name__}: {reason}). {remedy}") from error
+
+    def _reserve(self, machines: Machines) -> Any:
+        """Return a placement group with one bundle per node, once it is scheduled."""
+        from ray.exceptions import GetTimeoutError
+        from ray.util.placement_group import placement_group
+
+        bundle: dict[str, float] = {"CPU": machines.processes * self.cpus_per_process, **self.resources}
+        if machines.gpus:
+            bundle["GPU"] = machines.gpus
+        import ray
+
+        fitting = [
+            node
+            for node in ray.nodes()
+            if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in bundle.items())
+        ]
+        if len(fitting) < machines.nodes and self.address is None:  # an existing cluster may have an autoscaler
+            raise ConfigError(
+                f"The run needs {machines.nodes} nodes with {bundle} each (trainer.num_nodes, trainer.devices, "
+                f"launcher.cpus_per_process); {len(fitting)} of the Ray cluster's {len(ray.nodes())} have that."
+            )
+        group = placement_group([bundle] * machines.nodes, strategy="STRICT_SPREAD")
+        try:
+            ray.get(group.ready(), timeout=self.placement_timeout)
+        except GetTimeoutError as error:
+            raise WorkerError(
+                f"The Ray cluster had no {machines.nodes} nodes with {bundle} free within "
+                f"{self.placement_timeout:g} s; {len(fitting)} have as much at all."
+            ) from error
+        return group
+
+    def _run(self, group: Any, machines: Machines, command: str, config: str, signals: list[int]) -> int:
+        """Start an actor in each bundle, and wait until all have ended."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # two concurrent calls: one waits for the command, the other forwards signals
+        actor = ray.remote(max_concurrency=2, max_restarts=0)(RayNode)
+        nodes = []
+        for index, bundle in enumerate(group.bundle_specs):
+            place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            options = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": place}
+            nodes.append(actor.options(**options).remote(self.python or sys.executable, str(Path.cwd())))
+        host, port = ray.get(nodes[0].meeting_place.remote())
+        print(f"Ray  {machines.nodes} x {machines.processes} processes, node 0 is {host}", flush=True)
+        running = {
+            node.run.remote([command, *self.flags], config, machines.nodes, index, host, port): index
+            for index, node in enumerate(nodes)
+        }
+        return _wait(nodes, running, signals)
+
+
+def _wait(nodes: list[Any], running: dict[Any, int], signals: list[int]) -> int:
+    """Wait for all nodes, ending the others soon after one has failed; return the exit code of the run."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    codes: dict[int, int] = {}
+    failures: list[tuple[int, str]] = []
+    passed, failed_at = 0, None
+    while running:
+        for number in signals[passed:]:
+            _send_to_nodes(nodes, number)
+        passed = len(signals)
+        done, _ = ray.wait(list(running), timeout=_RAY_POLL)
+        for reference in done:
+            index = running.pop(reference)
+            try:
+                codes[index], last = ray.get(reference)
+            except RayActorError as error:
+                codes[index], last = 1, f"Ray lost the node: {' '.join(str(error).split())[:300]}"
+            if codes[index] not in (0, RESUME_ME, INTERRUPTED):
+                failures.append((index, last))
+                failed_at = failed_at or time.monotonic()
+        waited = 0.0 if failed_at is None else time.monotonic() - failed_at
+        if waited > _SETTLE:
+            _send_to_nodes(nodes, signal.SIGTERM if waited < _GRACE else signal.SIGKILL)
+    if failures:
+        # prefer the root cause to lost connections, which other nodes may have reported sooner
+        index, last = min(failures, key=lambda failure: is_communication(RuntimeError(failure[1])))
+        raise WorkerError(f"RayNode {index} of the run ended with exit code {codes[index]}:\n{last}")
+    return max(codes.values())
+
+
+def _send_to_nodes(nodes: list[Any], number: int) -> None:
+    for node in nodes:
+        node.send.remote(int(number))
+
+
+class RayNode:
+    """Actor on one node; its subprocess is a Legato command that starts the node's processes."""
+
+    def __init__(self, python: str, folder: str) -> None:
+        self.python, self.folder = python, folder
+        self.process: subprocess.Popen[str] | None = None
+
+    def meeting_place(self) -> tuple[str, int]:
+        """Return this machine's address and a free port."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        with socket.create_server(("", 0)) as server:
+            return host, server.getsockname()[1]
+
+    def run(self, command: list[str], config: str, nodes: int, rank: int, host: str, port: int) -> tuple[int, str]:
+        """Run a command and its options as node `rank` of `nodes`; return its exit code and its last lines."""
+        if not Path(self.folder).is_dir():
+            return (
+                1,
+                f"The folder {self.folder} is missing. All nodes must share the folder in which the run starts.",
+            )
+        with tempfile.TemporaryDirectory(prefix="legato-") as folder:
+            path = Path(folder) / "run.yaml"
+            path.write_text(config, encoding="utf-8")
+            # by `env`, because environment variables are set in processes/environment.py only
+            place = [f"NODE_RANK={rank}", f"MASTER_ADDR={host}", f"MASTER_PORT={port}"] if nodes > 1 else []
+            words = ["env", *place, self.python, "-c", _COMMAND, *command, str(path)]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+            self.process = subprocess.Popen(words, cwd=self.folder, **pipes)
+            last: list[str] = []
+            assert self.process.stdout is not None
+            with self.process.stdout as lines:
+                for line in lines:
+                    print(line, end="", flush=True)
+                    last = [*last[-_LAST_LINES:], line]
+            return self.process.wait(), "".join(last)
+
+    def send(self, number: int) -> None:
+        """Send a signal to the command."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)

@@ -1,0 +1,193 @@
+"""SlurmLauncher: submits a run as an sbatch script that saves and requeues itself before its time limit."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base.errors import ConfigError, WorkerError
+from ...base.run_names import require_local
+from ...trainer.processes.signals import RESUME_ME
+from ...trainer.runs.record import RECORD
+from .launcher import Launcher, Machines, machines_of, without_launcher
+
+if TYPE_CHECKING:
+    from ..config.check import Config
+
+_SLURM_TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<rest>\d+(?::\d\d){0,2})")
+_WAIT = 60
+"""Seconds that srun gives the other ranks to end after one has; ranks left by a failed one end in seconds."""
+_OWN = ("nodes", "ntasks-per-node", "gpus-per-node", "signal", "output", "chdir", "requeue", "no-requeue", "ntasks")
+"""Options of sbatch that the script sets itself."""
+
+
+@dataclass(kw_only=True)
+class SlurmLauncher(Launcher):
+    """Writes an sbatch script and submits it. Processes, nodes and GPUs follow from the trainer's arguments."""
+
+    name = "slurm"
+
+    time: str | int | None = None
+    """Time limit in SLURM's format: minutes, "HH:MM:SS" or "D-HH:MM:SS". None: the partition's."""
+    partition: str | None = None
+    """Partition. None: the default one."""
+    account: str | None = None
+    """Account to charge."""
+    qos: str | None = None
+    """Quality of service."""
+    cpus_per_process: int | None = None
+    """CPU cores of each process, including its loader's workers."""
+    memory: str | None = None
+    """Memory of each node, such as "64G"."""
+    job_name: str | None = None
+    """Name of the job. None: run.name."""
+    options: Mapping[str, str | int | bool] = field(default_factory=dict)
+    """More options of sbatch: {constraint: a100, exclusive: true} become --constraint=a100 and --exclusive."""
+    setup: list[str] = field(default_factory=list)
+    """Shell commands to run first, such as `module load cuda`."""
+    python: str | None = None
+    """Python interpreter on the nodes. None: the current one."""
+    requeue: bool = True
+    """Requeue a job that was told to end before it was done; it resumes from its newest checkpoint."""
+    signal_seconds: int = 120
+    """Seconds before the time limit at which the run is told to save and end."""
+    folder: str | None = None
+    """Folder for script, config and output. None: `slurm` beside the run directories."""
+    dry_run: bool = False
+    """Print the script instead of submitting it."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for values that sbatch would reject or that would break the script."""
+        require_local(self.folder, "launcher.folder")
+        if self.signal_seconds < 1:
+            raise ConfigError(f"launcher.signal_seconds={self.signal_seconds}: expected at least 1.")
+        if self.cpus_per_process is not None and self.cpus_per_process < 1:
+            raise ConfigError(f"launcher.cpus_per_process={self.cpus_per_process}: expected at least 1.")
+        if self.time is not None and not 0 <= self.signal_seconds < seconds_of(str(self.time)):
+            raise ConfigError(
+                f"launcher.signal_seconds={self.signal_seconds} is not before the time limit launcher.time={self.time}."
+            )
+        for option, value in self.options.items():
+            if option in _OWN:
+                raise ConfigError(
+                    f"launcher.options.{option} is set by the launcher: see trainer.num_nodes, trainer.devices, "
+                    f"trainer.accelerator, launcher.folder, launcher.requeue and launcher.signal_seconds."
+                )
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", option) or "\n" in str(value):
+                raise ConfigError(
+                    f"launcher.options.{option}={value!r}: expected a long option of sbatch without its dashes, such "
+                    f"as constraint, and a value of one line."
+                )
+
+    def launch(self, command: str, config: "Config") -> int:
+        """Submit the job, or print the script; return 0. Raises WorkerError if sbatch fails."""
+        values = config.values
+        machines = machines_of(values, self.name)
+        runs = Path(values["run"]["root"]) / values["run"]["name"]
+        folder = (Path(self.folder) if self.folder is not None else runs / "slurm").absolute()
+        number = 1 + sum(1 for _ in folder.glob("job-*.sh"))
+        stem = folder / f"job-{number:04d}"
+        resume = self._resume(runs.absolute()) if command == "fit" and values["resume"] != "auto" else []
+        script = self.script(command, machines, values["run"]["name"], stem, resume)
+        if self.dry_run:
+            print(script, end="")
+            return 0
+        folder.mkdir(parents=True, exist_ok=True)
+        # requeue=False: the script requeues the job; a second request from the run would fail
+        stem.with_suffix(".yaml").write_text(without_launcher(config, requeue=False), encoding="utf-8")
+        path = stem.with_suffix(".sh")
+        path.write_text(script, encoding="utf-8")
+        job = _submit(path)
+        print(f"Job     {job}, {machines.nodes} x {machines.processes} processes\nScript  {path}")
+        print(f"Output  {folder / f'{job}.out'}")
+        return 0
+
+    def script(self, command: str, machines: Machines, name: str, stem: Path, resume: list[str]) -> str:
+        """Return the sbatch script that runs the config `stem`.yaml; `resume` are the lines that set `resume`."""
+        python = shlex.quote(self.python or sys.executable)
+        config = shlex.quote(str(stem.with_suffix(".yaml")))
+        words = shlex.join([command, *(flag for flag in self.flags if not flag.startswith("trainer.requeue="))])
+        # not --kill-on-bad-exit: the first rank to exit with 75 would get the others killed, and srun return 143
+        run = f'srun --wait={_WAIT} {python} -m {__name__.partition(".")[0]} {words} {config} "${{resume[@]}}"'
+        again = [f'if [ "$code" -eq {RESUME_ME} ]; then', '  scontrol requeue "$SLURM_JOB_ID"', "fi"]
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH {option}" for option in self._options(machines, name, stem.parent)),
+            "",
+            f"# SIGUSR1, {self.signal_seconds} s before the time limit, and SIGTERM, when others need the nodes:",
+            f"# the run saves a checkpoint and ends with exit code {RESUME_ME}.",
+            *self.setup,
+            "resume=()",
+            *resume,
+            run,
+            "code=$?",
+            *(again if self.requeue else []),
+            'exit "$code"',
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _options(self, machines: Machines, name: str, folder: Path) -> Iterator[str]:
+        found: dict[str, Any] = {
+            "job-name": self.job_name or name.replace("/", "-"),
+            "nodes": machines.nodes,
+            "ntasks-per-node": machines.processes,
+            "gpus-per-node": machines.gpus or None,
+            "cpus-per-task": self.cpus_per_process,
+            "mem": self.memory,
+            "time": self.time,
+            "partition": self.partition,
+            "account": self.account,
+            "qos": self.qos,
+            "chdir": Path.cwd(),
+            "output": folder / "%j.out",
+            "open-mode": "append",
+            "requeue" if self.requeue else "no-requeue": True,
+            "signal": f"USR1@{self.signal_seconds}",
+            **self.options,
+        }
+        for option, value in found.items():
+            if value is True:
+                yield f"--{option}"
+            elif value is not None and value is not False:
+                yield f"--{option}={shlex.quote(str(value))}"
+
+    def _resume(self, runs: Path) -> list[str]:
+        """Return the lines with which a requeued job resumes the run that it has begun, if it has begun one."""
+        job = '"\\"slurm_job\\": \\"$SLURM_JOB_ID\\""'
+        return [
+            'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] &&',
+            f"  grep -qs {job} {shlex.quote(str(runs))}/version_*/{RECORD}; then",
+            "  resume=(resume=auto)",
+            "fi",
+        ]
+
+
+def seconds_of(text: str) -> int:
+    """Return the seconds of a time limit. Raises ConfigError for another format."""
+    found = _SLURM_TIME.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"launcher.time={text!r}: expected minutes, 'HH:MM:SS' or 'D-HH:MM:SS'.")
+    parts = [int(part) for part in found["rest"].split(":")]
+    if found["days"] is not None:  # D-HH, D-HH:MM, D-HH:MM:SS
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return int(found["days"]) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if len(parts) == 3:
+        return parts[0] * 3600 + parts[1] * 60 + parts[2]
+    return parts[0] * 60 + (parts[1] if len(parts) == 2 else 0)
+
+
+def _submit(path: Path) -> str:
+    try:
+        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise WorkerError(
+            f"launcher=slurm cannot run sbatch ({error.strerror}). Run it on a machine of the cluster, or submit "
+            f"{path} there; launcher.dry_run=true only shows it."
+        ) from error
+    if done.returncode != 0:
+        raise WorkerError(f"sbatch refused {path}: {done.stderr.strip() or f'exit code {done.returncode}'}.")
+    return done.stdout.strip().partition(";")[0]

@@ -1,0 +1,88 @@
+"""Differences of stored configs: between runs, and from the defaults."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...base.errors import ConfigError
+from ...base.targets import TARGET
+from ...trainer.runs.directory import RunDirectory, flat_config
+from ..config.check import trainer_arguments
+from ..config.read import MOVED, SECTION_OF, dotted, dump_yaml
+from ..config.signatures import NO_DEFAULT, Sources
+
+NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
+"""Keys that say where a run is, not what it does."""
+TASK = f"task.{TARGET}"
+
+
+def differing_values(runs: Sequence[RunDirectory]) -> list[dict[str, str]]:
+    """Return for each run the values by which it differs from others of the same task, under short keys.
+
+    A value that more than half of these runs have is left out, and so is a default that the run has not set.
+    """
+    groups: dict[str | None, list[Mapping[str, str]]] = {}
+    for run in runs:
+        groups.setdefault(run.config.get(TASK), []).append(run.config)
+    known = {task: [config for config in configs if config] for task, configs in groups.items()}
+    counts = {
+        task: {key: Counter(config.get(key) for config in configs) for key in varying_keys(configs)}
+        for task, configs in known.items()
+    }
+    found = []
+    for run in runs:
+        task = run.config.get(TASK)
+        short = short_names(list(counts[task]))
+        found.append(
+            {
+                short[key]: run.config[key]
+                for key, values in counts[task].items()
+                if key in run.config
+                and 2 * values[run.config[key]] <= len(known[task])
+                and (run.given_keys is None or key in run.given_keys)
+            }
+        )
+    return found
+
+
+def varying_keys(configs: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys whose values are not the same in all of the configs; runs without a config do not count."""
+    whole = [config for config in configs if config]
+    keys = dict.fromkeys(key for config in whole for key in config if key not in NOT_COMPARED)
+    return [key for key in keys if len({config.get(key) for config in whole}) > 1]
+
+
+def short_names(keys: Sequence[str]) -> dict[str, str]:
+    """Return the last part of each key, with as many parts before it as tell it from the others."""
+    found = {}
+    for key in keys:
+        parts = key.split(".")
+        for count in range(1, len(parts) + 1):
+            name = ".".join(parts[-count:])
+            if sum(other == name or other.endswith(f".{name}") for other in keys) == 1:
+                break
+        found[key] = name
+    return found
+
+
+def from_defaults(config: Mapping[str, str]) -> dict[str, str]:
+    """Return the values of a stored config that are not defaults; a class that is not found here has none."""
+    sources = Sources()
+    known = {one.name: one for one in trainer_arguments()}
+    defaults: dict[str, Any] = {
+        dotted(MOVED[name]) if name in MOVED else f"trainer.{name}": one.default
+        for name, one in known.items()
+        if name not in SECTION_OF and one.default is not NO_DEFAULT
+    }
+    for key, path in config.items():
+        if key.endswith(f".{TARGET}"):
+            try:
+                signature = sources.signature(path)
+            except (LookupError, ConfigError, RecursionError):
+                continue
+            for name, one in ({} if signature is None else signature.parameters).items():
+                if one.default is not NO_DEFAULT:
+                    defaults[f"{key.removesuffix(TARGET)}{name}"] = one.default
+    texts = flat_config(dump_yaml(defaults))
+    plain = {"resume": "null", "checkpoint": "null"} | {key.strip("'\""): text for key, text in texts.items()}
+    return {key: value for key, value in config.items() if plain.get(key) != value}

@@ -1,0 +1,249 @@
+"""`legato compare --bits`: the first step at which two runs differ, and the first tensor there."""
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.errors import CheckpointError, ConfigError
+from ..base.torch_private import local_part
+from ..callbacks.callback import Callback
+from ..trainer.checkpoints.manifest import MODEL_FILE, TENSORS_FILE, load_manifest
+from ..trainer.optimization.optimizers import optimizer_parameters
+from ..trainer.runs import store
+from .history import CheckpointRecord, RunHistory
+from .replay import replay_steps
+from .watchers import StopAfterStep
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+KINDS_OF_TENSORS = ("weights", "gradients", "optimizer")
+"""Kinds in the order of comparison: the weights after a step, its gradients, the optimizer's state after it."""
+DIGESTS = "tensors.jsonl"
+
+
+class TensorDigests(Callback):
+    """Writes a digest of each weight, gradient and state of an optimizer in each step from `first` on.
+
+    Weights are in the order in which the modules are called. Gradients are those before clipping.
+    """
+
+    after_every_step = True
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self._order: dict[str, None] = {}
+        self._handles: list[Any] = []
+        self._gradients: dict[str, str] = {}
+        self._file: Any = None
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Open the file, and note the order of the modules in the forward."""
+        assert trainer.run_dir is not None
+        self._file = (trainer.run_dir / DIGESTS).open("w", encoding="utf-8")
+        for name, module in task.named_modules():
+            own = [f"{name}.{one}" if name else one for one, _ in module.named_parameters(recurse=False)]
+            self._handles.append(module.register_forward_pre_hook(self._noting(own)))
+
+    def _noting(self, names: Sequence[str]) -> Any:
+        return lambda module, inputs: self._order.update(dict.fromkeys(names))
+
+    def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
+        """Take the digests of the gradients."""
+        own = set(map(id, optimizer_parameters(optimizer)))
+        for name, parameter in task.named_parameters():
+            if id(parameter) in own and parameter.grad is not None:
+                self._gradients[name] = digest_of(parameter.grad)
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Write the digests of a complete step."""
+        if trainer.metrics.step == trainer.global_step:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        known = dict(task.named_parameters())
+        names = [*(name for name in self._order if name in known), *(name for name in known if name not in self._order)]
+        states: dict[str, str] = {}
+        for number, optimizer in enumerate(trainer.optimizers):
+            name_of = {id(parameter): name for name, parameter in known.items()}
+            for parameter, state in optimizer.state.items():
+                states |= {
+                    f"{number}.{name_of.get(id(parameter), '?')}.{key}": digest_of(value)
+                    for key, value in state.items()
+                    if isinstance(value, torch.Tensor)
+                }
+        buffers = {name: digest_of(value) for name, value in task.named_buffers()}
+        record = {
+            "step": trainer.global_step,
+            "weights": {**{name: digest_of(known[name]) for name in names}, **buffers},
+            "gradients": {name: self._gradients[name] for name in names if name in self._gradients},
+            "optimizer": states,
+        }
+        self._gradients = {}
+        if trainer.global_step >= self.first:
+            self._file.write(json.dumps(record) + "\n")
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def digest_of(tensor: torch.Tensor) -> str:
+    """Return a digest of a tensor's shape, dtype and bytes."""
+    value = local_part(tensor).detach().cpu().contiguous()
+    found = hashlib.sha1(f"{tuple(value.shape)} {value.dtype} ".encode())
+    found.update(value.view(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b"")
+    return found.hexdigest()
+
+
+@dataclass
+class FirstDifference:
+    """First difference of two runs."""
+
+    step: int | None
+    """None: they do not, as far as both go."""
+    until: int
+    """The last step that was compared."""
+    tensors: dict[str, list[str]] = field(default_factory=dict)
+    """The tensors that differ after that step, by kind; of each kind the first one first."""
+    notes: list[str] = field(default_factory=list)
+
+    def describe(self) -> Iterator[str]:
+        """Yield the lines that tell it."""
+        if self.step is None:
+            yield f"Every bit is the same up to step {self.until:,}."
+        else:
+            yield f"The first step at which they differ is {self.step:,}."
+            for kind in KINDS_OF_TENSORS:
+                names = self.tensors.get(kind, [])
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                yield f"  {kind:<10}{names[0] + more if names else 'the same'}"
+        yield from self.notes
+
+
+def first_difference(one: RunHistory, other: RunHistory) -> FirstDifference:
+    """Return the first difference of two runs: the checkpoints that both have are searched by bisection, and only the
+    steps between the last same and the first different one are computed again.
+
+    Raises ConfigError where a run has no step yet.
+    """
+    last = min(one.last_step, other.last_step)
+    if last < 1:
+        raise ConfigError("--bits compares steps of two runs; one of them has none yet.")
+    compared = list[str]()
+    begin, end = bracket(one, other, last, compared)
+    if begin == last:
+        return FirstDifference(None, last, {}, compared)
+    with TemporaryDirectory() as folder:
+        records, notes = [], list[str]()
+        for number, history in enumerate((one, other)):
+            directory = Path(folder) / str(number)
+            directory.mkdir()
+            watchers = [TensorDigests(begin + 1), StopAfterStep(end)]
+            replayed = replay_steps(history, begin + 1, end, directory, watchers)
+            comparison = replayed.comparison()
+            if not comparison.holds:
+                notes.append(f"{history.directory} is not what its config gives today: {comparison.describe()}.")
+            lines = (directory / DIGESTS).read_text().splitlines()
+            records.append({record["step"]: record for record in map(json.loads, lines)})
+    for step in range(begin + 1, end + 1):
+        found = differing(records[0].get(step, {}), records[1].get(step, {}))
+        if found:
+            return FirstDifference(step, end, found, [*compared, *notes])
+    if not notes:
+        notes.append(f"Computed again, both have the same bits up to step {end:,}.")
+    return FirstDifference(None, end, {}, [*compared, *notes])
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the names of the tensors that differ between two steps, by kind."""
+    found = {}
+    for kind in KINDS_OF_TENSORS:
+        first, second = one.get(kind, {}), other.get(kind, {})
+        names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+        if names:
+            found[kind] = names
+    return found
+
+
+def bracket(one: RunHistory, other: RunHistory, last: int, notes: list[str]) -> tuple[int, int]:
+    """Return the newest step at which both are known to be the same, and the oldest at which they may differ.
+
+    Damaged checkpoints are taken out of the histories; they, and the steps that were compared, are added to `notes`.
+    """
+    compared = set[int]()
+    while True:
+        ours, theirs = ({record.step: record for record in history.checkpoints} for history in (one, other))
+        shared = sorted(step for step in ours.keys() & theirs.keys() if step <= last)
+        low, high = -1, len(shared)
+        while high - low > 1:
+            middle = (low + high) // 2
+            pair = ours[shared[middle]], theirs[shared[middle]]
+            if drop_damaged((one, other), pair, notes):
+                break
+            compared.add(shared[middle])
+            if is_same(*pair):
+                low = middle
+            else:
+                high = middle
+        else:
+            break
+    steps = ", ".join(f"{step:,}" for step in sorted(compared)) or "none"
+    notes.insert(0, f"Steps whose checkpoints were compared by their files: {steps}.")
+    return (shared[low] if low >= 0 else 0), (shared[high] if high < len(shared) else last)
+
+
+def drop_damaged(histories: Sequence[RunHistory], records: Sequence[CheckpointRecord], notes: list[str]) -> bool:
+    """Take checkpoints whose files are not those of their manifests out of the histories; return whether any was."""
+    before = len(notes)
+    for history, record in zip(histories, records, strict=True):
+        try:
+            store.verify(record.path)
+        except CheckpointError as error:
+            notes.append(f"Passed over, as it is damaged: {error}")
+            history.checkpoints.remove(record)
+    return len(notes) > before
+
+
+def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
+    """Return whether two verified checkpoints hold the same weights and optimizer states."""
+    files = [load_manifest(record.path).files for record in (one, other)]
+    if files[0].keys() == files[1].keys() and all(
+        files[0][name] == files[1][name] for name in files[0] if name != "state.json"
+    ):
+        assert {MODEL_FILE, TENSORS_FILE} <= files[0].keys()
+        return True
+    contents = [store.read_checkpoint(record.path) for record in (one, other)]
+    return all(same_tensors(contents[0][key], contents[1][key]) for key in ("state_dict", "optimizer_states"))
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """Return whether two nested values hold the same bits."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+        return both and digest_of(one) == digest_of(other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(same_tensors(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(same_tensors, one, other))
+    return bool(one == other)
+
+
+def show_bits(directories: Sequence[Path]) -> str:
+    """Return the first difference of two runs as text. Raises ConfigError for more than two."""
+    if len(directories) != 2:
+        raise ConfigError(f"--bits compares two runs, got {len(directories)}.")
+    one, other = map(RunHistory, directories)
+    return "\n".join(first_difference(one, other).describe())

@@ -1,0 +1,171 @@
+"""Microscope: norms of weights, gradients and updates, and statistics of activations, by module."""
+
+import re
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError
+from ..callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+
+class Microscope(Callback):
+    """Logs by module, in every n-th step: `weights/NAME`, `gradients/NAME` and `updates/NAME`, the norms of the
+    module's own parameters, of their gradients as the optimizer used them (clipped), and of what the step changed;
+    `activations/NAME.mean`, `.std`, `.largest` (by absolute value) and `.kurtosis` of the output of each module without
+    submodules, over all batches of the step.
+
+    In the steps between nothing is attached to the task. A step that is looked at takes a copy of the weights
+    (`python -m benchmarks.replay` measures what it costs). With `trainer.compile` a step whose activations are looked
+    at runs eagerly, since a compiled graph calls no hooks of the modules within it.
+
+    Args:
+        every_n_steps: look at each n-th optimizer step.
+        modules: a regular expression; only modules whose names it matches from the beginning are looked at.
+        activations: whether to look at activations too.
+    """
+
+    after_every_step = True
+
+    def __init__(self, every_n_steps: int = 100, modules: str = "", activations: bool = True) -> None:
+        self.every_n_steps, self.modules, self.activations = every_n_steps, modules, activations
+        self.newest: tuple[int, dict[str, float]] | None = None
+        """The newest step that was looked at, and its values; on every rank."""
+        self._wanted = re.compile(modules)
+        self._before: dict[str, list[Tensor]] = {}
+        self._moments: dict[str, list[Tensor]] = {}
+        self._handles: list[Any] = []
+        self._eagerly = ExitStack()
+        self._step = -1
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Raise ConfigError where this process has some of the modules only."""
+        refuse_parts(self, trainer, stage)
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Attach, where the first step is one to look at."""
+        self._step = trainer.global_step
+        self._attach_if_due(trainer, task)
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log the step if it was looked at, once it is complete; attach for the next one if that is due."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        if self._before or self._handles:
+            self._log(trainer, task)
+        self._detach()
+        self._attach_if_due(trainer, task)
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Begin again with a step that other processes do again (elastic)."""
+        self._detach()
+        self.on_train_start(trainer, task)
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Detach, also after an error."""
+        self._detach()
+
+    def _attach_if_due(self, trainer: "Trainer", task: "Task") -> None:
+        if (trainer.global_step + 1) % self.every_n_steps:
+            return
+        for name, module in self._chosen(task):
+            own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            if own:
+                self._before[name] = [parameter.detach().clone() for parameter in own]
+            if self.activations and not any(True for _ in module.children()):
+                self._handles.append(module.register_forward_hook(self._hook(trainer, name)))
+        if self._handles and trainer.compile:
+            import torch
+
+            self._eagerly.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def _detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._before, self._moments = [], {}, {}
+        self._eagerly.close()
+
+    def _chosen(self, task: "Task") -> "Iterator[tuple[str, nn.Module]]":
+        return (item for item in task.named_modules() if self._wanted.match(item[0]))
+
+    def _hook(self, trainer: "Trainer", name: str) -> Any:
+        import torch
+
+        def look(module: "nn.Module", inputs: Any, output: Any) -> None:
+            found = output[0] if isinstance(output, (tuple, list)) and output else output
+            if trainer.training and hasattr(found, "is_floating_point") and found.is_floating_point():
+                self._moments.setdefault(name, []).append(moments(found.detach()))
+
+        # a compiled task is looked at between its graphs: the list of moments is Python's
+        return torch.compiler.disable(look)
+
+    def _log(self, trainer: "Trainer", task: "Task") -> None:
+        """Collect the values of all ranks, and write them on rank 0."""
+        values = {}
+        for name, module in self._chosen(task):
+            if name not in self._before:
+                continue
+            own = [parameter for parameter in module.parameters(recurse=False) if parameter.requires_grad]
+            changes = [one.detach() - other for one, other in zip(own, self._before[name], strict=True)]
+            values[f"weights/{name}"] = norm(own)
+            values[f"gradients/{name}"] = norm([one.grad for one in own if one.grad is not None])
+            values[f"updates/{name}"] = norm(changes)
+        mine = {name: [one.tolist() for one in found] for name, found in self._moments.items()}
+        every = trainer.strategy.data_ranks.gather_objects(mine)
+        for name in dict.fromkeys(name for rank in every for name in rank):
+            found = [one for rank in every for one in rank.get(name, ())]
+            for what, value in zip(("mean", "std", "largest", "kurtosis"), summary_of(found), strict=True):
+                values[f"activations/{name}.{what}"] = value
+        self.newest = trainer.global_step, values
+        if trainer.is_global_zero:
+            trainer.current_run.write(trainer.global_step, values)
+
+
+def refuse_parts(callback: Callback, trainer: "Trainer", stage: str) -> None:
+    """Raise ConfigError for a training whose processes have some of the modules each."""
+    if stage == "fit" and not trainer.strategy.has_all_weights:
+        raise ConfigError(
+            f"{type(callback).__name__} looks at all modules, of which a process of strategy {trainer.strategy.name!r} "
+            f"has some only (those of its own stages, or none of the remote ones): remove it, or set pipeline to 1."
+        )
+
+
+def norm(tensors: "list[Any]") -> float:
+    """Return the norm of all values of some tensors; of sharded ones, of all their parts."""
+    import torch
+
+    found = [torch.linalg.vector_norm(tensor.detach().float()) for tensor in tensors]
+    whole = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in found]
+    return float(torch.linalg.vector_norm(torch.stack(whole))) if whole else 0.0
+
+
+def moments(tensor: "Tensor") -> "Tensor":
+    """Return (count, sum of x, of x^2, x^3, x^4, largest |x|) of a tensor in float64, on its device."""
+    import torch
+
+    values = tensor.reshape(-1).to(torch.float32)
+    squares = values * values
+    terms = values, squares, squares * values, squares * squares
+    count = torch.tensor(float(values.numel()), dtype=torch.float64, device=values.device)
+    largest = values.abs().max() if values.numel() else torch.zeros((), device=values.device)
+    return torch.stack([count, *(term.sum(dtype=torch.float64) for term in terms), largest.double()])
+
+
+def summary_of(rows: "list[list[float]]") -> tuple[float, float, float, float]:
+    """Return mean, standard deviation, largest absolute value and kurtosis (3 for a normal distribution)."""
+    count, *sums = (sum(row[index] for row in rows) for index in range(5))
+    if not count:
+        return (0.0,) * 4
+    mean, second, third, fourth = (total / count for total in sums)
+    variance = max(second - mean**2, 0.0)
+    central = fourth - 4 * mean * third + 6 * mean**2 * second - 3 * mean**4
+    kurtosis = central / variance**2 if variance > 1e-12 * second else float("nan")
+    return mean, variance**0.5, max(row[5] for row in rows), kurtosis

@@ -1,0 +1,231 @@
+"""SpikeWatch: steps whose loss or gradient norm is far above that of the steps before."""
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..base.errors import ConfigError, did_you_mean
+from ..callbacks.callback import Callback
+from .microscope import refuse_parts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+log = logging.getLogger("legato")
+
+SPIKES = "spikes.jsonl"
+"""File in the run directory with a line for each spike; where a step has several, the last one counts."""
+LEAST = 10
+"""Steps that are seen before the first one is judged."""
+NORMAL = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
+LEAST_SPREAD = 0.01
+"""Least spread, relative to the median: a loss that hardly varies spikes only where it leaves it by more."""
+
+
+class SpikeWatch(Callback):
+    """Judges each step, from the tenth on, by the mean loss over its samples and by the norm of its gradient before
+    clipping. A value is a spike if it is not finite, or above median + factor * spread of the last `window` steps; the
+    spread is the median absolute deviation, in standard deviations of a normal distribution. Spikes do not count for
+    the range. Steps that `nan=skip` or the loss scale of 16-mixed skip are not judged.
+
+    "warn" reads the values where the run reads the device anyway, and warns at the next log point. "skip" reads them in
+    each step, and leaves out the update of a spike before the optimizer: weights and optimizer states stay, what
+    forward has changed (batch norm, logged values) is kept. Each spike is a line of `spikes.jsonl` in the run folder;
+    `legato samples RUN step=N` lists its samples, and `trainer.leave_out_samples` leaves them out.
+
+    Args:
+        factor: how many spreads above the median is a spike.
+        window: steps of the running range.
+        then: "warn" or "skip".
+        most_in_a_row: more finite spikes than this in a row are a new level, which counts and is only warned of.
+    """
+
+    def __init__(
+        self, factor: float = 10.0, window: int = 100, then: Literal["warn", "skip"] = "warn", most_in_a_row: int = 10
+    ) -> None:
+        if then not in ("warn", "skip"):
+            hint = did_you_mean(str(then), ("warn", "skip"))
+            raise ConfigError(f"SpikeWatch: then must be warn or skip, got {then!r}.{hint}")
+        if not (factor > 0 and window >= 3 and most_in_a_row >= 1):
+            raise ConfigError(
+                f"SpikeWatch: expected factor above 0, window of at least 3 and most_in_a_row of at least 1; got "
+                f"factor={factor}, window={window}, most_in_a_row={most_in_a_row}."
+            )
+        self.factor, self.window, self.then, self.most_in_a_row = factor, window, then, most_in_a_row
+        self._forget()
+
+    def _forget(self) -> None:
+        self.spikes: list[int] = []
+        """The steps that were spikes."""
+        self.judged = 0
+        """Number of steps that were judged."""
+        self._range: list[list[float]] = []  # step, loss and gradient norm
+        self._losses: list[tuple[int, Tensor, int]] = []  # of the batches of a step: replica, loss and samples
+        self._norms: list[Tensor] = []  # of the gradients of each optimizer
+        self._step = 0  # the step of both
+        self._unread: dict[int, Tensor] = {}  # by step: epoch, sum of the losses, samples, gradient norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the running range, the spikes, and the values that are not judged yet."""
+        unread = {str(step): list(map(str, values.tolist())) for step, values in self._unread.items()}
+        return {"range": self._range, "spikes": self.spikes, "judged": self.judged, "unread": unread}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        import torch
+
+        self._range, self.spikes = list(state_dict["range"]), list(state_dict["spikes"])
+        self.judged, unread = state_dict["judged"], state_dict["unread"].items()
+        self._unread = {int(step): torch.tensor(list(map(float, values))) for step, values in unread}
+
+    def setup(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Forget the last run. Raises ConfigError where steps cannot be judged."""
+        refuse_parts(self, trainer, stage)
+        if stage == "fit":
+            self._forget()
+            if not task.automatic_optimization:
+                raise ConfigError(
+                    "SpikeWatch judges a step before its update, which manual optimization leaves to training_step: "
+                    "judge the loss there."
+                )
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Raise ConfigError for optimizers whose update cannot be judged or left out."""
+        optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.closure_step is not None
+        if runs_step or (self.then == "skip" and len(optimizers) > 1):
+            came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
+            raise ConfigError(f"SpikeWatch(then={self.then!r}) takes one optimizer with one update a step, got {came}.")
+
+    def on_processes_changed(self, trainer: "Trainer", task: "Task") -> None:
+        """Forget the losses of a step that is done again in other processes (elastic)."""
+        self._step = 0
+
+    def on_before_backward(self, trainer: "Trainer", task: "Task", loss: "Tensor") -> None:
+        """Keep the loss of a batch."""
+        self._begin_step(trainer.global_step + 1)
+        self._losses.append((trainer.metrics.replica, loss.detach(), trainer.metrics.samples))
+
+    def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
+        """Keep the step's values on the device; judge them now to skip the update of a spike."""
+        self._begin_step(trainer.global_step + 1)
+        self._norms.append(gradient_norm(optimizer))
+        if len(self._norms) == len(trainer.optimizers):
+            self._unread[self._step] = step_values(trainer, self._losses, self._norms)
+            if self.then == "skip" and self._judge(trainer):
+                trainer.leave_out_update()
+
+    def _begin_step(self, step: int) -> None:
+        # not where a step ends: one that `nan: skip` skips never gets to its optimizers
+        if self._step != step:
+            self._step, self._losses, self._norms = step, [], []
+
+    def on_step_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Judge the steps since the last log point, where the run reads the device anyway."""
+        if trainer.global_step % trainer.log_every_n_steps == 0:
+            self._judge(trainer)
+
+    def on_train_epoch_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Judge the last steps of the epoch."""
+        self._judge(trainer)
+
+    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Say how many steps were judged."""
+        if trainer.is_global_zero:
+            spikes = f"{len(self.spikes)} were spikes" if len(self.spikes) != 1 else "1 was a spike"
+            log.info("SpikeWatch judged %d of %d steps; %s.", self.judged, trainer.global_step, spikes)
+
+    def _judge(self, trainer: "Trainer") -> bool:
+        """Judge the steps that were not yet; return whether to leave out the update of the newest one."""
+        import torch
+
+        unread, self._unread, is_left_out = self._unread, {}, False
+        if unread:
+            rows = torch.stack(list(unread.values())).tolist()
+            for step, (epoch, total, samples, norm) in zip(unread, rows, strict=True):
+                # a scaled gradient may overflow, and the scaler skips the update itself
+                overflows = trainer.strategy.precision.scaler is not None and not math.isfinite(norm)
+                is_left_out = bool(samples) and not overflows and self._is_spike(trainer, step, int(epoch), {
+                    "loss": total / samples, "gradient_norm": norm,
+                })  # fmt: skip
+        return is_left_out
+
+    def _is_spike(self, trainer: "Trainer", step: int, epoch: int, values: dict[str, float]) -> bool:
+        """Return whether a step is a spike, and no new level; count it."""
+        is_told = step in self.spikes
+        # the step may be done again, by a resume or in other processes
+        self._range = [row for row in self._range if row[0] < step][-self.window :]
+        self.spikes = [spike for spike in self.spikes if spike < step]
+        limits = {name: self._limit([row[column] for row in self._range]) for column, name in enumerate(values, 1)}
+        above = [name for name, value in values.items() if not (math.isfinite(value) and value <= limits[name])]
+        self.judged += len(self._range) >= min(LEAST, self.window)
+        is_level = all(step - back in self.spikes for back in range(1, self.most_in_a_row + 1)) and all(
+            map(math.isfinite, values.values())
+        )
+        if not above or is_level:
+            self._range.append([step, *values.values()])
+        if above:
+            self.spikes.append(step)
+            if not is_told and trainer.is_global_zero:
+                self._tell(
+                    trainer, {"step": step, "epoch": epoch, **values}, {name: limits[name] for name in above}, is_level
+                )
+        return bool(above) and not is_level
+
+    def _limit(self, values: list[float]) -> float:
+        """Return the value above which a step is a spike; infinity before there are enough."""
+        if len(values) < min(LEAST, self.window):
+            return math.inf
+        middle = statistics.median(values)
+        spread = NORMAL * statistics.median(abs(value - middle) for value in values)
+        return middle + self.factor * max(spread, LEAST_SPREAD * abs(middle))
+
+    def _tell(self, trainer: "Trainer", record: dict[str, Any], limits: dict[str, float], is_level: bool) -> None:
+        told = ", ".join(f"{name} {record[name]:.6g} (limit {limit:.6g})" for name, limit in limits.items())
+        then = "warn" if is_level else self.then
+        doing = "Its update is left out" if then == "skip" else "It is trained on"
+        log.warning("Step %d is a spike: %s. %s.", record["step"], told, doing)
+        if trainer.run_dir is not None:
+            line = json.dumps({**record, "limits": limits, "then": then}, default=str)
+            path = trainer.run_dir / SPIKES
+            with trainer.saver.writing(), path.open("ab+") as file:
+                file.seek(max(0, file.tell() - 1))
+                # a kill may have torn the last line
+                begin = b"" if file.read() in (b"", b"\n") else b"\n"
+                file.write(begin + line.encode() + b"\n")
+
+
+def step_values(trainer: "Trainer", losses: "list[tuple[int, Tensor, int]]", norms: "list[Tensor]") -> "Tensor":
+    """Return epoch, sum of the losses, samples and gradient norm of a step, on the device. Collective."""
+    import torch
+
+    rows = torch.zeros(trainer.state.replicas, 2, device=norms[0].device)
+    for replica, loss, samples in losses:
+        rows[replica, 0] += loss * samples
+        rows[replica, 1] += samples
+    # each row is of one rank: adding zeros changes no bit, and any number of ranks has the same sums
+    total = trainer.strategy.data_ranks.all_reduce(rows, "sum").sum(0)
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    return torch.stack([torch.full_like(norm, trainer.current_epoch), *total, norm])
+
+
+def gradient_norm(optimizer: "Optimizer") -> "Tensor":
+    """Return the norm of an optimizer's gradients in float32, which stay as they are. Collective for sharded ones."""
+    import torch
+
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for gradient in (parameter.grad for parameter in group["params"] if parameter.grad is not None):
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(values)
+    found = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in found]
+    device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
+    return torch.linalg.vector_norm(torch.stack(norms).float()) if norms else torch.zeros((), device=device)

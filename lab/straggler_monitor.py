@@ -1,0 +1,191 @@
+"""StragglerMonitor: finds the slowest rank, and measures how long the others wait for it."""
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import ConfigError
+from ..callbacks.callback import Callback
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+log = logging.getLogger("legato")
+
+
+class StragglerMonitor(Callback):
+    """Logs `straggler/slowest_rank`, `straggler/wait_seconds` and `straggler/wait_share` at logging steps.
+
+    A rank's own work in a step lasts from the end of the previous step to the last gradient of its backward; after that
+    it waits for the others. `wait_seconds` is how much longer the slowest rank works per step than the others do on
+    average, `wait_share` that time as a fraction of its work. The numbers travel with the ranks' regular agreement
+    (`processes/sync.py`), at no extra collective.
+
+    Under sharded strategies ranks also wait for each other in forward, so there only loading counts as own work.
+    """
+
+    def __init__(self, *, threshold: float = 0.2, repeat_seconds: float = 60.0) -> None:
+        """Warn when `wait_share` exceeds `threshold` twice in a row for the same rank.
+
+        The warning is repeated after `repeat_seconds`, or when another rank becomes the slowest.
+        """
+        if not 0.0 < threshold < 1.0:
+            raise ConfigError(
+                f"StragglerMonitor: threshold={threshold!r}: expected a fraction of a step, between 0 and 1."
+            )
+        self.threshold, self.repeat_seconds = threshold, repeat_seconds
+        self.slowest, self.wait_seconds, self.wait_share = -1, 0.0, 0.0
+        self._clock: HostClock | CudaClock = HostClock()
+        self._spans: list[tuple[Any, Any]] = []
+        """Begin and end of this rank's own work in each step since the last agreement."""
+        self._began: Any = None
+        self._ready: Any = None
+        """Time of this step's newest gradient."""
+        self._last: Any = None
+        """The parameter whose gradient comes last."""
+        self._hooks: list[Any] = []
+        self._loaded: Any = None
+        self._step, self._warm = 0, False
+        self._suspect, self._warned, self._warned_at = -1, -1, float("-inf")
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Send measurements with the agreement of the ranks."""
+        if trainer.world_size == 1:
+            return
+        trainer.strategy.elastic.refuse(
+            "StragglerMonitor compares ranks, which change in an elastic run: remove it, or elastic=true."
+        )
+        self._clock = CudaClock() if trainer.strategy.device.type == "cuda" else HostClock()
+        self._step, self._warm, self._suspect, self._warned = trainer.global_step, False, -1, -1
+        agreement = trainer.current_run.agreement
+        rank, ranks = trainer.global_rank, trainer.world_size
+        # -1 in the places of other ranks: the agreement takes maxima, after which each place has its rank's own number
+        agreement.contribute = lambda: [self._own_work() if one == rank else -1.0 for one in range(ranks)]
+        agreement.on_result = lambda seconds_of: self._compare(seconds_of, rank)
+
+    def on_train_end(self, trainer: "Trainer", task: "Task") -> None:
+        """Remove the gradient hooks."""
+        self._set_hooks([])
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Remove the gradient hooks, also after an exception."""
+        self._set_hooks([])
+
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Note when the first batch of a step was loaded."""
+        if trainer.world_size == 1 or self._loaded is not None:
+            return
+        if not self._hooks:  # the first step determines which gradient comes last
+            self._set_hooks([parameter for parameter in task.parameters() if parameter.requires_grad])
+        self._loaded = self._clock.stamp()
+        self._began = self._began or self._loaded
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the step's own work, and log at logging steps."""
+        step = trainer.global_step
+        if trainer.world_size == 1 or step == self._step:
+            return
+        if self._began is not None:
+            # without a gradient (a frozen step) only loading was own work
+            self._spans.append((self._began, self._ready or self._loaded))
+        if self._last is not None and len(self._hooks) > 1:
+            # a hook on every parameter costs each step; the order of gradients stays that of the first step
+            self._set_hooks([self._last])
+        elif self._ready is None:  # that parameter has been frozen
+            self._set_hooks([])
+        self._step, self._began = step, self._clock.stamp()
+        self._ready = self._last = self._loaded = None
+        if step % trainer.log_every_n_steps == 0 and self.slowest >= 0 and trainer.is_global_zero:
+            values = {
+                "straggler/slowest_rank": float(self.slowest),
+                "straggler/wait_seconds": self.wait_seconds,
+                "straggler/wait_share": self.wait_share,
+            }
+            trainer.current_run.write(step, values)
+
+    def on_save_checkpoint(self, trainer: "Trainer", task: "Task", checkpoint: dict[str, Any]) -> None:
+        """Exclude the time of writing a checkpoint, during which all ranks wait."""
+        self._began = None
+
+    def on_validation_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Exclude the time of a validation."""
+        self._began = None
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+    def _set_hooks(self, parameters: "Sequence[torch.nn.Parameter]") -> None:
+        for listener in self._hooks:
+            listener.remove()
+        self._hooks = [one.register_post_accumulate_grad_hook(self._on_gradient) for one in parameters]
+
+    def _on_gradient(self, parameter: "torch.Tensor") -> None:
+        self._last, self._ready = parameter, self._clock.stamp()
+
+    def _own_work(self) -> float:
+        """Return the average seconds of own work per step since the last agreement; 0 without a step."""
+        spans, self._spans = self._spans, []
+        found = [seconds for begin, end in spans if (seconds := self._clock.seconds(begin, end)) is not None]
+        return sum(found) / len(found) if found else 0.0
+
+    def _compare(self, seconds_of: list[float], rank: int) -> None:
+        """Compare the seconds of all ranks; the wait for this exchange is excluded from the next step."""
+        self._began = None
+        if min(seconds_of) <= 0.0:  # some rank had no step
+            return
+        if not self._warm:  # the first steps are slower than all others
+            self._warm = True
+            return
+        slowest = seconds_of.index(max(seconds_of))
+        others = [seconds_of[slowest] - seconds for one, seconds in enumerate(seconds_of) if one != slowest]
+        self.slowest, self.wait_seconds = slowest, sum(others) / len(others)
+        self.wait_share = self.wait_seconds / seconds_of[slowest]
+        if rank == 0:
+            self._warn(seconds_of[slowest])
+
+    def _warn(self, longest: float) -> None:
+        suspect, self._suspect = self._suspect, self.slowest if self.wait_share > self.threshold else -1
+        now = time.monotonic()
+        fresh = self._warned != self._suspect or now > self._warned_at + self.repeat_seconds
+        if self._suspect < 0 or suspect != self._suspect or not fresh:
+            return
+        self._warned, self._warned_at = self._suspect, now
+        log.warning(
+            "Rank %d is the slowest: it works %.3g s on a step, the others wait %.3g s for it on average (%.0f %%).",
+            self.slowest,
+            longest,
+            self.wait_seconds,
+            100 * self.wait_share,
+        )
+
+
+class HostClock:
+    """Clock for devices without asynchronous execution."""
+
+    def stamp(self) -> float:
+        """Return the current time."""
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float | None:
+        """Return the seconds between two stamps."""
+        return end - begin
+
+
+class CudaClock:
+    """Clock of a CUDA stream, which runs behind the host."""
+
+    def stamp(self) -> "torch.cuda.Event":
+        """Return an event at the stream's current position."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: "torch.cuda.Event", end: "torch.cuda.Event") -> float | None:
+        """Return the seconds between two events; None if the later one has not happened yet."""
+        # never waits for the device: an event that has not happened is left out
+        return begin.elapsed_time(end) / 1000 if end.query() else None

@@ -1,0 +1,148 @@
+"""Callbacks of a replay: what a step came to, where it stops, a debugger in it, a checkpoint of it."""
+
+import json
+import pdb
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tqdm import tqdm
+
+from ..base.messages import STDERR, is_quiet, is_terminal
+from ..base.torch_private import local_part
+from ..callbacks.callback import Callback
+from ..trainer.optimization.optimizers import optimizer_parameters
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..tasks.task import Task
+    from ..trainer.trainer import Trainer
+
+STEPS_FILE = "steps.jsonl"
+"""File in the directory of a replay with a line for each step that was asked for."""
+
+
+class StepReport(Callback):
+    """Writes the loss, gradient norms by module and learning rates of the steps `first` to `last`.
+
+    Gradients are those of the whole step, before clipping; the loss is the mean over the batches of the step.
+    """
+
+    after_every_step = True
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self._losses: list[tuple[torch.Tensor, Any]] = []
+        self._gradients: dict[str, list[torch.Tensor]] = {}
+        self._rates: list[float] = []
+        self._file: Any = None
+
+    def _is_asked(self, trainer: "Trainer") -> bool:
+        return self.first <= trainer.global_step + 1 <= self.last
+
+    def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Open the file."""
+        if trainer.is_global_zero and trainer.run_dir is not None:
+            self._file = (trainer.run_dir / STEPS_FILE).open("w", encoding="utf-8")
+
+    def on_before_backward(self, trainer: "Trainer", task: "Task", loss: torch.Tensor) -> None:
+        """Keep the loss of a batch."""
+        if self._is_asked(trainer):
+            weights = trainer.current_run.optimization.weights
+            self._losses.append((loss.detach(), trainer.metrics.samples if weights.used is False else weights.newest))
+
+    def on_before_optimizer_step(self, trainer: "Trainer", task: "Task", optimizer: "Optimizer") -> None:
+        """Keep the norms of the gradients, and the rates."""
+        if not self._is_asked(trainer):
+            return
+        own = set(map(id, optimizer_parameters(optimizer)))
+        for name, parameter in task.named_parameters():
+            if id(parameter) in own and parameter.grad is not None:
+                norm = torch.linalg.vector_norm(local_part(parameter.grad).detach().float())
+                self._gradients.setdefault(name.rpartition(".")[0], []).append(norm)
+        self._rates += [float(group["lr"]) for group in optimizer.param_groups]
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Write what the step came to, once it is complete."""
+        step = trainer.global_step
+        if not (self._losses or self._gradients) or trainer.metrics.step == step:
+            return
+        total = sum(float(weight) for _, weight in self._losses)
+        loss = sum(float(loss) * float(weight) for loss, weight in self._losses) / total if total else None
+        norms = {name: float(torch.stack(found).norm()) for name, found in self._gradients.items()}
+        total = sum(norm * norm for norm in norms.values()) ** 0.5
+        record = {"step": step, "loss": loss, "gradient_norm": total, "learning_rates": self._rates, "modules": norms}
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
+        self._losses, self._gradients, self._rates = [], {}, []
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class ReplayBar(Callback):
+    """Shows on a terminal how many steps of a replay are done."""
+
+    after_every_step = True
+
+    def __init__(self, begun: int, last: int) -> None:
+        self.begun, self.last = begun, last
+        self._bar: Any = None
+
+    def on_train_start(self, trainer: "Trainer", task: "Task") -> None:
+        """Open the bar."""
+        shown = trainer.is_global_zero and is_terminal(STDERR) and not is_quiet()
+        self._bar = tqdm(total=self.last - self.begun, file=STDERR, disable=not shown, leave=False, unit="step")
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Draw the steps that are done."""
+        self._bar.update(trainer.global_step - self.begun - self._bar.n)
+
+    def teardown(self, trainer: "Trainer", task: "Task", stage: str) -> None:
+        """Close the bar."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class StopAfterStep(Callback):
+    """Ends training after a step; saves a checkpoint of it to `save`, if given."""
+
+    after_every_step = True
+    late = 2
+
+    def __init__(self, step: int, save: Path | None = None) -> None:
+        self.step, self.save = step, save
+
+    def on_train_batch_end(self, trainer: "Trainer", task: "Task", outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Stop, once the step is complete."""
+        if trainer.global_step < self.step or trainer.metrics.step == trainer.global_step:
+            return
+        if self.save is not None and trainer.global_step == self.step and not trainer.should_stop:
+            trainer.save_checkpoint(self.save)
+        trainer.should_stop = True
+
+
+class DebugStep(Callback):
+    """Opens the debugger at the first line of training_step, in each batch of a step, or of one replica in it."""
+
+    def __init__(self, step: int, replica: int | None = None) -> None:
+        self.step, self.replica = step, replica
+
+    def on_train_batch_start(self, trainer: "Trainer", task: "Task", batch: Any, batch_idx: int) -> None:
+        """Run this call of training_step in the debugger."""
+        if trainer.global_step + 1 != self.step or self.replica not in (None, trainer.metrics.replica):
+            return
+        training_step: Callable[..., Any] = task.training_step
+
+        def debugged(*arguments: Any) -> Any:
+            del task.__dict__["training_step"]
+            return pdb.Pdb(nosigint=True).runcall(training_step, *arguments)
+
+        task.__dict__["training_step"] = debugged

@@ -1,0 +1,389 @@
+"""TensorBoardLogger: event files for TensorBoard, without repeated points after a resume."""
+
+import logging
+import os
+import re
+import struct
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.run_names import EVENT_FILES, OLD_EVENTS, not_writable, run_directory_gone
+from .folder import LogFolder, flat_params, with_prefix
+from .logger import Logger, NoExperiment
+from .pixels import finite_values, to_pixels
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+log = logging.getLogger("legato")
+
+
+OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
+"""Metrics of Legato's own callbacks."""
+LAST = "~run/"
+"""The group of these metrics: TensorBoard sorts groups by name, and this comes after all letters."""
+BEST = "~best/"
+STAGE = re.compile(r"(train|val|validation|test)[/_](.+?)(?:_step|_epoch)?$")
+"""A metric's name as a stage and a quantity."""
+LAYOUT_TITLE = "Training and validation"
+
+
+class TensorBoardLogger(Logger):
+    """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
+
+    The tab CUSTOM SCALARS has a chart for each quantity that several stages log, as `train/loss` and `val/loss`.
+
+    Event files go to the run directory, whose name TensorBoard shows; with `save_dir` to `save_dir/name/version`, see
+    `LogFolder`.
+    `experiment` is torch's SummaryWriter, for images, histograms and the rest. TensorBoard is imported when the logger
+    is opened.
+
+    Args:
+        sub_dir: a folder in that folder.
+        log_graph: record the graph of a task that has `example_input_array`.
+        default_hp_metric: show -1 as `hp_metric` beside hyperparameters that have no metrics.
+        prefix: is put before the name of each metric: `prefix-name`.
+        own_metrics_last: show `epoch`, `lr-...`, `throughput/...`, `straggler/...` in a group `~run` below all others.
+        writer_options: options of SummaryWriter, such as `flush_secs`.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path | None = None,
+        name: str | None = None,
+        version: int | str | None = None,
+        sub_dir: str | Path | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = False,
+        prefix: str = "",
+        own_metrics_last: bool = True,
+        **writer_options: Any,
+    ) -> None:
+        super().__init__()
+        self.own_folder = None if save_dir is None else LogFolder(save_dir, name, version)
+        self.sub_dir = None if sub_dir is None else os.fspath(sub_dir)
+        self.own_metrics_last = own_metrics_last
+        self.prefix, self._default_hp_metric, self._log_graph = prefix, default_hp_metric, log_graph
+        self._writer_options = writer_options
+        self._events: Path | None = None
+        self._writer: Any = None
+        self._params: dict[str, Any] = {}
+        self._final: dict[str, float] = {}
+        self._best: dict[str, float] = {}
+        self._pairs: dict[str, list[str]] = {}
+        """The charts that show training and validation together: their lines, by quantity."""
+        self._points: dict[str, tuple[int, float]] = {}
+        self._step = 0
+        self._session_started = False
+        self._resume_step: int | None = None
+        self._recorded: set[str] = set()
+
+    @property
+    def log_dir(self) -> str | None:
+        """The folder with the event files, for `tensorboard --logdir`; None before a run, unless own."""
+        if self.own_folder is not None:
+            return os.path.join(self.own_folder.log_dir, self.sub_dir or "").rstrip("/")
+        found = self._events or self._directory
+        return None if found is None else str(found)
+
+    @property
+    def experiment(self) -> "SummaryWriter | NoExperiment":
+        """Torch's SummaryWriter; a no-op object before `open`, and so on ranks other than 0."""
+        return NoExperiment() if self._writer is None else self._writer
+
+    def open(self, run_dir: Path, resume_step: int | None) -> None:
+        """Start a new event file, which voids the points after `resume_step` in earlier ones."""
+        if self._writer is not None:
+            self._writer.close()
+        before = self._events
+        if self.own_folder is None:
+            self._directory = Path(run_dir)
+            begun = self._directory / OLD_EVENTS
+            self._events = begun if begun.is_dir() else self._directory
+        else:
+            self.own_folder.choose(resume_step is not None)
+            self._directory = self._events = self.own_folder.path
+        self._events = self._events / (self.sub_dir or "")
+        if before not in (
+            None,
+            self._events,
+        ):  # another run; hyperparameters given before the first `open` belong to the first run
+            self._params, self._final, self._points, self._best = {}, {}, {}, {}
+        if resume_step is not None:  # points voided by the new file must be written again
+            self._points = {name: point for name, point in self._points.items() if point[0] <= resume_step}
+        self._events.mkdir(parents=True, exist_ok=True)
+        if resume_step is not None:
+            sort_before_now(self._events)
+        self._resume_step = resume_step
+        self._recorded = set() if resume_step is None else tags_at(self._events, resume_step)
+        self._session_started, self._pairs = False, {}
+        # TensorBoard voids steps >= purge_step; the point of the checkpoint's own step was written before it
+        purge = None if resume_step is None else resume_step + 1
+        self._writer = self.make_writer(purge)
+
+    def make_writer(self, purge_step: int | None) -> "SummaryWriter":
+        """Return the writer of a new event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._events), purge_step=purge_step, **self._writer_options)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the scalars of one step as one event, at a quarter of the cost of five `add_scalar`; skip repeats."""
+        if self._writer is None:
+            return
+        self._follow_folder()
+        if not self._session_started:
+            self._start_session()
+        before = self._recorded if step == self._resume_step else ()
+        named = with_prefix(self.prefix, metrics)
+        if self.own_metrics_last:
+            named = {put_last(name): value for name, value in named.items()}
+        points = {name: (step, float(value)) for name, value in named.items() if name not in before}
+        values = [
+            {"tag": name, "simple_value": point[1]} for name, point in points.items() if self._points.get(name) != point
+        ]
+        self._step, known = step, len(self._points)
+        self._points.update(points)
+        if values:
+            self._add(values, step)
+        if len(self._points) > known or not self._pairs:
+            self._write_layout()
+
+    def _write_layout(self) -> None:
+        """Write which charts show training and validation together; TensorBoard takes the newest such record."""
+        pairs = pairs_in(self._points)
+        if pairs != self._pairs:
+            from torch.utils.tensorboard import summary
+
+            build: Any = summary.custom_scalars
+            charts = {
+                quantity: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for quantity, tags in pairs.items()
+            }
+            self._add(build({LAYOUT_TITLE: charts}).value)
+        self._pairs = pairs
+
+    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+        """Record `params` for the first event and `metrics` for the end; without metrics all logged ones are shown."""
+        self._params.update(flat_params(params))
+        self._final.update({name: float(value) for name, value in (metrics or {}).items()})
+        if self._default_hp_metric and not self._final and self._resume_step is None:
+            self._final["hp_metric"] = -1.0
+            self.log_metrics(self._final, 0)
+
+    def log_graph(self, model: Any, input_array: Any = None) -> None:
+        """Record the graph of a model by calling it, in evaluation mode, with its `example_input_array`."""
+        given = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if self._writer is None or not self._log_graph:
+            return
+        if given is None:
+            log.warning("TensorBoardLogger(log_graph=True): the task has no example_input_array, so there is no graph.")
+            return
+        import torch
+
+        from ..trainer.data.transfer import to_device
+
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        modes = [(module, module.training) for module in model.modules()]
+        model.eval()
+        try:
+            with torch.random.fork_rng(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="`torch.jit.trace")  # which torch 2.15 deprecates, and uses
+                self._writer.add_graph(model, to_device(given, device))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Write a text, which TensorBoard renders as Markdown."""
+        if self._is_new(f"{tag}/text_summary", step):
+            self._writer.add_text(tag, text, step)
+
+    def log_image(self, tag: str, image: Any, step: int) -> None:
+        """Write a picture: a tensor or array of shape (H, W), (C, H, W) or (H, W, C), of bytes or of 0.0 to 1.0."""
+        if self._is_new(tag, step):
+            self._writer.add_image(tag, to_pixels(image), step, dataformats="HWC")
+
+    def log_figure(self, tag: str, figure: Any, step: int) -> None:
+        """Write a figure of matplotlib's, and leave it open."""
+        if self._is_new(tag, step):
+            self._writer.add_figure(tag, figure, step, close=False)
+
+    def log_histogram(self, tag: str, values: Any, step: int) -> None:
+        """Write how the finite numbers in a tensor or array are distributed."""
+        found = finite_values(values)
+        if found.size and self._is_new(tag, step):
+            self._writer.add_histogram(tag, found, step)
+
+    def _is_new(self, tag: str, step: int) -> bool:
+        """Return whether a value is to be written: the logger is open, and a resume finds none of this step there."""
+        return self._writer is not None and not (step == self._resume_step and tag in self._recorded)
+
+    def log_best(self, name: str, value: float) -> None:
+        """Record a value that the HPARAMS tab shows beside the newest ones, as `~best/name`."""
+        self._best[f"{BEST}{name}"] = value
+
+    def save(self) -> None:
+        """Flush all events."""
+        if self._writer is not None:
+            self._follow_folder()
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        """Write hyperparameters with final metrics and close the file; later use of `experiment` opens a new one."""
+        if self._writer is None or self._writer.file_writer is None:
+            return
+        if self._events is not None and not os.access(self._events, os.W_OK):
+            self._let_go()
+            return
+        self._start_session()
+        final = with_prefix(self.prefix, self._final)
+        shown = dict(zip(self._final, final, strict=True))
+        absent = {name: value for name, value in self._final.items() if shown[name] not in self._points}
+        if absent or self._best:
+            self.log_metrics({**absent, **self._best}, self._step)
+        if self._params:
+            names = final or [name for name in self._points if not name.startswith(LAST)]
+            best = with_prefix(self.prefix, self._best)
+            experiment, _, end = _hyperparameter_summaries(self._params, dict.fromkeys([*best, *names], 0.0))
+            if status != "success":
+                _mark_failed(end)
+            self._add(experiment.value)
+            self._add(end.value)
+        self._writer.close()
+
+    def _follow_folder(self) -> None:
+        """Start a new event file, with a warning, if the folder was deleted or moved.
+
+        Raises ConfigError if the run directory is gone or not writable. TensorBoard itself would print a traceback on
+        a thread.
+        """
+        if self._events is None or os.access(self._events, os.W_OK):
+            return
+        self._let_go()
+        # asked again: a save in the background may have made the folder after the question above
+        if self._events.is_dir() and not os.access(self._events, os.W_OK):
+            raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
+        if self.own_folder is None and self._directory is not None and not self._directory.is_dir():
+            raise run_directory_gone(self._directory)
+        log.warning(
+            "%s was deleted or moved while the run was writing to it. A new event file begins here.", self._events
+        )
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events.mkdir(parents=True, exist_ok=True)
+        self._writer, self._resume_step, self._session_started = SummaryWriter(str(self._events)), None, False
+        self._pairs = {}
+
+    def _let_go(self) -> None:
+        """Drop pending events of a deleted file, since TensorBoard's thread reopens it by name for each write."""
+        from ..base.torch_private import drop_events
+
+        if drop_events(self._writer, NoExperiment()):
+            with suppress(OSError):
+                self._writer.close()
+
+    def _start_session(self) -> None:
+        # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads only the
+        # first such record of a folder, so it is not written in log_hyperparams, which may be called several times.
+        if self._params and not self._session_started:
+            self._add(_hyperparameter_summaries(self._params, {})[1].value)
+        self._session_started = True
+
+    def _add(self, values: Any, step: int = 0) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        self._writer.file_writer.add_event(Event(step=int(step), summary=Summary(value=values)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the writer when the logger is pickled to another process."""
+        return {**self.__dict__, "_writer": None}
+
+
+def put_last(name: str) -> str:
+    """Return the tag of a metric: one of Legato's own is in the group that is shown last."""
+    return f"{LAST}{name.removeprefix('throughput/')}" if OWN_METRICS.match(name) else name
+
+
+def pairs_in(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the tags of each quantity that several stages log, as "loss": ["train/loss", "val/loss"]."""
+    stages: dict[str, set[str]] = {}
+    tags: dict[str, list[str]] = {}
+    for name in sorted(names):
+        found = STAGE.match(name)
+        if found is not None:
+            stages.setdefault(found[2], set()).add(found[1])
+            tags.setdefault(found[2], []).append(name)
+    return {quantity: tags[quantity] for quantity in sorted(tags) if len(stages[quantity]) > 1}
+
+
+def _event_files(folder: Path) -> list[Path]:
+    """Return the event files in the order in which TensorBoard reads them."""
+    return sorted(folder.glob(f"{EVENT_FILES}*"))
+
+
+def sort_before_now(folder: Path) -> None:
+    """Rename event files that would not sort before one created now.
+
+    TensorBoard reads files in the order of their names, which begin with the second of their creation; a file that
+    voids points must come after the file with those points. A resume within the same second, or on a machine with a
+    slow clock, would break that.
+    """
+    files = _event_files(folder)
+    stamps = [re.match(rf"{re.escape(EVENT_FILES)}(\d+)(.*)", path.name) for path in files]
+    if any(stamp and int(stamp[1]) >= int(time.time()) for stamp in stamps):
+        for number, (path, stamp) in enumerate(zip(files, stamps, strict=True)):
+            if stamp:
+                path.rename(folder / f"{EVENT_FILES}{number:010d}{stamp[2]}")
+
+
+def tags_at(folder: Path, step: int) -> set[str]:
+    """Return the tags that have a point at `step` in the event files of `folder`."""
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+    tags: set[str] = set()
+    for path in _event_files(folder):
+        for record in _records(path):
+            try:
+                event = Event.FromString(record)
+            except DecodeError:
+                break  # TensorBoard stops here, too
+            if event.session_log.status == SessionLog.START and event.step <= step:
+                tags.clear()
+            elif event.step == step:
+                tags.update(value.tag for value in event.summary.value)
+    return tags
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    """Yield the complete records of an event file: length (8 bytes), its checksum (4), data, its checksum (4)."""
+    size = os.path.getsize(path)
+    with path.open("rb") as file:
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", header[:8])
+            if file.tell() + length + 4 > size:
+                return
+            yield file.read(length)
+            file.seek(4, os.SEEK_CUR)
+
+
+def _hyperparameter_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:
+    from torch.utils.tensorboard import summary
+
+    build: Any = summary.hparams
+    return build(dict(params), dict(metrics))
+
+
+def _mark_failed(end: Any) -> None:
+    from tensorboard.plugins.hparams.api_pb2 import Status
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    stored = end.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(stored.content)
+    content.session_end_info.status = Status.Value("STATUS_FAILURE")
+    stored.content = content.SerializeToString()

@@ -1,0 +1,275 @@
+"""`legato check`: what it tries, what it finds, and that nothing is left behind."""
+
+import copy
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import completed, run_module
+from waiting import free_port, own_lines
+
+import legato as lg
+from legato.base.arguments import TrainerArguments
+from legato.callbacks import Checkpoint, EarlyStopping
+from legato.cli.check import trial
+from legato.cli.check.check import try_run
+from legato.cli.check.report import Report, check_gradients, count_kept
+from legato.cli.check.trial import RankRecord
+from legato.cli.main import main
+
+CONFIG = """\
+task: {_target_: checked_task.Line}
+data: {_target_: checked_task.Points}
+trainer: {max_epochs: 3, strategy: ddp, devices: 2, accelerator: cpu}
+"""
+ALONE = {"strategy": "single", "devices": 1, "accelerator": "cpu", "max_epochs": 3}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: a task with its data, and a config."""
+    shutil.copy(Path(__file__).parents[1].joinpath("checked_task.py"), tmp_path)
+    (tmp_path / "line.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("checked_task", "misspelt"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return tmp_path
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def parts(**options: Any) -> tuple[Any, Any]:
+    from checked_task import Line, Points  # type: ignore[import-not-found]
+
+    return Line(**options), Points()
+
+
+def in_two_terminals(*arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """Run the command line as ranks 0 and 1 of a group that somebody else starts."""
+    port, found = free_port(), {}
+
+    def start(rank: int) -> None:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        found[rank] = completed(run_module, "legato", *arguments, env={**os.environ, **place})
+
+    threads = [threading.Thread(target=start, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[0], found[1]]
+
+
+# --- whole checks ---------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_all_is_well_and_nothing_is_left(folder: Path) -> None:
+    before = files(folder)
+    first, second = in_two_terminals("check", "line.yaml", "trainer.replicas=3")
+    assert first.returncode == 0
+    assert first.stderr == ""
+    assert (second.returncode, own_lines(second.stdout), second.stderr) == (0, [], "")
+    worked, processes, node = own_lines(first.stdout)[:3]
+    assert worked == "Worked          fit, resume, test"
+    assert processes == "Processes       2 processes on 1 node, started by environment"
+    assert re.fullmatch(r" {16}  node 0 \S+: ranks 0-1 on cpu", node)
+    for words in (
+        "for 15 steps",
+        "Memory          rank 0 ",
+        ", rank 1 ",
+        "at once, ",
+        "Logged          loss, val/loss\n",
+    ):
+        assert words in first.stdout
+    assert first.stdout.endswith("All is well.\n")
+    assert files(folder) == before
+
+
+@pytest.mark.slow
+def test_everything_that_is_wrong_is_listed(folder: Path) -> None:
+    """Under ddp, where the first rank that lacks a gradient ends the run."""
+    task, data = parts(fault="unused on rank 1")
+    before, weights = files(folder), copy.deepcopy(task.state_dict())
+    callbacks = [Checkpoint(monitor="val/los", dirpath="elsewhere", save_top_k=-1), EarlyStopping("acc")]
+    arguments = TrainerArguments(
+        strategy="ddp", devices=2, accelerator="cpu", max_epochs=10**12, callbacks=callbacks, logger=False
+    )
+    report = try_run(arguments, task, data)
+    gradients, checkpoint, stopping, space = report.problems
+    assert gradients.startswith(
+        "No gradient reaches head.bias (rank 1), head.weight (rank 1). Freeze parameters that no loss"
+    )
+    assert "find_unused_parameters=true" in gradients
+    assert checkpoint == (
+        "Checkpoint monitors 'val/los', which was not logged. Did you mean 'val/loss'? Logged: loss, val/loss."
+    )
+    assert stopping.startswith("EarlyStopping monitors 'acc', which was not logged.")
+    assert space.startswith("Checkpoints will take ")
+    assert f" in {folder}, where " in space
+    assert report.tried == ["fit", "resume", "test"]
+    assert [record.rank for record in report.records] == [0, 1]
+    assert files(folder) == before
+    for name, value in task.state_dict().items():
+        assert torch.equal(value, weights[name])
+    assert callbacks[0].dirpath == Path("elsewhere").absolute()
+
+
+@pytest.mark.slow
+def test_faults_of_stages_and_places(folder: Path) -> None:
+    """In one process: a bug in the test, a metric that a schedule goes by, a run root that cannot be."""
+    (folder / "runs").write_text("in the way")
+    before = files(folder)
+    task, data = parts(fault="test plateau")
+    report = try_run(TrainerArguments(**ALONE, replicas=2), task, data)
+    root, stage, schedule = report.problems
+    assert root.startswith(f"The run root {folder / 'runs'} cannot be written to: ")
+    assert stage.startswith("test: ValueError (rank 0): a bug in the test\n")
+    assert 'checked_task.py", line ' in stage
+    assert "trainer.py" not in stage
+    assert schedule.startswith("A learning rate scheduler monitors 'val/lss', which was not logged.")
+    assert report.tried == ["fit", "resume"]
+    assert report.records[0].total_steps == 21
+    assert len(report.records[0].seconds) >= 2
+    assert report.checkpoint_bytes is not None
+    assert files(folder) == before
+
+
+@pytest.mark.slow
+def test_a_state_that_no_checkpoint_holds(folder: Path) -> None:
+    task, data = parts(fault="state")
+    report = try_run(TrainerArguments(**ALONE), task, data)
+    assert report.tried == ["test"]
+    (problem,) = report.problems
+    assert problem.startswith("fit: odd is an object; a checkpoint holds JSON values and tensors.")
+
+
+def test_what_cannot_be_sent_is_checked_in_this_process(folder: Path) -> None:
+    task, data = parts(fault="unused")
+    task.lock = threading.Lock()
+    before = files(folder)
+    report = try_run(lg.Trainer(**ALONE, enable_checkpointing=False, logger=False), task, data)
+    (problem,) = report.problems
+    assert problem.startswith("No gradient reaches head.bias, head.weight. Freeze parameters that no loss uses")
+    assert "find_unused" not in problem
+    assert report.tried == ["fit", "test"]
+    assert files(folder) == before
+
+
+def test_the_command_line_ends_with_2_and_lists_refusals(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "line.yaml").write_text(CONFIG + "callbacks: {own: {_target_: misspelt.Watcher}}\n")
+    (folder / "misspelt.py").write_text(
+        "import legato as lg\nfrom checked_task import Line\n\n"
+        "class Watcher(lg.Callback):\n    def on_train_batch_ends(self, trainer, task):\n        pass\n\n"
+        "class Task(Line):\n    def validaton_step(self, batch, batch_idx):\n        pass\n"
+    )
+    before = files(folder)
+    assert main(["check", "line.yaml", "task._target_=misspelt.Task"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "Worked          nothing\n"
+    first, second, third = shown.err.splitlines()
+    assert first == "legato: the check found 2 problems:"
+    assert second.startswith("  1. Task.validaton_step is named like a hook but is none")
+    assert third.startswith("  2. Watcher.on_train_batch_ends is named like a hook but is none")
+    assert files(folder) == before
+
+
+# --- figures --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "steps", "per_epoch", "count"),
+    [
+        ({}, 100, 10, 2),  # the newest, and the next one before the newest is deleted
+        ({"save_top_k": 3, "monitor": "x"}, 100, 10, 5),
+        ({"save_top_k": 3, "monitor": "x", "save_last": False}, 100, 10, 4),
+        ({"save_top_k": 0}, 100, 10, 2),
+        ({"save_top_k": 0, "save_last": False}, 100, 10, 0),
+        ({"save_top_k": 30, "monitor": "x"}, 100, 10, 11),
+        ({"save_top_k": -1}, 100, 10, 11),
+        ({"save_top_k": -1, "every_n_train_steps": 25, "save_last": False}, 100, 10, 4),
+        ({"save_top_k": -1}, None, None, None),
+        ({"save_top_k": -1, "train_time_interval": 5}, 100, 10, None),
+        ({"save_top_k": 2, "train_time_interval": 5}, 100, 10, 3),
+    ],
+)
+def test_checkpoints_kept_at_once(
+    options: dict[str, Any], steps: int | None, per_epoch: int | None, count: int | None
+) -> None:
+    assert count_kept(Checkpoint(**options), steps, per_epoch) == count
+
+
+def test_the_report_of_many_ranks_is_short() -> None:
+    notes = [
+        RankRecord(
+            rank,
+            [9.0] * 3 + [2.0 + rank] * 3,
+            logged=["loss"],
+            total_steps=3600,
+            host_bytes=10**9 + rank,
+            device_bytes=rank,
+        )
+        for rank in range(16)
+    ]
+    text = Report(records=notes, tried=["fit"], checkpoint_bytes=10**6, free_bytes=10**9, remarks=["A remark."]).text()
+    assert text.splitlines() == [
+        "Worked          fit",
+        "Processes       16",
+        "Seconds a step  17; 17 h 0 min for 3,600 steps",
+        "Memory          at most 1 GB, on rank 15",
+        "On the device   at most 15 B, on rank 15",
+        "A checkpoint    1 MB; their number is not known, 1 GB free",
+        "Logged          loss",
+        "Remark          A remark.",
+    ]
+
+
+@pytest.mark.slow
+def test_the_time_of_a_step_is_not_that_of_the_first_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = [3.0, 2.0, 1.0, 0.5, 0.1, 0.1, 0.1, 0.1]
+    report = Report(
+        records=[RankRecord(0, slow, total_steps=100, logged=[]), RankRecord(1, [9.0, *slow, 0.2], logged=[])]
+    )
+    assert report.seconds == 0.1
+    assert "Seconds a step  0.1; 10 s for 100 steps\n" in report.text()
+    report = Report(records=[RankRecord(0, slow[:2], total_steps=100, logged=[])])
+    assert "2; 3 min 20 s for 100 steps, or less: only the first steps were tried" in report.text()
+    monkeypatch.setattr(trial, "SECONDS", 60.0)
+    for accumulate, steps in ((4, 2), (1, 11)):  # not to the end of the epoch
+        report = try_run(TrainerArguments(**ALONE, accumulate_grad_batches=accumulate), *parts())
+        assert len(report.records[0].seconds) == steps
+    monkeypatch.setattr(trial, "MOST_STEPS", 5)
+    report = try_run(TrainerArguments(**ALONE), *parts())
+    assert len(report.records[0].seconds) == 5
+    monkeypatch.setattr(trial, "SECONDS", 0.0)
+    report = try_run(TrainerArguments(**ALONE), *parts())
+    assert len(report.records[0].seconds) == 2
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("declared", [True, False])
+def test_parameters_without_gradient_are_a_remark_where_the_strategy_was_told_of_them(trainer, name, declared):
+    made = trainer(strategy={"name": name, "find_unused_parameters": declared}, devices=2)
+    report = Report(records=[RankRecord(rank=0, without_gradient=[["head.bias"]])])
+    check_gradients(made, lg.Task(), report)
+    found, nothing = (report.remarks, report.problems) if declared else (report.problems, report.remarks)
+    assert nothing == []
+    assert "No gradient reaches head.bias." in found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "count"), [({"compile": {"backend": "eager"}}, 1), ({}, 0)])
+def test_breaks_of_a_compiled_graph_are_named(folder: Path, options: dict[str, Any], count: int) -> None:
+    report = try_run(TrainerArguments(**ALONE, **options, logger=False), *parts(fault="breaks"))
+    assert report.problems == []
+    told = [one for one in report.remarks if one.startswith("torch.compile breaks its graph at ")]
+    assert len(told) == count
+    lines = (folder / "checked_task.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "graph_break()" in text)
+    assert all(f"checked_task.py:{line} in forward (" in one for one in told)

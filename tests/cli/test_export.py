@@ -1,0 +1,158 @@
+"""`legato export` of models: files that other programs load, with the outputs of the task."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from command_line_folder import CONFIG, TASK
+from safetensors.torch import load_file
+
+from legato.base.errors import CheckpointError
+from legato.cli.export_model import compare_outputs, doubled
+from legato.cli.main import main
+from legato.trainer.runs import store
+
+FORWARD = """
+    def forward(self, x):
+        return self.layer(x)
+
+
+class WithExample(Line):
+    def __init__(self, lr: float = 0.1, fault: str = "none"):
+        super().__init__(lr, fault)
+        self.example_input_array = torch.ones(1, 1)
+
+
+class TwoInputs(WithExample):
+    def __init__(self, lr: float = 0.1, fault: str = "none"):
+        super().__init__(lr, fault)
+        self.example_input_array = {"x": torch.ones(3, 1), "y": torch.zeros(3, 1)}
+
+    def forward(self, x, y):
+        return {"sum": self.layer(x) + y, "x": x * 2}
+
+
+class Branches(WithExample):
+    def forward(self, x):
+        return x if x.sum().item() > 0 else self.layer(x)
+
+
+class Batches(Line):
+    def forward(self, batch):
+        return self.layer(batch["x"])
+
+    def val_dataloader(self):
+        return torch.utils.data.DataLoader([{"x": torch.ones(1), "y": torch.zeros(1)}] * 3, batch_size=3)
+
+    predict_dataloader = test_dataloader = val_dataloader
+
+
+class AsOne(Batches):
+    def __init__(self, lr: float = 0.1, fault: str = "none"):
+        super().__init__(lr, fault)
+        self.example_input_array = ({"x": torch.ones(3, 1)},)
+
+
+class Random(WithExample):
+    def forward(self, x):
+        return self.layer(x) + torch.rand(())
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder with a checkpoint of Line, whose weights are 2 and 1."""
+    (tmp_path / "net.py").write_text(TASK + FORWARD)
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    weights = {"layer.weight": torch.tensor([[2.0]]), "layer.bias": torch.tensor([1.0])}
+    store.write(tmp_path / "run" / "checkpoints" / "step-00000001", {"state_dict": weights, "global_step": 1})
+    return tmp_path
+
+
+def use(folder: Path, name: str) -> None:
+    """Store a config beside the checkpoint, as a run does."""
+    (folder / "run" / "config.yaml").write_text(CONFIG.replace("line.Line", f"net.{name}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["Line", "WithExample"])
+def test_a_program_of_torch_export_computes_what_the_task_does_for_any_batch(folder: Path, task: str) -> None:
+    use(folder, task)
+    assert main(["export", "run", "net.pt2"]) == 0
+    found = torch.export.load("net.pt2").module()(torch.tensor([[0.0], [1.0], [3.0], [5.0], [7.0]]))
+    assert found.flatten().tolist() == [1.0, 3.0, 7.0, 11.0, 15.0]
+    assert sorted(path.name for path in folder.glob("*net*")) == ["net.pt2", "net.py"]
+
+
+@pytest.mark.slow
+def test_a_dict_that_is_one_argument_stands_in_a_tuple(folder: Path) -> None:
+    use(folder, "AsOne")
+    assert main(["export", "run", "net.pt2"]) == 0
+    assert torch.export.load("net.pt2").module()({"x": torch.tensor([[3.0], [5.0]])}).flatten().tolist() == [7.0, 11.0]
+
+
+@pytest.mark.slow
+def test_an_onnx_file_computes_what_the_task_does(folder: Path) -> None:
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    use(folder, "TwoInputs")
+    assert main(["export", "run", "net.onnx"]) == 0
+    session = runtime.InferenceSession("net.onnx", providers=["CPUExecutionProvider"])
+    inputs = {"x": torch.ones(5, 1).numpy(), "y": torch.full((5, 1), 4.0).numpy()}
+    assert [one.name for one in session.get_inputs()] == ["x", "y"]
+    total, twice = session.run(None, inputs)
+    assert total.flatten().tolist() == [7.0] * 5
+    assert twice.flatten().tolist() == [2.0] * 5
+
+
+@pytest.mark.slow
+def test_what_cannot_be_exported_is_refused_and_leaves_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", "run", "net.pt2"]) == 2
+    assert "There is no config.yaml beside" in capsys.readouterr().err
+    use(folder, "Branches")
+    assert main(["export", "run", "net.pt2"]) == 1
+    assert "Branches.forward cannot be exported. " in capsys.readouterr().err
+    use(folder, "Random")
+    assert main(["export", "run", "net.pt2"]) == 1
+    assert "differs from the task's by" in capsys.readouterr().err
+    use(folder, "Batches")
+    assert main(["export", "run", "net.pt2"]) == 1
+    message = capsys.readouterr().err
+    assert "Batches.forward does not take what the first batch of the data holds, the keys 'x', 'y'" in message
+    assert "Set example_input_array" in message
+    assert len(message.splitlines()) <= 3
+    (folder / "net.py").write_text(TASK)
+    (folder / "plain.py").write_text(TASK)
+    (folder / "run" / "config.yaml").write_text(CONFIG.replace("line.Line", "plain.Line"))
+    assert main(["export", "run", "net.pt2"]) == 1
+    assert "Line has no forward" in capsys.readouterr().err
+    assert not list(folder.glob("*.pt2"))
+
+
+@pytest.mark.slow
+def test_weights_and_other_suffixes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run", "net.safetensors"]) == 0
+    assert load_file("net.safetensors")["layer.weight"].item() == 2.0
+    assert main(["export", "run", "net.bin"]) == 1
+    assert "must end in .safetensors. The whole model is written to x.onnx or x.pt2." in capsys.readouterr().err
+
+
+def test_outputs_are_compared_up_to_rounding() -> None:
+    ones = torch.ones(2, 3)
+    compare_outputs([ones], [ones + 1e-6])
+    with pytest.raises(CheckpointError, match=r"Output 0 of the exported file differs from the task.s by 0\.5"):
+        compare_outputs([ones], [ones + 0.5])
+    with pytest.raises(CheckpointError, match="differs from the task's by nan"):
+        compare_outputs([ones], [ones / 0 * 0])
+    with pytest.raises(CheckpointError, match=r"returns shapes \[\(3, 2\)\], the task \[\(2, 3\)\]"):
+        compare_outputs([ones], [ones.T])
+
+
+def test_a_single_sample_is_doubled_since_its_size_would_be_fixed() -> None:
+    assert doubled(torch.ones(1, 3)).shape == (2, 3)
+    assert doubled((torch.ones(1, 3), torch.ones(2, 3)))[0].shape == (1, 3)
+    assert doubled({"a": torch.ones(1, 3)})["a"].shape == (2, 3)

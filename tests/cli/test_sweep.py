@@ -1,0 +1,319 @@
+"""`legato sweep` with real processes: choices, failures, a kill in the middle, the same command again."""
+
+import csv
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from command_line_folder import CONFIG, TASK
+from forked import Forked, run_module
+
+from legato.base.errors import ConfigError
+from legato.cli.main import main
+from legato.cli.sweep.space import Axis, Choices, Guided, Interval, Listed, read_axis, split_choices
+from legato.cli.sweep.trials import share_devices
+
+SLOW = (
+    TASK
+    + """
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        import time
+        time.sleep(0.2)
+"""
+)
+OBJECTIVE = ("--metric", "val_loss", "--mode", "min")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A user's folder: a task with its data, and a config."""
+    (tmp_path / "line.py").write_text(TASK)
+    (tmp_path / "line.yaml").write_text(CONFIG)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "line", raising=False)
+    return tmp_path
+
+
+def sweep(*words: str) -> Forked:
+    return Forked(run_module, "legato", "sweep", "line.yaml", *words, *OBJECTIVE)
+
+
+def finished(process: Forked, code: int, timeout: float = 200) -> tuple[str, str]:
+    said = process.communicate(timeout=timeout)
+    assert process.returncode == code, said
+    return said
+
+
+def rows_of(directory: Path) -> list[dict[str, str]]:
+    with (directory / "summary.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+# --- values -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("1,2", ["1", "2"]),
+        ("[1,2]", ["[1,2]"]),
+        ("[1,2], [3, 4]", ["[1,2]", "[3, 4]"]),
+        ("{a: 1, b: 2},null", ["{a: 1, b: 2}", "null"]),
+        ("'a,b',c", ["'a,b'", "c"]),
+        ('"a,\'b",c', ['"a,\'b"', "c"]),
+        ("it's,fine", ["it's", "fine"]),
+        ("log(1,2)", ["log(1,2)"]),
+    ],
+)
+def test_commas_separate_outside_of_brackets_and_quotes(text: str, wanted: list[str]) -> None:
+    assert split_choices(text) == wanted
+
+
+def test_what_varies() -> None:
+    assert read_axis("a", "1") is None
+    assert read_axis("a", "'x,y'") is None
+    assert read_axis("a", "range(32,129,32)") == Choices("a", ("32", "64", "96", "128"))
+    assert read_axis("a", "log(1e-5, 1e-2)") == Interval("a", "1e-5", "1e-2", log=True)
+    assert read_axis("a", "uniform(1,8)") == Interval("a", "1", "8", log=False)
+    for text in (
+        "range(1,1000000000)",
+        "range(3,1)",
+        "range(a)",
+        "log(0,1)",
+        "uniform(2,1)",
+        "uniform(1)",
+        "1,log(1,2)",
+        "1,,2",
+        "1,",
+    ):
+        with pytest.raises(ConfigError, match=r"^a="):
+            read_axis("a", text)
+
+
+def test_a_grid_goes_through_all_combinations_the_last_key_first() -> None:
+    search = Listed([Choices("a", ("1", "2")), Choices("b", ("x", "y"))], None, 0)
+    found = [search.values(index, {}) for index in range(search.count)]
+    assert [list(one.values()) for one in found] == [["1", "x"], ["1", "y"], ["2", "x"], ["2", "y"]]
+
+
+def test_random_values_follow_from_seed_and_number() -> None:
+    axes: Sequence[Axis] = [
+        Interval("lr", "1e-5", "1e-2", log=True),
+        Interval("n", "3", "5", log=False),
+        Choices("c", ("x", "y")),
+    ]
+    few, many, other = Listed(axes, 3, 1), Listed(axes, 30, 1), Listed(axes, 3, 2)
+    values = [many.values(index, {}) for index in range(30)]
+    assert (
+        [few.values(index, {}) for index in range(3)] == values[:3] != [other.values(index, {}) for index in range(3)]
+    )
+    assert all(1e-5 <= float(one["lr"]) <= 1e-2 for one in values)
+    assert {one["n"] for one in values} == {"3", "4", "5"}
+    assert sum(float(one["lr"]) < 1e-4 for one in values) > 3
+    with pytest.raises(ConfigError, match="--random 20"):
+        Listed(axes, None, 1)
+    grid = [Choices("a", ("1", "2")), Choices("b", ("x", "y"))]
+    some, all_of_them = Listed(grid, 3, 0), Listed(grid, 9, 0)
+    assert (some.count, all_of_them.count) == (3, 4)
+    assert [some.values(index, {}) for index in range(3)] == [all_of_them.values(index, {}) for index in range(3)]
+
+
+@pytest.mark.slow
+def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
+    pytest.importorskip("optuna")
+    axes: Sequence[Axis] = [Interval("x", "-4.0", "4.0", log=False), Choices("c", ("1", "2"))]
+
+    def play(jobs: int) -> list[dict[str, str]]:
+        search, results, chosen, running = Guided(axes, 30, 3, "min"), dict[int, float | None](), [], list[int]()
+        source = random.Random(jobs)
+        while len(chosen) < search.count or running:
+            index = len(chosen)
+            ready = all(one in results for one in range(index - search.ahead + 1))
+            if index < search.count and len(running) < jobs and ready:
+                chosen.append(search.values(index, results))
+                running.append(index)
+            else:
+                one = running.pop(source.randrange(len(running)))
+                results[one] = None if one == 5 else float(chosen[one]["x"]) ** 2
+        return chosen
+
+    alone = play(1)
+    assert alone == play(3) == play(4)
+    assert sum(abs(float(one["x"])) for one in alone[-10:]) < sum(abs(float(one["x"])) for one in alone[:10])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "nothing varies. Give a key several values"),
+        (["task.lr=1,2", "task.lr=3,4"], "task.lr is given twice"),
+        (["run.root=a,b"], "run.root cannot vary"),
+        (["task.lr=1,2"], "no callback of the config monitors a metric, so say what to compare: --metric NAME"),
+        (["task.lr=1,high", *OBJECTIVE], "task.lr must be float, not the string 'high'"),
+        (["task.rate=1,2", *OBJECTIVE], "override: task.rate is no argument of Line. It takes lr"),
+        (["task.lr=uniform(0,1)", *OBJECTIVE], "Say how many: --random 20"),
+        (["task.lr=1,2", "--jobs", "0", *OBJECTIVE], "--jobs must be at least 1"),
+        (["task.lr=1,2", "--random", "2", "--optuna", "3"], "exclude each other"),
+        (["task.lr=1,2", "--job", "2"], "Did you mean '--jobs'?"),
+        (["task.lr=1,2", "launcher=slurm", *OBJECTIVE], "on this machine"),
+    ],
+)
+def test_mistakes_are_found_before_the_first_trial(words: list[str], said: str, capsys: Any) -> None:
+    assert main(["sweep", "line.yaml", *words]) == 2
+    assert said in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+# --- trials -------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
+def test_a_failed_trial_stops_no_other_and_the_same_command_goes_on() -> None:
+    words = ("task.lr=1e9,0.3,0.1", "trainer.max_epochs=1", "--jobs", "2")
+    out, err = finished(sweep(*words), 1)
+    assert "1 of 3 trials failed" in err
+    directory = Path("runs/default/sweep_0")
+    assert str(directory) in out
+    rows = rows_of(directory)
+    assert [row["task.lr"] for row in rows] == ["0.3", "0.1", "1000000000.0"]
+    assert [row["state"] for row in rows] == ["done", "done", "failed"]
+    assert float(rows[0]["value"]) < float(rows[1]["value"])
+    assert "was never logged as a finite number. (exit code 1)" in rows[2]["error"]
+    assert out.splitlines()[-4].split() == ["trial", "task.lr", "val_loss", "step", "seconds", "state"]
+    assert out.splitlines()[-3].split()[:2] == ["1", "0.3"]
+    assert json.loads((directory / "summary.json").read_text())[0]["trial"] == 1
+    done = directory / "001-lr=0.3"
+    assert hyperparameters_in(done / "version_0") == {"task.lr": 0.3}
+    before = (done / "log.txt").stat().st_mtime_ns
+    (directory / "000-lr=1000000000.0" / "result.json").unlink()
+    out, _ = finished(sweep(*words, "resume=auto"), 1)
+    assert "trial 0: task.lr=1000000000.0 failed" in out
+    assert "trial 1" not in out.replace("trial 1 ", "")
+    assert (done / "log.txt").stat().st_mtime_ns == before
+    assert not Path("runs/default/sweep_1").exists()
+
+
+def hyperparameters_in(folder: Path) -> dict[str, Any]:
+    """Return the hyperparameters that TensorBoard's HPARAMS tab finds in a folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    found = EventAccumulator(str(folder))
+    found.Reload()
+    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    return {name: value.number_value for name, value in values.items() if name.startswith("task.")}
+
+
+def trial_processes() -> list[psutil.Process]:
+    """Return the processes in this folder, but this one and its helpers."""
+    here = psutil.Process()
+    others = {here.pid, *(child.pid for child in here.children())}
+    found = psutil.process_iter(["cwd"])
+    return [process for process in found if process.info["cwd"] == str(Path.cwd()) and process.pid not in others]
+
+
+def wait_for(condition: Any, seconds: float = 100) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
+    """Ctrl-C, SIGTERM and SIGKILL, in this order; then the result is that of an undisturbed run."""
+    Path("line.py").write_text(SLOW)
+    words = (
+        "task.lr=0.1,0.3",
+        "trainer.max_epochs=12",
+        "--jobs",
+        "2",
+        "callbacks.c={_target_: legato.callbacks.Checkpoint, every_n_train_steps: 1}",
+    )
+    logs = [Path(f"runs/default/sweep_0/{name}/version_0/metrics.jsonl") for name in ("000-lr=0.1", "001-lr=0.3")]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)):
+        before = [len(log.read_text().splitlines()) if log.exists() else 0 for log in logs]
+        process = sweep(*words)
+        wait_for(
+            lambda before=before: all(
+                log.exists() and len(log.read_text().splitlines()) > count + 1
+                for log, count in zip(logs, before, strict=True)
+            )
+        )
+        os.kill(process.pid, number)
+        out, _ = finished(process, code)
+        if number != signal.SIGKILL:
+            assert "2 trials are left: the same command again goes on." in out
+            assert not trial_processes()
+        wait_for(lambda: not trial_processes())
+    out, _ = finished(sweep(*words), 0)
+    assert "done" in out.splitlines()[-1]
+    out, _ = finished(sweep(*words, "--quiet"), 0)
+    assert out.splitlines()[0].split()[:2] == ["trial", "task.lr"]  # the table, and not how many trials there are
+    for log in logs:
+        steps = [json.loads(line)["step"] for line in log.read_text().splitlines() if "val_loss" in line]
+        assert steps == sorted(set(steps))
+        assert steps[-1] == 36
+        assert not (log.parents[1] / "version_1").exists()
+    Path("line.py").write_text(TASK)
+    assert main(["fit", "line.yaml", "task.lr=0.3", "trainer.max_epochs=12", "run.root=plain"]) == 0
+    plain = [
+        json.loads(line).get("val_loss")
+        for line in Path("plain/default/version_0/metrics.jsonl").read_text().splitlines()
+    ]
+    rows = rows_of(Path("runs/default/sweep_0"))
+    assert float(rows[0]["value"]) == min(value for value in plain if value is not None)
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("names", "jobs", "each", "wanted"),
+    [
+        ("0123", 4, 1, ["0", "1", "2", "3"]),
+        ("0123", 2, None, ["0,1", "2,3"]),
+        ("01234", 2, None, ["0,1", "2,3"]),
+        ("0123", 4, 2, ["0,1", "2,3"]),  # two at a time
+        ("01", 4, None, ["0", "1"]),
+        ("01", 2, 4, []),  # fit tells that there are too few
+        ("", 4, None, []),
+    ],
+)
+def test_devices_are_shared_out(names: str, jobs: int, each: int | None, wanted: list[str]) -> None:
+    assert share_devices(list(names), jobs, each) == wanted
+
+
+@pytest.mark.slow
+def test_trials_at_a_time_see_different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sees = """
+    def on_fit_start(self):
+        import os, time
+        from pathlib import Path
+        seen = Path(f"sees-{os.environ['CUDA_VISIBLE_DEVICES']}")
+        seen.touch(exist_ok=False)  # nobody else has it now
+        time.sleep(1)
+        seen.rename(f"saw-{self.lr}-{seen.name[5:]}")
+"""
+    (folder / "line.py").write_text(TASK + sees)
+    (folder / "line.yaml").write_text(CONFIG.replace("  accelerator: cpu\n", ""))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6, 7")  # of which this machine has none
+    said, _ = finished(sweep("task.lr=1,2,3,4", "--jobs", "3"), 0)
+    assert "4 trials" in said
+    saw = sorted(path.name for path in folder.glob("saw-*"))
+    assert [name.split("-")[1] for name in saw] == ["1", "2", "3", "4"]
+    assert {name.split("-")[2] for name in saw} == {"6", "7"}
+
+
+def test_a_sweep_of_more_values_than_can_be_listed_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a=range\(1,1000000000\): 999,999,999 values, and a sweep lists 100,000"):
+        read_axis("a", "range(1,1000000000)")
+    many = [Choices(key, tuple(map(str, range(1000)))) for key in "abc"]
+    with pytest.raises(ConfigError, match="All keys together: 1,000,000,000 values"):
+        Listed(many, None, 0)
+    with pytest.raises(ConfigError, match="All keys together"):
+        Listed(many, 20, 0)

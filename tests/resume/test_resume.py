@@ -1,0 +1,318 @@
+"""A run that was stopped goes on as if nothing had been: weights to the bit, points, callbacks, hooks."""
+
+import math
+
+import pytest
+import torch
+from resumed_run import STEPS, Net, assert_same, everything, fit, lines, loaders, make_trainer, run_undisturbed, summary
+from tiny import Tiny, make_loader
+
+import legato as lg
+from legato.base.errors import CheckpointError, TaskError
+from legato.callbacks import EarlyStopping
+from legato.loggers.json_lines import JSONLinesLogger
+from legato.trainer.processes.environment import run_workers
+from legato.trainer.runs import store
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+# --- stopped --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_stopped_after_every_step_is_the_undisturbed_run(tmp_path, undisturbed):
+    """With another number of loading processes each time, weights that begin elsewhere, and in one run directory."""
+    for stop in range(1, STEPS):
+        trainer, _ = fit(tmp_path, workers=2 if stop % 5 == 0 else 0, weights=stop - 1, max_steps=stop)
+        assert trainer.global_step == stop
+    trainer, task = fit(tmp_path, workers=2, weights=99)
+    assert_same(trainer, task, undisturbed)
+    assert trainer.run_dir.name == "version_0"
+    assert len(list(trainer.run_dir.parent.iterdir())) == 1
+
+
+@pytest.mark.slow
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, undisturbed):
+    fit(tmp_path)
+    trainer, task = fit(tmp_path, weights=4)
+    assert_same(trainer, task, undisturbed)
+
+
+class SavesEverywhere(lg.Callback):
+    """Saves in every hook in which it may, and notes what it has seen."""
+
+    late = 2
+
+    def __init__(self, folder=None):
+        self.folder, self.seen = folder, []
+
+    def _note(self, name, trainer):
+        self.seen.append((name, trainer.current_epoch, trainer.global_step))
+        if self.folder is not None:
+            trainer.save_checkpoint(self.folder / f"{len(self.seen):03d}-{name}")
+
+
+def _watch(name):
+    def hook(self, trainer, task, *arguments):
+        if name != "on_train_batch_end" or trainer.global_step > self.seen[-1][2]:
+            self._note(name, trainer)
+
+    return hook
+
+
+for name in (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+    "on_train_end",
+):
+    setattr(SavesEverywhere, name, _watch(name))
+AGAIN = {"on_train_start", "on_train_epoch_start"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interval", [4, 1.0], ids=["within", "at the end"])
+def test_a_run_goes_on_from_every_hook(tmp_path, interval):
+    """Nothing is done twice or left out: not the end of an epoch, not a validation, not a point."""
+    arguments = {"val_check_interval": interval, "logger": [JSONLinesLogger()], "max_epochs": 2}
+    saver = SavesEverywhere(tmp_path / "saved")
+    trainer, task = fit(tmp_path / "whole", [saver], checkpoint=False, **arguments)
+    expected, points = everything(trainer, task), lines(trainer.run_dir)
+    folders = sorted((tmp_path / "saved").iterdir())
+    assert len(folders) == len(saver.seen) > 20
+    for index, folder in enumerate(folders):
+        name, _, step = saver.seen[index]
+        if "validation" in name and name != "on_validation_end":  # the whole validation is repeated
+            while saver.seen[index][0] != "on_validation_start":
+                index -= 1
+            index -= 1
+        after = SavesEverywhere()
+        trainer, task = fit(tmp_path / folder.name, [after], resume=folder, weights=5, checkpoint=False, **arguments)
+        assert torch.equal(everything(trainer, task), expected), folder
+        again = {*AGAIN, name} if name == "on_train_end" else AGAIN
+        seen = [event for event in after.seen if event[0] not in again]
+        assert seen == [event for event in saver.seen[index + 1 :] if event[0] not in again], folder
+        if step < trainer.global_step:
+            found = lines(trainer.run_dir)
+            assert {at: found[at] for at in found if at > step} == {at: points[at] for at in points if at > step}
+            assert found.get(step, {}).items() <= points.get(step, {}).items()
+
+
+def test_saving_in_the_middle_of_a_step_is_refused(tmp_path):
+    class TooEarly(lg.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            if batch_idx == 3:
+                trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+                trainer.save_checkpoint(tmp_path / "whole")
+
+    with pytest.raises(TaskError, match="in the middle of step 2"):
+        fit(tmp_path, [TooEarly()])
+    assert (tmp_path / "weights").is_dir()
+    assert not (tmp_path / "whole").exists()
+
+
+# --- callbacks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_early_stays_stopped(tmp_path):
+    def run(patience, **strategy):
+        trainer = make_trainer(tmp_path, max_epochs=9, val_check_interval=1.0, **strategy)
+        trainer.callbacks[0] = EarlyStopping("val/loss", min_delta=1e6, patience=patience)
+        trainer.checkpoint_callback.every_n_train_steps = 4  # so that the last step is saved when all is over
+        trainer.fit(Net(), *loaders(), resume="auto")
+        return trainer.global_step, trainer.current_epoch
+
+    assert run(2) == (15, 3)
+    assert run(2) == (15, 3)
+    assert run_workers(lambda: run(2, strategy="ddp", devices=2), 2) == (15, 3)
+    assert run(4) == (25, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [6, 11, 12])
+def test_what_validation_logs_is_not_judged_between_validations(tmp_path, stop):
+    """Validation is every second epoch: a resume in between must not look at the old value once more."""
+
+    def run(folder, **arguments):
+        settings = {"val_check_interval": 1.0, "check_val_every_n_epoch": 2, "max_epochs": 6, "logger": False}
+        trainer = make_trainer(tmp_path / folder, **{**settings, **arguments})
+        saved = trainer.checkpoint_callback
+        saved.every_n_train_steps, saved.every_n_epochs = 0, 1
+        trainer.fit(Net(frequency=2), *loaders(), resume="auto")
+        return trainer
+
+    whole = run("whole")
+    run("stopped", max_steps=stop)
+    resumed = run("stopped")
+    assert summary(resumed, None)["stopping"] == summary(whole, None)["stopping"]
+    assert summary(resumed, None)["best"] == summary(whole, None)["best"]
+
+
+def test_the_timer_goes_on_over_resumes(tmp_path, clock):
+    class Slow(lg.Callback):
+        def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
+            clock(0.25)
+
+    limit = {"max_time": {"seconds": 4}, "max_epochs": 1000}
+    first, _ = fit(tmp_path, [Slow()], max_time={"seconds": 2}, max_epochs=1000)
+    assert 2 <= first.elapsed < 4
+    second, _ = fit(tmp_path, [Slow()], **limit)
+    assert second.global_step > first.global_step
+    assert 4 <= second.elapsed < 6
+    third, _ = fit(tmp_path, [Slow()], **limit)
+    assert third.global_step == second.global_step
+
+
+# --- where to start from --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_path_begins_a_new_run_directory(tmp_path, undisturbed):
+    first, _ = fit(tmp_path, max_steps=7)
+    before = {path: path.stat().st_mtime_ns for path in first.run_dir.rglob("*")}
+    best = first.checkpoint_callback.last_model_path
+    for name, keyword in (("path", "resume"), ("lightning", "ckpt_path"), ("folder", "resume")):
+        source = first.run_dir if name == "folder" else best
+        trainer, task = make_trainer(tmp_path), Net(seed=8)
+        trainer.fit(task, *loaders(), **{keyword: source})
+        assert trainer.run_dir != first.run_dir
+        assert torch.equal(everything(trainer, task), undisturbed["everything"])
+        assert math.isclose(trainer.early_stopping_callback.best_score, undisturbed["summary"]["stopping"][1])
+    assert {path: path.stat().st_mtime_ns for path in first.run_dir.rglob("*")} == before
+    with pytest.raises(CheckpointError, match="There is no checkpoint at"):
+        fit(tmp_path, resume=tmp_path / "nowhere")
+    same = make_trainer(tmp_path, max_steps=3)
+    task = Net()
+    same.fit(task, *loaders())
+    same.max_steps = -1
+    same.fit(task, *loaders(), ckpt_path="last")
+    assert torch.equal(everything(same, task), undisturbed["everything"])
+
+
+@pytest.mark.slow
+def test_a_broken_newest_checkpoint_is_passed_over(tmp_path, undisturbed, caplog):
+    trainer, _ = fit(tmp_path, max_steps=9)
+    newest = sorted((trainer.run_dir / "checkpoints").glob("step-*"))[-1]
+    assert newest.name == "step-00000009"
+    with (newest / "model.safetensors").open("r+b") as file:
+        file.seek(200)
+        file.write(b"x")
+    trainer, task = fit(tmp_path)
+    assert "step-00000009 is passed over" in caplog.text
+    assert torch.equal(everything(trainer, task), undisturbed["everything"])
+    assert lines(trainer.run_dir) == undisturbed["lines"]
+
+
+# --- another optimizer ----------------------------------------------------------------------------------------------
+class Optimized(Tiny):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self):
+        return self.kind(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["named", "unnamed"])
+@pytest.mark.parametrize("kinds", [("SGD", "Adam"), ("Adam", "SGD"), ("Adam", "AdamW")], ids=str)
+def test_an_optimizer_of_another_class_is_refused_before_training(trainer, tmp_path, kinds, told):
+    """Where a checkpoint does not say the class, as others' do not, settings tell the two apart if any does."""
+    was, now = (getattr(torch.optim, name) for name in kinds)
+    first = trainer()
+    first.fit(Optimized(was), make_loader())
+    first.save_checkpoint(tmp_path / "first")
+    saved = store.read_checkpoint(tmp_path / "first")
+    if not told:
+        del saved["numerics"]["optimizers"]
+    store.write(tmp_path / "second", saved)
+    trainer(max_epochs=2).fit(Optimized(was), make_loader(), resume=tmp_path / "second")
+    if told or "SGD" in kinds:
+        task, made = Optimized(now), trainer(max_epochs=2)
+        with pytest.raises(CheckpointError) as caught:
+            made.fit(task, make_loader(), resume=tmp_path / "second")
+        assert task.seen == []
+        expected = f"optimizer is {was.__name__}, the task now returns {now.__name__}"
+        assert (expected if told else "betas") in str(caught.value)
+        assert "configure_optimizers" in str(caught.value)
+
+
+# --- other settings ---------------------------------------------------------------------------------------------------
+class Rated(Tiny):
+    """SGD with settings, and with a scheduler where one is given."""
+
+    def __init__(self, scheduler=None, **settings):
+        super().__init__()
+        self.scheduler, self.settings = scheduler, settings
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), **self.settings)
+        return (
+            optimizer if self.scheduler is None else {"optimizer": optimizer, "lr_scheduler": self.scheduler(optimizer)}
+        )
+
+
+def halving(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "now", "said"),
+    [
+        (None, {"lr": 0.1, "momentum": 0.9}, None),
+        (None, {"lr": 0.2, "momentum": 0.5}, "SGD.lr=0.1 and not 0.2, SGD.momentum=0.9 and not 0.5."),
+        (halving, {"lr": 0.1, "momentum": 0.9}, None),
+        (halving, {"lr": 0.2, "momentum": 0.9}, "SGD.lr=0.1 and not 0.2."),
+    ],
+)  # fmt: skip
+def test_settings_that_an_optimizer_does_not_go_on_with_are_told(trainer, tmp_path, caplog, scheduler, now, said):
+    first = trainer()
+    first.fit(Rated(scheduler, lr=0.1, momentum=0.9), make_loader())
+    first.save_checkpoint(tmp_path / "first")
+    caplog.clear()
+    trainer(max_epochs=2).fit(Rated(scheduler, **now), make_loader(), resume=tmp_path / "first")
+    told = [message for message in caplog.messages if "with other settings" in message]
+    assert len(told) == (said is not None)
+    assert said is None or f"As saved, and not as set now: {said}" in told[0]
+
+
+class Counts(torch.nn.Linear):
+    """A layer with a state that is no tensor: how often it was called."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+class Counted(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.model = Counts(3, 1)
+
+
+def test_a_state_of_a_layer_that_is_no_tensor_goes_on(tmp_path):
+    options = {"default_root_dir": tmp_path, "logger": None, "enable_progress_bar": False, "accelerator": "cpu"}
+    lg.Trainer(max_steps=2, **options).fit(Counted(), make_loader())
+    task = Counted()
+    trainer = lg.Trainer(max_steps=5, **options)
+    trainer.fit(task, make_loader(), resume="auto")
+    assert (trainer.global_step, task.model.calls) == (5, 5)
+    saved = store.newest_complete(trainer.run_dir / "checkpoints")
+    assert Counted.load_from_checkpoint(saved).model.calls == 5

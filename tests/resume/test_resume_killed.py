@@ -1,0 +1,239 @@
+"""A run that was killed, anywhere, or moved to other processes goes on as if nothing had been."""
+
+import logging
+import os
+import random
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from resumed_run import (
+    Net,
+    everything,
+    fit,
+    lines,
+    loaders,
+    make_trainer,
+    run_undisturbed,
+    scalars,
+    summary,
+    tensors_of,
+)
+from torch import nn
+
+import legato as lg
+from legato.base.errors import ConfigError, WorkerError
+from legato.trainer.processes.environment import run_workers
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+# --- killed ---------------------------------------------------------------------------------------------------------
+
+
+class Killer(lg.Callback):
+    """Ends this process by SIGKILL in the n-th call of a hook."""
+
+    late = 2
+
+    def __init__(self, hook, count):
+        self.left = count
+        setattr(self, hook, self._count)
+
+    def _count(self, *arguments):
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+KILLS = [
+    ("on_train_batch_start", 7),  # in the middle of a step, before the first checkpoint
+    ("on_before_optimizer_step", 5),
+    ("on_train_batch_end", 28),
+    ("on_save_checkpoint", 3),
+    ("on_validation_batch_end", 10),
+    ("on_validation_end", 4),
+    ("on_train_epoch_end", 2),
+    ("on_train_epoch_start", 3),
+    ("on_train_end", 1),
+]
+
+
+@pytest.mark.slow
+def test_a_run_killed_anywhere_is_the_undisturbed_run(tmp_path, undisturbed):
+    for number, (hook, count) in enumerate(KILLS):
+        folder = tmp_path / str(number)
+        with pytest.raises(WorkerError, match="killed by SIGKILL"):
+            run_workers(lambda: fit(folder, [Killer(hook, count)]) and None, 1)  # noqa: B023
+        has_checkpoint = any(folder.glob("*/*/checkpoints/step-*"))
+        trainer, task = fit(folder, weights=6 if has_checkpoint else 0)
+        assert torch.equal(everything(trainer, task), undisturbed["everything"]), (hook, count)
+        assert summary(trainer, task) == undisturbed["summary"], (hook, count)
+        directories = sorted(trainer.run_dir.parent.iterdir())
+        assert lines(trainer.run_dir) == undisturbed["lines"], (hook, count)
+        assert scalars(trainer.run_dir) == undisturbed["scalars"], (hook, count)
+        # killed before its first checkpoint a run leaves a directory of its own, which is never touched again
+        assert len(directories) == (1 if has_checkpoint else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hook", "count"), [KILLS[0], KILLS[2], KILLS[3], KILLS[8]])
+def test_a_killed_run_that_saves_elsewhere_is_the_undisturbed_run(tmp_path, undisturbed, hook, count):
+    """resume=auto finds what it saved there; its run directory has no checkpoint."""
+    own = {"dirpath": tmp_path / "own"}
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        run_workers(lambda: fit(tmp_path / "runs", [Killer(hook, count)], **own) and None, 1)
+    has_checkpoint = any(tmp_path.glob("own/step-*"))
+    trainer, task = fit(tmp_path / "runs", weights=6 if has_checkpoint else 0, **own)
+    assert torch.equal(everything(trainer, task), undisturbed["everything"])
+    assert summary(trainer, task) == undisturbed["summary"]
+    assert lines(trainer.run_dir) == undisturbed["lines"]
+    assert scalars(trainer.run_dir) == undisturbed["scalars"]
+    assert trainer.run_dir.name == ("version_0" if has_checkpoint else "version_1")
+    assert not any((tmp_path / "runs").glob("*/*/checkpoints/step-*"))
+    with pytest.raises(ConfigError, match="own' has checkpoints of another run"):
+        fit(tmp_path / "others", **own)
+
+
+@pytest.mark.slow
+def test_a_run_whose_checkpoints_elsewhere_cannot_be_gone_on_with_begins_anew(tmp_path, undisturbed, caplog):
+    own = {"dirpath": tmp_path / "own"}
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        run_workers(lambda: fit(tmp_path / "runs", [Killer(*KILLS[2])], **own) and None, 1)
+    for path in tmp_path.glob("own/step-*/model.safetensors"):
+        path.write_bytes(b"damaged" + path.read_bytes()[7:])
+    trainer, task = fit(tmp_path / "runs", **own)
+    assert "is damaged" in caplog.text
+    assert torch.equal(everything(trainer, task), undisturbed["everything"])
+    assert lines(trainer.run_dir) == undisturbed["lines"]
+    assert trainer.run_dir.name == "version_1"
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_is_the_undisturbed_run(tmp_path, undisturbed):
+    """Until it gets through; the moments fall into reading, computing, logging and writing as they come."""
+    chance = random.Random(time.time_ns())
+    delays = [chance.uniform(0.02, 0.6) for _ in range(5)]
+
+    def work(delay):
+        timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
+        trainer, task = fit(tmp_path)
+        timer.cancel()
+        return everything(trainer, task)
+
+    for delay in delays:
+        try:
+            result = run_workers(lambda: work(delay), 1)  # noqa: B023
+            assert torch.equal(result, undisturbed["everything"]), delays
+            break
+        except WorkerError:
+            pass
+    trainer, task = fit(tmp_path)
+    assert torch.equal(everything(trainer, task), undisturbed["everything"]), delays
+    assert lines(trainer.run_dir) == undisturbed["lines"], delays
+    assert scalars(trainer.run_dir) == undisturbed["scalars"], delays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_killed_processes_of_ddp_are_started_again(tmp_path, own):
+    """One rank is killed in step 4, the other in the validation after step 7; the job ends as if nothing had been."""
+
+    class KillsRank(lg.Callback):
+        def on_train_batch_start(self, trainer, task, batch, batch_idx):
+            self._kill(trainer, rank=1, step=3)
+
+        def on_validation_batch_start(self, trainer, task, batch, batch_idx, dataloader_idx=0):
+            self._kill(trainer, rank=0, step=7)
+
+        def _kill(self, trainer, rank, step):
+            mark = tmp_path / f"killed-{step}"
+            if trainer.global_rank == rank and trainer.global_step == step and not mark.exists():
+                mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    two = {"strategy": "ddp", "devices": 2}
+    whole, task = fit(tmp_path / "whole", **two)
+    folder = {"dirpath": tmp_path / "own"} if own else {}
+    trainer, restarted = fit(tmp_path / "killed", [KillsRank()], max_restarts=2, **two, **folder)
+    assert {path.name for path in tmp_path.glob("killed-*")} == {"killed-3", "killed-7"}
+    ours, theirs = (torch.cat(tensors_of(each.state_dict())) for each in (restarted, task))
+    assert torch.equal(ours, theirs)
+    assert lines(trainer.run_dir) == lines(whole.run_dir)
+    assert trainer.run_dir.name == "version_0"
+
+
+# --- moved ----------------------------------------------------------------------------------------------------------
+
+
+class Noted(Net):
+    """Notes which samples a step had."""
+
+    def __init__(self, seed=0):
+        super().__init__(seed)
+        self.net[1] = nn.Identity()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.global_step, self.trainer.metrics.replica, batch_idx, batch.tolist()))
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    """From 1 to 3, to 2 and back to 1, in the middle of epochs: the same samples in each step, and the same weights."""
+
+    def leg(processes, folder, max_steps, workers=0):
+        strategy = {"strategy": "ddp", "devices": processes} if processes > 1 else {}
+        trainer = make_trainer(tmp_path / folder, **{**strategy, "replicas": 3, "max_steps": max_steps})
+        task = Noted(seed=processes)
+        trainer.fit(task, *loaders(workers), resume="auto")
+        seen = [entry for rank in trainer.strategy.collectives.gather_objects(task.seen) for entry in rank]
+        return seen, torch.cat(tensors_of(task.state_dict())), trainer.run_dir
+
+    expected, weights, whole = leg(1, "whole", -1)
+    seen = []
+    for processes, max_steps in ((1, 2), (3, 5), (2, 7), (1, -1)):
+        run = lambda p=processes, m=max_steps: leg(p, "moved", m, workers=p % 2)  # noqa: E731
+        part, result, run_dir = run_workers(run, processes) if processes > 1 else run()
+        seen += part
+    assert sorted(seen) == sorted(expected)
+    assert torch.allclose(result, weights, rtol=0, atol=1e-6)
+    assert run_dir.name == "version_0"
+    ours, theirs = lines(run_dir), lines(whole)
+    assert ours.keys() == theirs.keys()
+    for step, record in theirs.items():
+        assert ours[step] == pytest.approx(record, abs=1e-6), step
+
+
+def test_replicas_that_take_turns_are_told_unless_they_were_asked_for(tmp_path, caplog):
+    fit(tmp_path, max_steps=2)
+    with caplog.at_level(logging.INFO, logger="legato"):
+        fit(tmp_path, max_steps=3)
+        assert "keeps them" not in caplog.text
+        trainer, _ = fit(tmp_path, max_steps=4, replicas=None)
+    assert trainer.state.replicas == 2
+    (said,) = [message for message in caplog.messages if "keeps them" in message]
+    assert said.startswith("The run began with 2 replicas and keeps them: they take turns on 1 process, so a step has")
+
+
+@pytest.mark.slow
+def test_what_a_run_keeps_cannot_be_changed(tmp_path):
+    fit(tmp_path, max_steps=2)
+    with pytest.raises(ConfigError, match="the run began with 2 replicas"):
+        fit(tmp_path, replicas=3)
+    with pytest.raises(ConfigError, match="the run began with seed=11"):
+        fit(tmp_path, seed=12)
+    with pytest.raises(ConfigError, match="at most 2 processes"):
+        run_workers(lambda: fit(tmp_path, strategy="ddp", devices=3, replicas=None), 3)

@@ -1,0 +1,158 @@
+"""Reading a checkpoint: each byte once in the job, nothing kept of it once it is taken over, damage seen by all."""
+
+import gc
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import make_data, make_trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+import legato as lg
+from legato.base.errors import CheckpointError
+from legato.callbacks import Checkpoint
+from legato.trainer.checkpoints.shards import StoredTensor
+from legato.trainer.processes.environment import run_workers
+
+pytestmark = pytest.mark.slow
+
+
+WIDTH = 1200
+BESIDES = {"single": 100_000, "ddp": 100_000, "zero1": 100_000, "fsdp": 800_000}
+"""Bytes that a resume reads besides the checkpoint: its manifest once more, the files of the run, Python's modules."""
+
+
+class Wide(lg.Task):
+    """6 MB of weights, 12 MB of Adam's."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        self.loaded, self.left = [], None
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=1e-4)
+
+    def on_load_checkpoint(self, saved):
+        tensors = list(tensors_in(saved["state_dict"])) + list(tensors_in(saved["optimizer_states"]))
+        self.loaded = [weakref.ref(tensor) for tensor in tensors]
+        assert len(self.loaded) > 6
+
+    def on_train_start(self):
+        """Note which tensors of the checkpoint are still there, but for those that the optimizer goes on with."""
+        gc.collect()
+        own = {id(value) for state in self.optimizers().state.values() for value in state.values()}
+        kept = [found for ref in self.loaded if (found := ref()) is not None and id(found) not in own and found.ndim]
+        holders = [item for item in gc.get_objects() if type(item) is dict and "optimizer_states" in item]
+        self.left = [tuple(tensor.shape) for tensor in kept], len(holders)
+
+
+def tensors_in(value):
+    if isinstance(value, (torch.Tensor, StoredTensor)):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)
+
+
+def bytes_read():
+    return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
+
+
+def resident():
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
+
+
+def fit(folder, strategy, steps, resume="auto"):
+    saves = Checkpoint(every_n_train_steps=1, save_top_k=-1)
+    trainer = make_trainer(
+        folder,
+        strategy=strategy,
+        devices=2,
+        max_steps=steps,
+        callbacks=[saves],
+        enable_checkpointing=True,
+        max_epochs=9,
+    )
+    task = Wide()
+    trainer.fit(task, DataLoader(make_data(), 2), resume=resume)
+    return trainer, task
+
+
+def size_of(folder):
+    path = folder / "default" / "version_0" / "checkpoints" / "step-00000002"
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
+def train_and_go_on(folder, strategy):
+    """Return the bytes that a resume of this rank reads, and what is left of them."""
+    fit(folder, strategy, 2)
+    before = bytes_read()
+    _, task = fit(folder, strategy, 2)  # nothing is left to do, so nothing is written either
+    return bytes_read() - before, task.left
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+def test_two_processes_read_a_checkpoint_once_between_them_and_keep_nothing(tmp_path, strategy):
+    def work():
+        found = [None, None]
+        torch.distributed.all_gather_object(found, train_and_go_on(tmp_path, strategy))
+        return found
+
+    ranks = run_workers(work, 2)
+    size = size_of(tmp_path)
+    assert size > 3 * 4 * WIDTH * WIDTH
+    # together, not each: what all ranks need is read by rank 0 and broadcast
+    assert sum(own for own, _ in ranks) < size + BESIDES[strategy]
+    if strategy == "fsdp":
+        assert max(own for own, _ in ranks) < 0.6 * size
+    for _, left in ranks:
+        assert left == ([], 0)
+
+
+def test_the_process_that_starts_the_workers_reads_next_to_nothing(tmp_path):
+    fit(tmp_path, "ddp", 2)
+    before = bytes_read()
+    trainer, _ = fit(tmp_path, "ddp", 3)
+    assert trainer.global_step == 3
+    assert bytes_read() - before < 0.5 * size_of(tmp_path)
+
+
+def test_one_process_reads_it_once(tmp_path):
+    own, left = train_and_go_on(tmp_path, "single")
+    assert own < size_of(tmp_path) + BESIDES["single"]
+    assert left == ([], 0)
+
+
+@pytest.mark.parametrize(("strategy", "file"), [("ddp", "tensors.safetensors"), ("fsdp", "model-00001.safetensors")])
+def test_damage_that_one_rank_sees_makes_all_take_the_one_before(tmp_path, capfd, strategy, file):
+    fit(tmp_path, strategy, 2)
+    folder = tmp_path / "default" / "version_0" / "checkpoints"
+    damage(folder / "step-00000002" / file)
+    trainer, _ = fit(tmp_path, strategy, 3)
+    assert trainer.global_step == 3
+    said = capfd.readouterr().err
+    assert "The checkpoint step-00000002 is passed over, it is not whole" in said
+    assert f"{file} is damaged" in said
+    damage(folder / "step-00000003" / file)
+    with pytest.raises(CheckpointError, match=f"{file} is damaged"):  # the one that was asked for
+        fit(tmp_path, strategy, 4, resume=folder / "step-00000003")
+    for name in ("step-00000001", "step-00000002"):  # which was saved once more
+        damage(folder / name / file)
+    with pytest.raises(CheckpointError, match="There is no complete checkpoint at"):
+        fit(tmp_path, strategy, 4)
+    said = capfd.readouterr().err
+    assert all(said.count(f"step-0000000{step} is passed over") == 1 for step in (1, 2, 3))
+
+
+def damage(path):
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))

@@ -1,0 +1,267 @@
+"""One run at a time writes to a run directory; who has died, however it was, does not keep it."""
+
+import errno
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked import Forked
+from tiny import Tiny, make_loader, make_trainer
+from waiting import leave, runs, wait_until
+
+import legato as lg
+from legato.base.errors import CheckpointError, ConfigError
+from legato.callbacks import Checkpoint
+from legato.trainer.runs import lock as run_lock
+from legato.trainer.runs.lock import LOCK, RunLock
+
+STARTING = 60.0
+"""Seconds that a process may take to start on a busy machine."""
+
+
+class Inputs(Tiny):
+    """Can predict."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+
+class Standing(lg.Callback):
+    """Stands still after some step, until it is told to go on; what it forked before lives on after it."""
+
+    def __init__(self, folder: Path, step: int, forks: bool) -> None:
+        self.folder, self.step, self.forks = folder, step, forks
+
+    def on_train_batch_start(self, trainer: lg.Trainer, task: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            if self.forks and trainer.is_global_zero and (child := os.fork()):
+                leave(self.folder / "child", str(child))
+            elif self.forks and trainer.is_global_zero:
+                time.sleep(600)
+                os._exit(0)
+            leave(self.folder / f"stands-{trainer.global_rank}", str(os.getpid()))
+            while not (self.folder / "go").exists():
+                time.sleep(0.01)
+
+
+def train(folder: Path, step: int = -1, devices: int = 1, forks: bool = False, **options: Any) -> lg.Trainer:
+    """Train 5 steps with a log, saving each, going on where there is something to go on from."""
+    callbacks = [Checkpoint(every_n_train_steps=1, dirpath=options.pop("dirpath", None))]
+    chosen: dict[str, Any] = {"logger": True, "log_every_n_steps": 1, "enable_checkpointing": True, **options}
+    if devices > 1:
+        chosen |= {"strategy": "ddp", "devices": devices}
+    trainer = make_trainer(folder / "runs", callbacks=[*callbacks, Standing(folder, step, forks)], **chosen)
+    trainer.fit(Inputs(), make_loader(batch_size=4 // devices), resume="auto")
+    return trainer
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture
+def standing(tmp_path: Path) -> Iterator[Any]:
+    """Starts runs that stand still, and ends them."""
+    started = []
+
+    def start(step: int = 3, **options: Any) -> Forked:
+        started.append(Forked(_train, tmp_path, step, options))
+        marks = [tmp_path / f"stands-{rank}" for rank in range(options.get("devices", 1))]
+        assert wait_until(lambda: all(mark.exists() for mark in marks), STARTING), started[-1].communicate(5)
+        return started[-1]
+
+    yield start
+    (tmp_path / "go").touch()
+    for process in started:
+        process.communicate(STARTING)
+
+
+def _train(folder: Path, step: int, options: dict[str, Any]) -> None:
+    train(folder, step, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("step", "devices"), [(3, 1), (0, 1), (3, 2)])
+def test_a_second_run_is_refused_and_changes_nothing(tmp_path: Path, standing: Any, step: int, devices: int) -> None:
+    """In the middle, before there is a checkpoint, and with workers, whose parent has the right to write."""
+    first = standing(step, devices=devices)
+    before = contents(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        train(tmp_path)
+    holder = f"process {first.pid} on {socket.gethostname()} (fit, since"
+    assert f"version_0 is being written to by {holder}" in str(caught.value)
+    assert contents(tmp_path) == before
+    if step:  # an evaluation has a directory of its own
+        weights = max(tmp_path.rglob("step-*"))
+        make_trainer(tmp_path / "runs", logger=True).predict(Inputs(), make_loader(), ckpt_path=weights)
+    (tmp_path / "go").touch()
+    first.communicate(STARTING)
+    assert first.returncode == 0
+    lines = (tmp_path / "runs/default/version_0/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert not list(tmp_path.rglob(".lock*"))
+    assert train(tmp_path, devices=devices, max_epochs=2).global_step == 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_who_was_killed_does_not_keep_it(tmp_path: Path, standing: Any, devices: int) -> None:
+    """Not even where a child lives on that it had forked; and its workers are gone before the next run writes."""
+    first = standing(devices=devices, forks=True)
+    workers = [int(path.read_text()) for path in tmp_path.glob("stands-*")]
+    child = int((tmp_path / "child").read_text())
+    os.kill(first.pid, signal.SIGKILL)
+    try:
+        trainer = train(tmp_path, devices=devices)
+        assert trainer.run_dir.name == "version_0"
+        assert trainer.global_step == 5
+        assert runs(child) or devices > 1  # workers take theirs along
+        assert not any(runs(worker) for worker in workers)
+    finally:
+        if runs(child):
+            os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_folder_of_its_own_has_one_writer_too(tmp_path: Path, standing: Any) -> None:
+    own = tmp_path / "own"
+    standing(dirpath=own, logger=False)
+    with pytest.raises(ConfigError, match="own is being written to by process"):
+        train(tmp_path, dirpath=own, logger=False, run_name="other")
+
+
+@pytest.mark.slow
+def test_one_process_after_another_stage_of_the_same_trainer(tmp_path: Path) -> None:
+    trainer = train(tmp_path)
+    for _ in range(2):
+        trainer.predict(dataloaders=make_loader())
+    assert not list(tmp_path.rglob(".lock*"))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_somebody_deletes_the_file(tmp_path: Path) -> None:
+    class Tidy(lg.Callback):
+        def on_train_batch_start(self, trainer: lg.Trainer, task: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                assert not (trainer.run_dir / LOCK).unlink()
+            if batch_idx == 4:  # a save was between
+                with pytest.raises(ConfigError, match="is being written to by process"):
+                    RunLock(trainer.run_dir, "fit").take()
+
+    train(tmp_path)
+    callbacks = [Checkpoint(every_n_train_steps=1), Tidy()]
+    trainer = make_trainer(tmp_path / "runs", callbacks=callbacks, enable_checkpointing=True, max_epochs=2)
+    trainer.fit(Tiny(), make_loader(), resume="auto")
+    assert trainer.global_step == 10
+
+
+def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
+    class Robbed(lg.Callback):
+        def on_train_batch_start(self, trainer: lg.Trainer, task: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                (trainer.run_dir / LOCK).write_text('{"host": "far", "pid": 7, "stage": "fit", "since": "now"}')
+
+    callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1), Robbed()]
+    trainer = make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True)
+    with pytest.raises(CheckpointError, match=r"has lost its folder: .* by process 7 on far \(fit, since now\)"):
+        trainer.fit(Tiny(), make_loader())
+    assert len(list(tmp_path.rglob("step-*"))) == 3
+
+
+# --- as on a network file system --------------------------------------------------------------------------------------
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes a hundredth of its time."""
+    monkeypatch.setattr(run_lock, "is_local", lambda folder: False)
+    for name in ("HEARTBEAT", "DEAD_AFTER", "RELEASE_WAIT", "CONTEST_WAIT", "END_WAIT"):
+        monkeypatch.setattr(run_lock, name, getattr(run_lock, name) / 25)
+
+
+def no_flock(*arguments: Any) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+@pytest.mark.parametrize("flock", [True, False])
+def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: bool
+) -> None:
+    if not flock:
+        monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
+    far = {"host": "far", "pid": 7, "started": "1", "boot": "another", "space": "", "stage": "fit", "since": "today"}
+    (tmp_path / LOCK).write_text(json.dumps(far))
+    over = threading.Event()
+
+    def live() -> None:
+        while not over.wait(run_lock.HEARTBEAT):
+            os.utime(tmp_path / LOCK)
+
+    thread = threading.Thread(target=live)
+    thread.start()
+    lock = RunLock(tmp_path, "fit")
+    try:
+        with pytest.raises(ConfigError, match=r"by process 7 on far \(fit, since today\)"):
+            lock.take()
+    finally:
+        over.set()
+        thread.join()
+    lock.take()  # it has died
+    beat = (tmp_path / LOCK).stat().st_mtime_ns
+    assert wait_until(lambda: (tmp_path / LOCK).stat().st_mtime_ns > beat)
+    lock.check()
+    lock.release()
+    assert not list(tmp_path.iterdir())
+    assert "legato-lock" not in [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.usefixtures("network")
+def test_without_flock_the_process_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
+    first, second = RunLock(tmp_path, "fit"), RunLock(tmp_path, "fit")
+    first.take()
+    with pytest.raises(ConfigError, match=f"by process {os.getpid()} on"):
+        second.take()
+    dead = {**first.record, "started": "1"}  # another process with this number
+    first.release()
+    (tmp_path / LOCK).write_text(json.dumps(dead))
+    second.take()
+    second.release()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("network")
+def test_of_several_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
+    monkeypatch.setattr(run_lock, "CONTEST_WAIT", 1.5)
+    locks, had = [RunLock(tmp_path, f"fit {number}") for number in range(6)], []
+
+    def take(lock: RunLock) -> None:
+        try:
+            lock.take()
+        except ConfigError:
+            return
+        had.append(lock)
+
+    threads = [threading.Thread(target=take, args=(lock,)) for lock in locks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(had) == 1
+    had[0].release()
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[]", "{}", '{"pid": "x", "host": 3}', '{"pid": -1}', "\0" * 5000])
+def test_what_stands_in_the_file_is_not_believed(tmp_path: Path, text: str) -> None:
+    (tmp_path / LOCK).write_text(text)
+    lock = RunLock(tmp_path, "fit")
+    lock.take()
+    lock.release()

@@ -1,1 +1,0 @@
-"""Commands of `legato`, one file or folder each; none is imported unless it is called."""

@@ -1,1 +1,0 @@
-"""`legato samples` and `legato replay`: what a run did at any of its steps, worked out or computed again afterwards."""

@@ -1,0 +1,214 @@
+"""Runs that need several processes: sent to workers, and their results copied back to the caller's objects."""
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..base.torch_private import ModuleParts, module_parts, set_module_parts
+from .data.randomness import generator_states, set_generators
+from .data.transfer import to_host
+from .elastic.membership import RunFinished
+from .hooks import loop_part
+from .metrics.torchmetrics import load_states, states_of
+from .processes import environment
+from .processes.requeue import requeue_early
+from .processes.signals import SignalWatch, handling_end_signals, raise_for_signal
+from .run import Call, Request, Run
+from .runs import status as run_status
+from .runs import store
+from .runs.store import check_sizes
+from .setup import build
+from .state import State
+
+if TYPE_CHECKING:
+    from ..tasks.task import Task
+    from .trainer import Trainer
+
+log = logging.getLogger("legato")
+
+
+@dataclass
+class RunResult:
+    """Results of a run, sent from rank 0 to the caller."""
+
+    returned: Any
+    weights: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    """Buffers that are not in a state dict."""
+    metric_states: dict[str, dict[str, Any]]
+    """States of the metric objects in the task that were never logged, by path."""
+    parts: ModuleParts | None
+    """Parameters, buffers and modules of the task, if the run has built some that the caller's task lacks."""
+    state: State
+    run_dir: Path | None
+    run_id: str
+    callback_metrics: dict[str, Tensor]
+    logged_metrics: dict[str, float]
+    progress_bar_metrics: dict[str, float]
+    should_stop: bool
+    lengths: dict[str, Any]
+    """Lengths of the loaders."""
+    callbacks: list[tuple[str, dict[str, Any]]]
+    """Key and state of each callback."""
+    logger_folders: list[Path | None]
+    """Folder of its own that each logger has chosen; None: it writes to the run directory."""
+    told: Any
+    """Result of `Trainer.tell_caller`."""
+
+
+def needs_workers(trainer: "Trainer", request: Request) -> bool:
+    """Return whether this process must start workers: no launcher has, and the strategy wants several processes.
+
+    Also true for a process of a launcher that only serves others: it takes no part in the loop.
+    """
+    place = environment.find_place(trainer.cluster)
+    if place is not None:
+        return trainer.strategy.servers.serves(place)
+    if trainer.strategy.elastic.for_stage(request.stage).changes:
+        return True
+    return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
+
+
+def run_in_workers(trainer: "Trainer", request: Request) -> Any:
+    """Run the request in workers; afterwards the caller's task holds the trained weights.
+
+    Raises what the first failing worker raised.
+    """
+
+    def end(number: int) -> None:
+        requeue_early(number, trainer.requeue)
+        raise_for_signal(number)
+
+    with handling_end_signals(end, SignalWatch(trainer.signal_grace_seconds)):  # workers, once there are some, get them
+        return _run(trainer, request)
+
+
+def _run(trainer: "Trainer", request: Request) -> Any:
+    request.generators = generator_states() if trainer.keeps_generators(alone=True) else None
+    build.check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
+    place = environment.find_place(trainer.cluster)
+    if place is not None:
+        trainer.strategy.servers.serve(place, request.task, trainer.seed)
+        return None if request.stage == "fit" else []
+    source: Path | None = None
+    elastic = trainer.strategy.elastic.for_stage(request.stage)
+    if request.stage == "fit":
+        trainer.run_dir = trainer.given_dir
+    node, began = elastic.node_rank(trainer.num_nodes), time.time()
+    before, trainer.run = trainer.given_dir, None  # the workers make their own
+    processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
+    try:
+        if node > 0:  # node 0 decides and reports for all
+            trainer.strategy.place = environment.Place(1, node_rank=node, world_size=2, nodes=trainer.num_nodes)
+        elif not elastic.joins:
+            trainer.run_dir, source = build.decide_directory(trainer, request)
+            if source is not None and request.source_is_chosen and not build.is_elsewhere(trainer.run_dir, source):
+                source = source.parent  # the workers read it, and fall back to an older one where it is damaged
+        trainer.given_dir = trainer.run_dir
+        environment.warm_up_for(trainer.strategy.name, vars(trainer))
+        task = partial(_run_request, trainer, request, source)
+        restarts, nodes = trainer.max_restarts, trainer.num_nodes
+        outcome = elastic.launch(task, processes, nodes=nodes, max_restarts=restarts, grace=grace)
+    except BaseException as error:
+        if request.stage == "fit" and node == 0 and trainer.run_dir is not None and trainer.records_starts:
+            run_status.fail(trainer.run_dir, error, began)
+        raise
+    finally:
+        trainer.given_dir = before
+        trainer.saver.release()
+    if outcome is None:  # processes of another launcher ended the run, and have its result
+        return None
+    take_results(request.task, outcome)
+    request.task.trainer = trainer
+    trainer.state = outcome.state
+    trainer.run = Call.of(trainer, request)
+    trainer.run.loop.open, trainer.lengths = False, outcome.lengths
+    trainer.callback_metrics = outcome.callback_metrics
+    trainer.saver.run_id = outcome.run_id
+    trainer.logged_metrics, trainer.progress_bar_metrics = outcome.logged_metrics, outcome.progress_bar_metrics
+    trainer.should_stop = outcome.should_stop
+    for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
+        if outcome.run_dir is not None:
+            loop_part(logger, "follow")(folder or outcome.run_dir)
+    trainer.callbacks = trainer.ordered(build.with_callbacks_of(request.task, trainer.callbacks))
+    for callback in trainer.checkpoint_callbacks:
+        loop_part(callback, "find_folder")(trainer)
+    for callback in trainer.callbacks:
+        found = next((pair for pair in outcome.callbacks if pair[0] == callback.state_key), None)
+        if found is not None:
+            outcome.callbacks.remove(found)
+            callback.load_state_dict(found[1])
+    trainer.hear_worker(request, outcome.told)
+    return outcome.returned
+
+
+def take_weights(task: "Task", weights: dict[str, Tensor]) -> None:
+    """Load the trained weights, in the dtypes that their precision gave them."""
+    for name, tensor in task.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.dtype != weights[name].dtype:
+            tensor.data = tensor.data.to(weights[name].dtype)
+    task.load_state_dict(weights)
+
+
+def take_results(task: "Task", outcome: RunResult) -> None:
+    """Give the caller's task the weights, buffers and metric states that the workers ended with."""
+    if outcome.parts is None and outcome.weights:
+        take_weights(task, outcome.weights)
+    elif outcome.parts is not None:
+        set_module_parts(task, outcome.parts)
+    for name, buffer in outcome.buffers.items():
+        path, _, buffer_name = name.rpartition(".")
+        setattr(task.get_submodule(path), buffer_name, buffer)
+    for path, states in outcome.metric_states.items():
+        load_states(task.get_submodule(path), states)
+
+
+def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
+    """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
+    if environment.restart_count() > 0 and trainer.run_dir is not None:
+        newest = store.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
+        if newest is not None:
+            source = newest if build.is_elsewhere(trainer.run_dir, newest) else newest.parent
+    elastic_worker = environment.find_elastic_worker()
+    if elastic_worker is not None and elastic_worker.joins:
+        source, trainer.num_sanity_val_steps = None, 0
+    request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
+    task, known = request.task, build.weight_names(request.task)
+    if request.generators is not None:
+        set_generators(request.generators)
+    try:
+        returned = request.repeat(trainer)
+    except RunFinished as error:
+        log.warning("%s", error)
+        return None
+    finally:
+        environment.leave_process_group()
+    if not isinstance(trainer.run, Run) or not trainer.run.membership.returns_result(trainer.global_rank):
+        return None  # a server, or another worker returns the result
+    emptied = any(parameter.is_meta for parameter in task.parameters())  # its weights are in the checkpoints only
+    weights = {} if emptied else task.cpu().state_dict()
+    buffers = {} if emptied else dict(task.cpu().named_buffers())
+    metrics, logged = trainer.run.metrics.states.with_states, trainer.run.metrics.logged
+    return RunResult(
+        returned,
+        weights,
+        {name: buffer for name, buffer in buffers.items() if name not in weights},
+        {path: states_of(metric) for path, metric in metrics.items() if path not in logged},
+        None if emptied or build.weight_names(task) == known else module_parts(task),
+        trainer.state,
+        trainer.run_dir,
+        trainer.saver.run_id,
+        trainer.callback_metrics,
+        trainer.logged_metrics,
+        trainer.progress_bar_metrics,
+        trainer.should_stop,
+        trainer.lengths,
+        [(callback.state_key, to_host(state)) for callback in trainer.callbacks if (state := callback.state_dict())],
+        [None if logger.own_folder is None else logger.own_folder.path for logger in trainer.loggers],
+        trainer.tell_caller(request),
+    )

@@ -1,0 +1,1 @@
+"""What a run puts into a checkpoint, and takes from one."""

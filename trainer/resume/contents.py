@@ -1,0 +1,154 @@
+"""Contents of a checkpoint of a run."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from ...base.errors import ConfigError, TaskError
+from ..optimization import kernels
+from ..processes.environment import numeric_variables
+from ..runs import store
+from .left_out import (
+    BUILT,
+    LEFT_OUT,
+    OMEGACONF,
+    built_hyperparameters,
+    is_omegaconf,
+    leave_out_added,
+    split_hyperparameters,
+    tell_left_out,
+)
+
+if TYPE_CHECKING:
+    from ...tasks.hyperparameters import Hyperparameters
+    from ..strategies.strategy import Strategy
+    from ..trainer import Trainer
+
+
+STEPS_FIRST = "ends_epoch_with_last_batch"
+"""Key of whether schedulers that go by epochs have stepped once the last batch of an epoch is done."""
+PLATEAU_WAITS = "plateau_waits"
+"""Key of whether ReduceLROnPlateau has yet to make the newest step."""
+
+
+def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
+    """Return the contents of a checkpoint of this moment; every rank calls it."""
+    run, strategy = trainer.current_run, trainer.strategy
+    found: dict[str, Any] = {
+        "state_dict": strategy.state_dicts.model(run.task),
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        **hyperparameters_of(run.task),
+        "versions": {"torch": str(torch.__version__)},
+        "config": trainer.config_text,
+    }
+    if run.datamodule is not None:
+        found |= hyperparameters_of(run.datamodule, "datamodule_")
+    if trainer.is_global_zero:
+        for owner, prefix in ((run.task, ""), (run.datamodule, "datamodule_")):
+            if owner is not None and prefix + LEFT_OUT in found:
+                tell_left_out(owner, found[prefix + LEFT_OUT]["names"])
+    if not weights_only:
+        require_step_done(trainer)
+        trainer.state.elapsed = trainer.elapsed
+        if run.loop.plateau_waits:
+            run.optimization.publish_newest()  # its step, which a resume makes, goes by these values
+        # whatever is collective here is called on every rank, in this order
+        found |= {
+            "state": trainer.state.to_dict(),
+            "run_id": trainer.saver.run_id,
+            "numerics": run.numerics,
+            "fingerprint": {**run.fingerprint, "samples": run.loop.samples_of_epoch or run.data.samples},
+            "optimizer_states": [
+                strategy.state_dicts.optimizer(optimizer) for optimizer in run.optimization.optimizers
+            ],
+            "lr_schedulers": [config.scheduler.state_dict() for config in run.optimization.schedulers],
+            "precision": strategy.precision.state_dict(),
+            "metrics": run.metrics.state_dict(),
+            "callback_metrics": {name: float(value) for name, value in trainer.agreed_metrics.items()},
+            "data": run.data.training.state_dict() if run.data.training is not None else {},
+            "callbacks": callback_states(trainer),
+            "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
+            "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
+        }
+        if trainer.ends_epoch_with_last_batch:
+            found[STEPS_FIRST] = True
+        if run.loop.plateau_waits:
+            found[PLATEAU_WAITS] = True
+    # last: a hook may look at all of it, and replace some
+    known = set(found)
+    if weights_only and trainer.weights_skip_callbacks:
+        run.task.on_save_checkpoint(found)
+    else:
+        run.hooks.call("on_save_checkpoint", found)
+    if trainer.keeps_added_code:
+        leave_out_added(run.task, found, known, trainer.is_global_zero)
+    return found
+
+
+def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
+    """Return the contents of a checkpoint of a run that was in workers, whose optimizers ended with them.
+
+    The optimizers' states come from the run's newest checkpoint. Raises TaskError if that is not of the run's end.
+    """
+    if weights_only:
+        return contents(trainer, weights_only)
+    newest = store.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
+    saved = store.read_checkpoint(newest) if newest is not None else {}
+    if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
+        raise TaskError(
+            "The run's optimizers ended with its processes, and it kept no complete checkpoint of its last step "
+            f"{trainer.global_step} to copy. Let a Checkpoint callback save when training ends, or save with "
+            "weights_only=True."
+        )
+    return saved
+
+
+def require_step_done(trainer: "Trainer") -> None:
+    """Refuse to save before the run is complete, and in the middle of a step, whose batches do not count yet."""
+    if not trainer.current_run.is_complete:
+        raise TaskError(
+            "save_checkpoint was called while the run is set up, before it has optimizers: call it from on_fit_start "
+            "on, or with weights_only=True."
+        )
+    if trainer.training and trainer.metrics.step == trainer.state.global_step:
+        raise TaskError(
+            f"save_checkpoint was called in the middle of step {trainer.global_step + 1}, from which no run could go "
+            f"on. Call it where trainer.global_step has advanced (in on_train_batch_end after a step's last batch), or "
+            f"with weights_only=True."
+        )
+
+
+def hyperparameters_of(owner: "Hyperparameters", prefix: str = "") -> dict[str, Any]:
+    """Return an object's hyperparameters for a checkpoint, under Lightning's keys.
+
+    Includes the name of the argument under which they were passed together, if they were, and what is left out.
+    """
+    values, left = split_hyperparameters(owner)
+    found = {"hyper_parameters": values, "hparams_name": owner.__dict__.get("_hparams_name")}
+    found[BUILT] = [name for name in built_hyperparameters(owner) if name in values]
+    whole = is_omegaconf(owner.hparams)
+    found[OMEGACONF] = [""] if whole else [name for name in values if is_omegaconf(owner.hparams[name])]
+    if left:
+        found[LEFT_OUT] = {"names": left, "object": owner.identity_in_process()}
+    return {prefix + key: value for key, value in found.items() if value or key == "hyper_parameters"}
+
+
+def numerics_of(strategy: "Strategy", optimizers: Sequence[Optimizer], compiled: object) -> dict[str, Any]:
+    """Return the settings, besides config, data and seed, on which the bits of a run depend."""
+    found = kernels.numerics(optimizers, strategy.precision.name, strategy.device, bool(compiled))
+    return {**found, "micro_batches": strategy.micro_batches, **numeric_variables()}
+
+
+def callback_states(trainer: "Trainer") -> dict[str, Any]:
+    """Return the state of every callback that has one, by its key."""
+    states = {}
+    for callback in trainer.callbacks:
+        state = callback.state_dict()
+        if state:
+            if callback.state_key in states:
+                raise ConfigError(f"Two callbacks have the state_key {callback.state_key!r}; give one of them its own.")
+            states[callback.state_key] = state
+    return states

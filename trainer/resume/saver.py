@@ -1,0 +1,261 @@
+"""Saver: the only writer of a trainer's checkpoints."""
+
+import errno
+import logging
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...base.errors import CheckpointError, ConfigError, LegatoError
+from ...base.run_names import not_writable, require_local, run_directory_gone
+from ..checkpoints import manifest
+from ..checkpoints.background import Writer
+from ..checkpoints.commit import Owner, make_folder, remove
+from ..checkpoints.progress import SAVES
+from ..runs import record as run_record
+from ..runs import store
+from ..runs.lock import RunLock
+from .contents import contents, contents_after_workers
+
+if TYPE_CHECKING:
+    from ..trainer import Trainer
+
+log = logging.getLogger("legato")
+
+UNWRITABLE = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ESTALE,
+    errno.ENOSPC,
+    errno.EDQUOT,
+)
+"""Errors of the system for a folder that is not writable."""
+
+
+class Saver:
+    """Writes, cleans up and removes the checkpoints of a trainer's runs, one operation at a time.
+
+    A background save is finished before anything else begins: two at once would delete each other's files and, with
+    sharded states, use one process group from two threads.
+    """
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.trainer = trainer
+        self.writer = Writer()
+        self.run_id = ""
+        """Id of the run, in the manifest of each of its checkpoints; kept by a resume."""
+        self.locks: dict[Path, RunLock] = {}
+        """Locks of the folders that this process may write to."""
+        self._run_dir: os.stat_result | None = None
+        """Stat of the run directory at the start of the run."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the writer and the locks when the trainer is sent to another process."""
+        return {"trainer": self.trainer, "writer": Writer(), "run_id": self.run_id, "locks": {}, "_run_dir": None}
+
+    # --- the right to write -----------------------------------------------------------------------------------------
+    def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
+        """Lock a folder until `release`; raises ConfigError if another run holds it."""
+        # one lock for a folder, through whatever link it was named
+        folder = folder.resolve()
+        if folder not in self.locks:
+            lock = RunLock(folder, stage)
+            lock.take(patient)
+            self.locks[folder] = lock
+
+    def join(self, folder: Path | None) -> None:
+        """Register as a process of the run that holds the lock of a folder, unless this one does."""
+        self._run_dir = None if folder is None else folder.stat()
+        if folder is not None and (folder := folder.resolve()) not in self.locks:
+            self.locks[folder] = RunLock(folder, "rank")
+            self.locks[folder].join()
+
+    def hold_for_all(self, folder: Path, patient: bool = False) -> None:
+        """Lock one more folder on rank 0, which may be another process than before; every rank calls it."""
+        problem = None
+        if not self.trainer.is_global_zero:
+            self.release(folder)
+        else:
+            try:
+                make_folder(folder)
+                self.hold(folder, "fit", patient)
+            except (ConfigError, OSError) as error:
+                problem = str(error)
+        problem = self.trainer.broadcast(problem)
+        if problem is not None:
+            raise ConfigError(problem)
+
+    def release(self, *folders: Path) -> None:
+        """Release these folders, by default all."""
+        for folder in [one.resolve() for one in folders] or list(self.locks):
+            if folder in self.locks:
+                self.locks.pop(folder).release()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Turn OSErrors in this context into an error that names the run directory, if that is not writable."""
+        self.require_run_dir()
+        try:
+            yield
+        except OSError as error:
+            self.require_run_dir()
+            folder = self.trainer.run_dir
+            if folder is None or error.errno not in UNWRITABLE:
+                raise
+            raise not_writable(folder, error.strerror) from error
+
+    def require_run_dir(self) -> None:
+        """Raise ConfigError if the run directory was deleted, moved or replaced."""
+        folder = self.trainer.run_dir
+        if folder is None or self._run_dir is None:
+            return
+        with suppress(OSError):
+            # not whether it exists: another run may have made a folder of this name since
+            if os.path.samestat(folder.stat(), self._run_dir):
+                return
+        raise run_directory_gone(folder)
+
+    # --- saving -----------------------------------------------------------------------------------------------------
+    def save(self, path: Path, weights_only: bool, asynchronous: bool) -> None:
+        """Write a checkpoint of this moment; every rank calls it. A logging point that is due is written before.
+
+        Raises CheckpointError if that fails, or if the background save before it failed: a plain save is written first
+        then.
+        """
+        require_local(path, "The checkpoint to write")  # before the background writer takes it
+        trainer = self.trainer
+        with SAVES.save(), trainer.strategy.timeouts.during("checkpoint"):
+            if trainer.strategy.task is None:
+                self._write(path, contents_after_workers(trainer, weights_only), False)
+                return
+            # First the point of this step, then its checkpoint: a run killed in between would lose the point, or log it
+            # twice.
+            if trainer.training and trainer.global_step and trainer.current_run.is_point():
+                trainer.log_step()
+            # on all ranks: a resume from weights that are NaN could only go on with NaN
+            trainer.current_run.require_finite()
+            trainer.current_run.require_same_weights()
+            if trainer.current_run.metrics.shares:
+                trainer.current_run.metrics.share()
+            found = contents(trainer, weights_only)
+            if trainer.is_global_zero:
+                with self.writing():  # what a resume counts as logged must be on disk before the checkpoint says so
+                    for logger in trainer.loggers:
+                        logger.save()
+                    self._store_config()
+            if trainer.strategy.state_dicts.writers.size > 1 or trainer.is_global_zero:
+                self._write(path, found, asynchronous)
+                log.debug("Checkpoint %s%s", path, ", in the background" if asynchronous else "")
+            trainer.strategy.collectives.barrier()
+
+    def _store_config(self) -> None:
+        """Store the config of a start that goes on with a run, now that there are weights which it has trained."""
+        trainer, run = self.trainer, self.trainer.current_run
+        text, source = trainer.config_text, run.source
+        if text is None or trainer.run_dir is None or run.stage != "fit" or not run.goes_on or source is None:
+            return
+        if trainer.global_step > store.checkpoint_step(source) and not run_record.is_stored(trainer.run_dir, text):
+            run_record.store_config(trainer.run_dir, text, trainer.given_config)
+
+    def save_after_error(self, path: Path, weights_only: bool = False) -> bool:
+        """Write a checkpoint of the last finished step, in a hook `on_exception`; return whether that was possible.
+
+        A step, or a validation, under way is dropped: a resume repeats it. With several processes nothing is written,
+        since the others may be gone or elsewhere.
+        """
+        trainer, run = self.trainer, self.trainer.current_run
+        if run.stage != "fit" or not run.is_complete or not trainer.global_step:
+            return False
+        if trainer.world_size > 1:
+            log.warning("%s was not saved after the error: that takes all processes, and some may have failed.", path)
+            return False
+        run.preemption.leave_evaluation()
+        # in the middle of a step: its gradients and logged values are dropped, since a resume repeats it from its first
+        # batch
+        if run.metrics.step == trainer.global_step:
+            run.strategy.abandon_step()
+            run.metrics.rewind(trainer.global_step)
+        try:
+            self.save(path, weights_only, asynchronous=False)
+        except LegatoError as error:
+            log.warning("%s was not saved after the error. %s", path, error)
+            return False
+        return True
+
+    def _write(self, path: Path, found: dict[str, Any], asynchronous: bool) -> None:
+        ranks, owner = self.trainer.strategy.state_dicts.writers, Owner(self.run_id, self._owns(path.parent))
+        if self.trainer.running:
+            self.require_run_dir()
+        # a process that stood still for long on a shared file system may have lost its folder to a run on another
+        # machine
+        for lock in self.locks.values():
+            lock.check()
+        if asynchronous:
+            self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the save before, and raises its error
+            return
+        # not `wait`, which would raise: this save may be the last chance (a SIGTERM), so the earlier error comes after
+        # it
+        self.writer.join()
+        try:
+            store.write(path, found, ranks=ranks, owner=owner)
+        except CheckpointError as error:
+            try:
+                self.writer.check()
+            except CheckpointError as earlier:
+                raise CheckpointError(f"{error} The save before it had failed too. {earlier}") from error
+            raise
+        self.writer.check()
+
+    def _owns(self, folder: Path) -> bool:
+        """Return whether only this run writes to a folder: true of its own, and those of Checkpoint callbacks."""
+        known = [callback.dirpath for callback in self.trainer.checkpoint_callbacks]
+        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / store.FOLDER)
+        return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
+
+    def check(self) -> None:
+        """Raise CheckpointError, once, if a background save has failed."""
+        self.writer.check()
+
+    def wait(self) -> None:
+        """Wait until the save is done; raises what `check` raises."""
+        self.writer.wait()
+
+    def own_in(self, folder: Path) -> set[str]:
+        """Return the names of this run's checkpoints in a folder."""
+        return {path.name for path in store.checkpoints_in(folder) if self._wrote(path)}
+
+    def _wrote(self, path: Path) -> bool:
+        try:
+            return manifest.load_manifest(path).run == self.run_id
+        except CheckpointError:
+            return False
+
+    # --- removing ---------------------------------------------------------------------------------------------------
+    def remove(self, path: Path) -> None:
+        """Delete a checkpoint of this run; every rank may call it, rank 0 acts.
+
+        Raises CheckpointError if a save before it failed, and if there is no checkpoint of this run.
+        """
+        if self.trainer.is_global_zero:
+            self.wait()
+            remove(path, self.run_id)
+
+    def discard(self, path: Path) -> None:
+        """Delete a checkpoint that need not be kept; warn if it was deleted, moved or changed meanwhile."""
+        if self.trainer.is_global_zero:
+            self.wait()
+            try:
+                remove(path, self.run_id)
+            except CheckpointError as error:
+                log.warning("%s The run continues, and leaves it as it is.", error)
+
+
+def new_identity() -> str:
+    """Return an id that no other run has."""
+    return uuid.uuid4().hex

@@ -1,0 +1,1 @@
+"""Run directories: their names, lock, records, listing and removal."""

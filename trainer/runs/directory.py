@@ -1,0 +1,447 @@
+"""RunDirectory: what a run directory tells of its run; finds those below a folder, and reads their metrics.
+
+Only reads, and without torch: for the commands that look at runs, and for `legato.read_metrics`.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ...base.errors import ConfigError, did_you_mean
+from ...base.run_names import (
+    CHECKPOINTS,
+    CONFIG,
+    EVALUATIONS,
+    EVENT_FILES,
+    IDENTITY,
+    MANIFEST,
+    OLD_EVENTS,
+    REPLAY,
+    VERSION,
+    identity_of,
+    parse_small,
+    read_small,
+    regular_file_size,
+    require_local,
+)
+from ...loggers.json_lines import POINTS_FILE, parse_point
+from ..processes.environment import requeued_job
+from .lock import belongs_to_training, is_held
+from .record import GIVEN_CONFIG, STARTS, jobs_of, read_starts
+from .status import FAILED, RUNNING, STATUS, read_status
+
+ROOT = "runs"
+"""The folder of the runs where nothing else is said: the default of `run.root`."""
+AT_START = {
+    *(CONFIG, STATUS, POINTS_FILE, CHECKPOINTS, OLD_EVENTS, STARTS, "config_given.yaml", "environment.json"),
+    *("metrics.csv", "hparams.yaml", "README.txt"),
+}
+"""Files that a run without any result may leave, besides names that begin with a dot."""
+NO_STATUS = "unknown"
+"""State of a run that has left no status file: of an evaluation, or of a Legato that wrote none."""
+KILLED = "It ended without a word: killed, out of memory, or its machine went down."
+_TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which its last line is looked for
+
+
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """One checkpoint of a run."""
+
+    path: Path
+    step: int
+    """-1 if its name does not tell."""
+    size: int
+    """Bytes."""
+    complete: bool
+
+
+@dataclass(frozen=True)
+class BestValue:
+    """The best value of the metric that a run goes by."""
+
+    metric: str
+    mode: str
+    value: float
+
+
+class RunDirectory:
+    """One run directory; each property is read when it is first asked for."""
+
+    def __init__(self, path: Path, root: Path | None = None) -> None:
+        self.path = path
+        self.name = path.name if root is None or path == root else os.path.relpath(path, root)
+        """Path below the folder of the search."""
+
+    # --- its state --------------------------------------------------------------------------------------------------
+    @cached_property
+    def status(self) -> dict[str, Any]:
+        """The run's own record of its state; see `run_status.py`."""
+        return read_status(self.path)
+
+    @cached_property
+    def state(self) -> str:
+        """One of "running", "done", "failed", "preempted" and "unknown"."""
+        state = str(self.status.get("state", NO_STATUS))
+        if state == RUNNING or not self.status:
+            # "running" is written once, at the start: a process that was killed took nothing back, but no longer holds
+            # the lock
+            held = is_held(self.path) and belongs_to_training(self.path)
+            return RUNNING if held else FAILED if self.status else NO_STATUS
+        return state
+
+    @property
+    def step(self) -> int:
+        """The newest step that it is known to have done."""
+        # the status is written at the start and the end only; in between the log knows better
+        ended = _number_in(self.status, "step") or 0
+        return max(ended, int(self.last_point.get("step", 0))) if "ended" not in self.status else ended
+
+    @property
+    def epoch(self) -> int | None:
+        """The newest epoch that is known to have begun, counted from 1; 0 before the first."""
+        at_start_or_end = _number_in(self.status, "epoch")
+        logged = None if "ended" in self.status else _number_in(self.last_point, "epoch")
+        epochs = [at_start_or_end, None if logged is None else logged + 1]
+        return max((int(epoch) for epoch in epochs if epoch is not None), default=None)
+
+    @property
+    def evaluated_step(self) -> int:
+        """Step of the checkpoint that was evaluated."""
+        starts = read_starts(self.path)
+        return int(starts[-1].get("step") or 0) if starts else self.step
+
+    @property
+    def began(self) -> float:
+        """Time of the first start, in seconds since 1970."""
+        return float(_number_in(self.status, "created") or self._modified)
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds of training, over all resumes; None if unknown."""
+        ended = self.status.get("ended")
+        elapsed: float | None = _number_in(self.status, "elapsed")
+        if ended is not None or not self.status:
+            return elapsed
+        now = time.time() if self.state == RUNNING else float(_number_in(self.last_point, "time") or self._modified)
+        return float(elapsed or 0) + max(0.0, now - float(_number_in(self.status, "began") or now))
+
+    @property
+    def error(self) -> str:
+        """Error or signal that ended it, if it failed or was preempted; else ""."""
+        if self.state == FAILED and self.status.get("state") == RUNNING:
+            hang = " It left reports of where it hung in hang/." if (self.path / "hang").is_dir() else ""
+            return KILLED + hang
+        return str(self.status.get("error", ""))
+
+    @property
+    def traceback(self) -> str:
+        """The traceback of that error; "" if there is none."""
+        return str(self.status.get("traceback", ""))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it holds no step, checkpoint or logged value, nor a file that is not written at each start."""
+        if self.step or self.checkpoints or self.last_point:
+            return False
+        try:
+            names = [path.name for path in self.path.iterdir()]
+            inside = self.path / CHECKPOINTS
+            if inside.is_symlink() or (inside.is_dir() and any(path.name[0] != "." for path in inside.iterdir())):
+                return False
+        except OSError:
+            return False
+        return all(name in AT_START or name.startswith((".", EVENT_FILES)) or name.endswith(".diff") for name in names)
+
+    @property
+    def _modified(self) -> float:
+        try:
+            return self.path.stat().st_mtime
+        except OSError:
+            return 0.0
+
+    # --- what it holds ----------------------------------------------------------------------------------------------
+    @cached_property
+    def config(self) -> dict[str, str]:
+        """The stored config, each value as YAML text under its dotted key; {} for a run of a script."""
+        try:
+            return flat_config(read_small(self.path / CONFIG).decode("utf-8"))
+        except (OSError, UnicodeDecodeError):
+            return {}
+
+    @cached_property
+    def given_keys(self) -> frozenset[str] | None:
+        """The dotted keys that config files and the command line have set; None where that is not known."""
+        try:
+            return frozenset(flat_config(read_small(self.path / GIVEN_CONFIG).decode("utf-8")))
+        except (OSError, UnicodeDecodeError):
+            return None
+
+    @cached_property
+    def checkpoints(self) -> list[CheckpointEntry]:
+        """Checkpoints, oldest step first."""
+        try:
+            found = [path for path in (self.path / CHECKPOINTS).iterdir() if path.is_dir() and path.name[0] != "."]
+        except OSError:
+            return []
+        return sorted(map(_checkpoint, found), key=lambda one: (one.step, one.path.name))
+
+    @cached_property
+    def evaluations(self) -> "list[RunDirectory]":
+        """The evaluations of its checkpoints, oldest first, each named as `test/version_0`."""
+        folder = self.path / EVALUATIONS
+        found = [RunDirectory(path, folder) for path in folder.glob("*/version_*") if path.is_dir()]
+        return sorted(found, key=lambda one: (one.began, _natural(one.name)))
+
+    @cached_property
+    def last_point(self) -> dict[str, Any]:
+        """The newest logged step, its time, and its values; {} if nothing was logged."""
+        try:
+            size = regular_file_size(self.path / POINTS_FILE)
+            with (self.path / POINTS_FILE).open("rb") as file:
+                file.seek(max(0, size - _TAIL))
+                lines = file.read().splitlines()
+        except OSError:
+            return {}
+        return next((point for line in reversed(lines) if (point := parse_point(line)) is not None), {})
+
+    @cached_property
+    def metrics(self) -> "dict[str, Any]":
+        """All that it has logged; see `read_points`."""
+        return read_points(self.path / POINTS_FILE)
+
+    @cached_property
+    def best(self) -> BestValue | None:
+        """The best value of the metric by which its checkpoints are chosen, or of a loss; None if there is none."""
+        metric, mode = self.status.get("monitor"), str(self.status.get("mode", "min"))
+        value = _number_in(self.status, "best")
+        if metric and value is not None and "ended" in self.status:
+            return BestValue(str(metric), mode, value)
+        if metric not in self.metrics:
+            metric, mode = loss_among(self.metrics), "min"
+        values = [one for one in self.metrics.get(metric, ()) if math.isfinite(one)]
+        return BestValue(str(metric), mode, float((min if mode == "min" else max)(values))) if values else None
+
+
+# --- finding ----------------------------------------------------------------------------------------------------------
+def is_run(path: Path) -> bool:
+    """Return whether a folder is the directory of a run."""
+    try:
+        names = {entry.name for entry in os.scandir(path)}
+    except OSError:
+        return False
+    return _is_run(path.name, names)
+
+
+def _is_run(name: str, names: set[str]) -> bool:
+    if STATUS in names or IDENTITY in names:
+        return True
+    return VERSION.fullmatch(name) is not None and (
+        not names or POINTS_FILE in names or any(one == OLD_EVENTS or one.startswith(EVENT_FILES) for one in names)
+    )
+
+
+def find_runs(root: Path) -> list[RunDirectory]:
+    """Return the run directories at and below a folder, oldest first. Raises ConfigError if it is no folder.
+
+    Links to folders are not followed, and folders that cannot be read are passed over.
+    """
+    require_local(root, "The folder of runs")
+    if not root.is_dir():
+        near = sorted(one.name for one in root.parent.glob("*/")) if root.parent.is_dir() else []
+        raise ConfigError(f"{str(root)!r} is no folder.{did_you_mean(root.name, near)} Name one with runs below it.")
+    return sorted(
+        (RunDirectory(path, root) for path in _walk(str(root))), key=lambda one: (one.began, _natural(one.name))
+    )
+
+
+def _walk(folder: str) -> Iterator[Path]:
+    ahead = [folder]
+    while ahead:
+        here = ahead.pop()
+        try:
+            entries = list(os.scandir(here))
+        except OSError:
+            continue
+        if _is_run(os.path.basename(here), {entry.name for entry in entries}):
+            # a run's own folder is not searched: it may hold very many files, and no runs
+            yield Path(here)
+            continue
+        below = (entry for entry in entries if not entry.name.startswith(".") and REPLAY not in entry.name)
+        ahead += [entry.path for entry in below if entry.is_dir(follow_symlinks=False)]
+
+
+def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
+    """Return the run that a word names: a path, or a name below `root`; of several runs there, the newest.
+
+    Raises ConfigError, with the nearest name, if there is none.
+    """
+    require_local(word, "The run")
+    for path in (Path(word), root / word):
+        if path.is_dir():
+            base = root if root in path.parents else path
+            below = find_runs(path)
+            # the runs of this name before those deeper down, such as the trials of a sweep
+            found = [run for run in below if run.path.parent == path] or below
+            if found:
+                # a run that was named itself is shown as name/version_N, by the folder two above it
+                return RunDirectory(found[-1].path, base if base != found[-1].path else found[-1].path.parent.parent)
+    if Path(word).exists():  # a file or a checkpoint of it
+        inside = Path(word).absolute()
+        for folder in inside.parents[:3]:
+            if is_run(folder):
+                return RunDirectory(folder)
+    known = [one.name for one in find_runs(root)] if root.is_dir() else []
+    names = [*known, *{os.path.dirname(name) for name in known}]
+    hint = did_you_mean(word, names) or (f" The newest is {known[-1]!r}." if known else "")
+    raise ConfigError(f"There is no run {word!r}, neither as a path nor below {str(root)!r}.{hint}")
+
+
+def newest_to_resume(root: Path, name: str) -> Path | None:
+    """Return the newest run directory of a name with a checkpoint, there or in the `dirpath` of a callback."""
+    folders = [path for path in (root / name).glob("version_*") if VERSION.fullmatch(path.name) and path.is_dir()]
+    job = requeued_job()  # which goes on with a run of its own
+    folders = [path for path in folders if job is not None and job in jobs_of(path)] or folders
+    for path in sorted(folders, key=lambda path: int(path.name.removeprefix("version_")), reverse=True):
+        run = RunDirectory(path)
+        if any(one.complete for one in run.checkpoints) or _has_checkpoint_elsewhere(run):
+            return path
+    return None
+
+
+def _has_checkpoint_elsewhere(run: RunDirectory) -> bool:
+    dirpaths = [value.strip("'\"") for key, value in run.config.items() if key.endswith(".dirpath") and value != "null"]
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        identity = identity_of(run.path)
+        manifests = [file for folder in dirpaths for file in Path(folder).glob(f"*/{MANIFEST}")]
+        return any(json.loads(file.read_bytes())["run"] == identity for file in manifests)
+    return False
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Return a key by which version_9 comes before version_10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _checkpoint(path: Path) -> CheckpointEntry:
+    step = re.fullmatch(r"step-(\d{8,})", path.name)
+    files = [entry for entry in os.scandir(path) if entry.is_file(follow_symlinks=False)]
+    number = int(step[1]) if step else _step_inside(path)
+    return CheckpointEntry(
+        path,
+        number,
+        sum(entry.stat().st_size for entry in files),
+        any(entry.name == MANIFEST for entry in files),
+    )
+
+
+def _step_inside(path: Path) -> int:
+    try:
+        found = parse_small(path / "state.json")["global_step"]
+    except (KeyError, TypeError):
+        return -1
+    return found if isinstance(found, int) else -1
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+def flat_config(text: str) -> dict[str, str]:
+    """Return the values of a config that Legato has written, as YAML text under dotted keys.
+
+    `dump_yaml` writes one key a line. Reading that takes a tenth of the time of a YAML parser, which counts where
+    thousands of runs are compared.
+    """
+    flat: dict[str, str] = {}
+    above: list[tuple[int, str]] = []
+    items: dict[str, int] = {}
+    for line in text.splitlines():
+        body = line.strip()
+        if not body or body.startswith("#"):
+            continue
+        indent = len(line) - len(line.lstrip())
+        while above and above[-1][0] >= indent:
+            above.pop()
+        parent = ".".join(name for _, name in above)
+        if body == "-" or body.startswith("- "):
+            items[parent] = items.get(parent, -1) + 1
+            name, value = str(items[parent]), body[2:]
+        else:
+            name, _, value = body.partition(":")
+        above.append((indent, name))
+        if value.strip():
+            flat[".".join(name for _, name in above)] = value.strip()
+    return flat
+
+
+def read_points(path: Path) -> dict[str, Any]:
+    """Return the logged values of a `metrics.jsonl` as arrays: "step", "time" and one for each metric.
+
+    All have one entry for each logged step; a step at which a metric was not logged has NaN. {} if there are none; torn
+    lines are passed over.
+    """
+    import numpy
+
+    try:
+        regular_file_size(path)
+        points = [point for line in path.read_bytes().splitlines() if (point := parse_point(line)) is not None]
+    except OSError:
+        return {}
+    if not points:
+        return {}
+    names = dict.fromkeys(name for point in points for name in point)
+    arrays = {name: numpy.array([_as_float(point.get(name)) for point in points]) for name in names}
+    return {"step": arrays.pop("step").astype("int64"), **arrays}
+
+
+def read_metrics(run: "str | os.PathLike[str]", as_frame: bool | None = None) -> Any:
+    """Return what a run has logged, each metric over the steps of the run.
+
+    Args:
+        run: a run directory, its `metrics.jsonl`, or a name below `runs/`, such as "digits" for its newest run.
+        as_frame: True for a pandas DataFrame whose index is the step; False for a dict of NumPy arrays of one length,
+            with the steps under "step". None: the frame where pandas is installed, else the dict. At a step where a
+            metric was not logged it is NaN; "time" is in seconds since 1970.
+
+    Raises ConfigError if there is no such run, if it has no `metrics.jsonl`, and for `as_frame=True` without pandas.
+    """
+    path = Path(run)
+    path = path if path.is_file() and path.name != CONFIG else find_run(os.fspath(run)).path / POINTS_FILE
+    arrays = read_points(path)
+    if not arrays and not path.is_file():
+        raise ConfigError(f"{path} is not there: the run has logged nothing, or has no JSONLinesLogger.")
+    if as_frame is False:
+        return arrays
+    try:
+        import pandas
+    except ImportError:
+        if as_frame:
+            raise ConfigError("read_metrics(as_frame=True) needs pandas, which is not installed.") from None
+        return arrays
+    frame = pandas.DataFrame(arrays or {"step": []})
+    return frame.set_index("step")
+
+
+def loss_among(metrics: Sequence[str] | Mapping[str, Any]) -> str:
+    """Return the name of a loss, of validation rather than training; "" if no name is like one."""
+    losses = [name for name in metrics if "loss" in name.lower()]
+    return next((name for name in losses if "val" in name.lower()), next(iter(losses), ""))
+
+
+def _as_float(value: Any) -> float:
+    try:
+        return float(value)  # also of "NaN" and "Infinity"
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _number_in(status: Mapping[str, Any], name: str) -> Any:
+    found = status.get(name)
+    if not isinstance(found, int | float) or isinstance(found, bool):
+        return None
+    return found if math.isfinite(found) else None

@@ -1,0 +1,290 @@
+"""Record of a run in its directory: command line, versions, host and code of each start.
+
+environment.json     a list of starts, the newest last; a resume adds one
+uncommitted.diff     what was not committed, as `git apply` takes it; a resume with other code: uncommitted-1.diff
+config.yaml          the config that trained the newest weights
+config_given.yaml    the same without defaults
+starts/N.yaml        the config of start N, counted from 0 as in environment.json
+README.txt           a line for each file that a run directory may hold
+"""
+
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from ...base.run_names import CONFIG, EVALUATIONS, EVENT_FILES, parse_small
+
+RECORD, DIFF, GIVEN_CONFIG, README = "environment.json", "uncommitted.diff", "config_given.yaml", "README.txt"
+STARTS = "starts"
+"""Folder of the configs of all starts of a run, in its directory."""
+LARGEST_DIFF = 1_000_000
+"""Bytes of uncommitted changes that are stored; of more only the names of the files are."""
+GIT_SECONDS = 3.0
+"""Time that all calls of git may take together: a start must not wait for a large repository on a slow disk."""
+MOST_NAMES = 200
+
+FILES = {
+    CONFIG: "the config that trained the newest weights, every default included; `legato fit` and `legato validate` "
+    "take it as it is",
+    GIVEN_CONFIG: "the config without defaults: what files and the command line have set, and where",
+    f"{STARTS}/": "the config of each start, as N.yaml in the order of environment.json",
+    RECORD: "for each start of the run: command line, versions, host and git commit",
+    DIFF: "what was not committed at the start (run.save_code=false stores neither commit nor changes)",
+    "status.json": "state of the run: running, done, failed or preempted; its step, best value and last error",
+    "metrics.jsonl": "all logged values, a line of JSON for each step",
+    "metrics.csv": "all logged values as a table (run.csv=true)",
+    "hparams.yaml": "the task's hyperparameters, beside metrics.csv",
+    f"{EVENT_FILES}*": "for TensorBoard: look at them with `legato board` or `tensorboard --logdir runs`",
+    "checkpoints/": "checkpoints, named by their step; model.safetensors in them holds the weights",
+    f"{EVALUATIONS}/": "what evaluations of its checkpoints have logged and written, in STAGE/version_N",
+    "predictions.*": "what `legato predict` wrote",
+    "spikes.jsonl": "steps whose loss or gradient norm left its range, with their samples (SpikeWatch)",
+    "hang/": "where each process was when the run stood still",
+}
+"""Files of a run directory, by name, with their contents."""
+
+
+def write_readme(directory: Path) -> None:
+    """Write README.txt, unless there is one."""
+    path = directory / README
+    if path.exists():
+        return
+    width = max(map(len, FILES))
+    lines = (f"{name:<{width}}  {text}" for name, text in FILES.items())
+    path.write_text("\n".join(["A run of Legato. What was not needed is not there.", "", *lines, ""]))
+
+
+def add_start(directory: Path, facts: Mapping[str, Any], save_code: bool, config: str | None = None) -> None:
+    """Add a start of the run to the record; `facts`: what the caller knows of it; `config`: what it runs with."""
+    starts = read_starts(directory)
+    if not starts and (directory / RECORD).exists():
+        os.replace(directory / RECORD, directory / f"{RECORD}.damaged")  # a person may still read it
+    code = code_of(Path.cwd()) if save_code else None
+    if code is not None:
+        diff = code.pop("diff")
+        before = starts[-1]["git"] or {} if starts else {}
+        code["diff_file"] = _store_diff(directory, diff, len(starts), before.get("diff_file")) if diff else None
+    starts.append(
+        {
+            "time": datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            "process": os.getpid(),
+            "working_directory": str(Path.cwd()),
+            **facts,
+            "host": host(),
+            "versions": package_versions(),
+            "git": code,
+            "packages": installed_packages(),
+        }
+    )
+    _write(directory, starts)
+    if config is not None:
+        path = start_config(directory, len(starts) - 1)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(config, encoding="utf-8", errors="backslashreplace")
+
+
+def start_config(directory: Path, number: int) -> Path:
+    """Return the file with the config of a start."""
+    return directory / STARTS / f"{number}.yaml"
+
+
+def store_config(directory: Path, config: str, given: str | None) -> None:
+    """Write the config that trained the weights in a run directory, and the same without defaults."""
+    for name, text in ((CONFIG, config), (GIVEN_CONFIG, given)):
+        if text is not None:
+            partial = directory / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+            os.replace(partial, directory / name)
+
+
+def is_stored(directory: Path, config: str) -> bool:
+    """Return whether a run directory has this config."""
+    try:
+        return (directory / CONFIG).read_text(encoding="utf-8") == config
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def start_before(directory: Path, step: int) -> tuple[int, dict[str, Any]]:
+    """Return number and record of the start of a run that did a step; (-1, {}) where that is not recorded."""
+    fits = [(number, one) for number, one in enumerate(read_starts(directory)) if one.get("stage", "fit") == "fit"]
+    return next(((number, one) for number, one in reversed(fits) if one.get("step", 0) < step), (-1, {}))
+
+
+def last_replicas(directory: Path) -> int | None:
+    """Return the replicas of a run, as its newest start has recorded them."""
+    found = [one.get("replicas") for one in read_starts(directory) if one.get("stage", "fit") == "fit"]
+    return found[-1] if found and isinstance(found[-1], int) else None
+
+
+def read_starts(directory: Path) -> list[dict[str, Any]]:
+    """Return the starts of the run in a run directory, the newest last; none where there is no readable record."""
+    try:
+        return list(parse_small(directory / RECORD)["starts"])
+    except (KeyError, TypeError):
+        return []
+
+
+def jobs_of(directory: Path) -> set[str | None]:
+    """Return the ids of the SLURM jobs in which the run in a run directory was started; None for none."""
+    return {start.get("slurm_job") for start in read_starts(directory)}
+
+
+def _write(directory: Path, starts: list[dict[str, Any]]) -> None:
+    partial = directory / f"{RECORD}.partial"
+    text = json.dumps({"starts": starts}, indent=1, ensure_ascii=False) + "\n"
+    # a byte of a path that is no character is a lone surrogate in Python, which this makes an escape of JSON
+    partial.write_text(text, encoding="utf-8", errors="backslashreplace")
+    os.replace(partial, directory / RECORD)  # a kill leaves either the old or the new one
+
+
+def _store_diff(directory: Path, diff: bytes, number: int, before: str | None) -> str:
+    """Write the uncommitted changes of a start, unless the start before had the same; return the file's name."""
+    if before is not None and (directory / before).is_file() and (directory / before).read_bytes() == diff:
+        return before
+    name = f"{Path(DIFF).stem}-{number}.diff" if (directory / DIFF).exists() else DIFF
+    (directory / name).write_bytes(diff)
+    return name
+
+
+# --- host and versions ------------------------------------------------------------------------------------------------
+def host() -> dict[str, Any]:
+    """Return name, system, processor, number of processors and bytes of memory of this machine."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not a Unix
+        memory = None
+    return {
+        "name": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu": _cpu_name(),
+        "cpus": os.cpu_count(),
+        "memory_bytes": memory,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        text = ""
+    found = re.search(r"(?m)^model name\s*:\s*(.+)$", text)
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the versions of Legato, Python, torch, and what torch was built with."""
+    import numpy
+    import torch
+
+    from ...base.version import __version__
+
+    return {
+        "legato": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "cuda": torch.version.cuda,
+    }
+
+
+def installed_packages() -> dict[str, str]:
+    """Return the versions of all installed packages, as the names of their folders of metadata have them.
+
+    A few milliseconds; `importlib.metadata` opens a file for each package.
+    """
+    found: dict[str, str] = {}
+    for folder in dict.fromkeys(sys.path):
+        try:
+            names = os.listdir(folder or ".")
+        except OSError:  # no folder, or one that may not be read
+            continue
+        for name in names:
+            if name.endswith(".dist-info"):
+                package, _, version = name.removesuffix(".dist-info").rpartition("-")
+                found.setdefault(package, version)
+    return dict(sorted(found.items()))
+
+
+# --- code -------------------------------------------------------------------------------------------------------------
+def code_of(folder: Path) -> dict[str, Any] | None:
+    """Return the git repository of a folder: root, commit, branch, and what is not committed; None if there is none.
+
+    "diff" holds changed files and new .py files, as `git apply` takes them; None where there is nothing, where it has
+    over LARGEST_DIFF bytes, or where git took too long. "changed" holds the names of these files.
+    """
+    deadline = time.monotonic() + GIT_SECONDS
+    head = _git(folder, deadline, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
+    if head is None:
+        return None
+    root, commit, branch = (head.decode(errors="replace").splitlines() + [""] * 3)[:3]
+    diff = _git(Path(root), deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
+    new = _git(Path(root), deadline, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py")
+    names = [] if new is None else [os.fsdecode(name) for name in new.split(b"\0") if name]
+    for name in names[:MOST_NAMES]:
+        if diff is not None and len(diff) <= LARGEST_DIFF:
+            diff += _new_file(Path(root), name)
+    changed = re.findall(rb"(?m)^diff --git a/(.*?) b/", diff or b"")
+    return {
+        "root": root,
+        "commit": commit,
+        "branch": None if branch == "HEAD" else branch,
+        "changed": None if diff is None else [name.decode(errors="replace") for name in changed[:MOST_NAMES]],
+        "diff_bytes": None if diff is None else len(diff),
+        "diff": diff if diff and len(diff) <= LARGEST_DIFF else None,
+    }
+
+
+def _git(folder: Path, deadline: float, *words: str) -> bytes | None:
+    """Return what git answers; None where it is not installed, fails, or is not done at the deadline."""
+    # no optional locks: a git command that the user gives at the same time must not find the index locked
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return None
+    try:
+        with tempfile.TemporaryFile() as answer:
+            subprocess.run(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=answer,
+                stderr=subprocess.DEVNULL,
+                timeout=left,
+                check=True,
+            )
+            answer.seek(0)
+            return answer.read()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _new_file(root: Path, name: str) -> bytes:
+    """Return a file that git does not know yet as the diff that makes it; nothing for one that cannot be read."""
+    path = root / name
+    if path.is_symlink():  # as git stores it: what it points to may be anything, outside of the repository too
+        return _diff_of(name, os.fsencode(os.readlink(path)), b"120000")
+    try:
+        content = b"" if (root / name).stat().st_size > LARGEST_DIFF else (root / name).read_bytes()
+    except OSError:
+        return b""
+    return b"" if not content or b"\0" in content else _diff_of(name, content, b"100644")
+
+
+def _diff_of(name: str, content: bytes, mode: bytes) -> bytes:
+    """Return the diff that makes a file with this content."""
+    encoded = os.fsencode(name)
+    lines = re.findall(rb"[^\n]*\n|[^\n]+", content)
+    head = b"diff --git a/%b b/%b\nnew file mode %b\n--- /dev/null\n+++ b/%b\n" % (encoded, encoded, mode, encoded)
+    end = b"" if content.endswith(b"\n") else b"\n\\ No newline at end of file\n"
+    return head + b"@@ -0,0 +1,%d @@\n" % len(lines) + b"".join(b"+" + line for line in lines) + end

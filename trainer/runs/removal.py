@@ -1,0 +1,102 @@
+"""Removal of runs and checkpoints: what Legato has written goes, and nothing else.
+
+A run is a folder whose `.run` and `status.json` name the same run. A checkpoint goes by `commit.remove`, which checks
+that this run wrote it and that it holds no other file. Of the rest regular files of known names go, then the folders
+that are empty. Links are neither followed nor deleted.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from ...base.errors import CheckpointError
+from ...base.run_names import CHECKPOINTS, EVALUATIONS, EVENT_FILES, IDENTITY, OLD_EVENTS, identity_of
+from ..checkpoints import commit
+from ..checkpoints.manifest import load_manifest
+from .lock import LOCK, RANKS
+from .record import FILES, README, RECORD
+from .status import STATUS, read_status
+
+REMOVABLE: Mapping[str, tuple[str, ...]] = {
+    "": (
+        *(name for name in FILES if name not in (STATUS, "predictions.*")),
+        *(README, "predictions.safetensors", "predictions.jsonl", "uncommitted-*.diff", "*-id.txt"),
+        *(f"{RECORD}.*", "metrics.*.partial", "config*.partial", f".{STATUS}.partial"),
+    ),
+    "hang": ("rank-*.txt",),
+    "starts": ("*.yaml",),
+    OLD_EVENTS: (f"{EVENT_FILES}*",),
+}
+"""Patterns of the files that Legato writes to a run directory, by folder; `""` is the run directory itself."""
+
+
+def is_own_run(directory: Path) -> bool:
+    """Return whether a folder is a run's: the state in it names the run that its identity names."""
+    identity = identity_of(directory)
+    return not directory.is_symlink() and identity != "" and read_status(directory).get("run") == identity
+
+
+def is_own_checkpoint(path: Path) -> bool:
+    """Return whether a checkpoint was written by the run in whose directory it lies."""
+    folder = path.parent
+    try:
+        return not folder.is_symlink() and load_manifest(path).run == identity_of(folder.parent) != ""
+    except CheckpointError:
+        return False
+
+
+def remove_run(directory: Path) -> None:
+    """Delete what Legato has written to a run directory, but for the lock, which the caller holds.
+
+    The identity and the state go last, so that the rest of an interrupted removal is still a run.
+    """
+    for evaluation in _evaluations(directory):
+        _remove_known_files(evaluation)
+        _remove_files(evaluation, (LOCK, RANKS))
+        _remove_empty(evaluation, evaluation.parent)
+    _remove_empty(directory / EVALUATIONS)
+    _remove_checkpoints(directory / CHECKPOINTS, identity_of(directory))
+    _remove_known_files(directory)
+    _remove_files(directory, (STATUS, IDENTITY))
+
+
+def _evaluations(directory: Path) -> Iterator[Path]:
+    for stage in _entries(directory / EVALUATIONS):
+        yield from (path for path in _entries(stage) if path.is_dir() and not path.is_symlink())
+
+
+def _remove_checkpoints(folder: Path, identity: str) -> None:
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    commit.sweep(folder)
+    for path in _entries(folder):
+        with suppress(CheckpointError):
+            commit.remove(path, identity)
+    _remove_empty(folder)
+
+
+def _remove_known_files(directory: Path) -> None:
+    for name, patterns in REMOVABLE.items():
+        _remove_files(directory / name, patterns)
+        if name:
+            _remove_empty(directory / name)
+
+
+def _remove_files(folder: Path, patterns: tuple[str, ...]) -> None:
+    for path in _entries(folder):
+        is_regular = path.is_file() and not path.is_symlink()
+        if is_regular and any(fnmatchcase(path.name, pattern) for pattern in patterns):
+            path.unlink()
+
+
+def _remove_empty(*folders: Path) -> None:
+    for folder in folders:
+        if not folder.is_symlink():
+            with suppress(OSError):  # it is not there, or not empty
+                folder.rmdir()
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing where it is a link, or none."""
+    return sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []

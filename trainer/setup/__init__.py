@@ -1,0 +1,1 @@
+"""Set-up of a call of fit, validate, test or predict."""

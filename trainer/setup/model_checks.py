@@ -1,0 +1,51 @@
+"""Checks of a task's modules before the first step, for what torch would refuse later in words of its own."""
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from ...base.errors import ConfigError, TaskError, first_names
+
+
+def require_parameters(task: nn.Module) -> None:
+    """Raise TaskError for a task without parameters, of which torch says that an optimizer got an empty list."""
+    if next(task.parameters(), None) is None:
+        raise TaskError(
+            f"{type(task).__name__} has no parameters, so configure_optimizers has nothing to train. Assign modules to "
+            f"the task as attributes, and modules in a list or dict as nn.ModuleList or nn.ModuleDict."
+        )
+
+
+def require_sendable(task: nn.Module) -> None:
+    """Raise TaskError for a task that cannot be sent to other processes: torch pickles no parametrized module."""
+    for name, module in task.named_modules():
+        if parametrize.is_parametrized(module):
+            raise TaskError(
+                f"{type(task).__name__}.{name} is parametrized, as by spectral_norm or weight_norm, and torch cannot "
+                f"send such a module to other processes. Start the processes with torchrun, or train on one."
+            )
+
+
+def require_dense_gradients(task: nn.Module, reasons: Sequence[str]) -> None:
+    """Raise ConfigError for modules with sparse gradients where there are reasons, as parts of the config, against."""
+    names = [
+        name
+        for name, module in task.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+    ]
+    if names and reasons:
+        raise ConfigError(
+            f"{' and '.join(reasons)} cannot work on the sparse gradients of {first_names(names)}: make the layer with "
+            f"sparse=False, or leave {' and '.join(reasons)} out."
+        )
+
+
+def require_dimensions(task: nn.Module, strategy: str) -> None:
+    """Raise TaskError for parameters without dimensions, which a strategy that shards parameters cannot cut."""
+    names = [name for name, parameter in task.named_parameters() if parameter.dim() == 0]
+    if names:
+        raise TaskError(
+            f"strategy {strategy!r} cuts parameters along their first dimension, and {first_names(names)} has none. "
+            f"Give it one: nn.Parameter(torch.ones(1)) instead of nn.Parameter(torch.tensor(1.0))."
+        )
