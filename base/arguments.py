@@ -15,9 +15,8 @@ from .errors import did_you_mean
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..callbacks.callback import Callback
-    from ..loggers.logger import Logger
     from ..trainer.strategies.strategy import Strategy
+    from .contracts import Callback, Logger
 
 PrecisionName = Literal[
     "32", "32-true", 32, "64", "64-true", 64, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "bf16", "16", 16

@@ -67,8 +67,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     import torch
 
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 Outputs = Any
 """The return value of a step."""

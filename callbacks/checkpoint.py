@@ -13,8 +13,7 @@ from .monitor import Monitor
 from .retention import Retention, checkpoint_name, is_name
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 log = logging.getLogger("legato")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Trainer
 
 
 class CheckpointCallback(Callback):

@@ -10,8 +10,7 @@ from .callback import Callback
 from .monitor import Monitor
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 log = logging.getLogger("legato")
 

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
     Modules = nn.Module | Iterable["Modules"]
 

@@ -9,8 +9,7 @@ from .callback import Callback
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 
 class LearningRateMonitor(Callback):

@@ -8,8 +8,7 @@ from .callback import Callback
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 
 class ModelSummary(Callback):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from ..base.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Trainer
 
 
 class Monitor:

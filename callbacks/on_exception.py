@@ -9,8 +9,7 @@ from .checkpoint_callback import CheckpointCallback
 from .retention import is_name
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 
 class OnExceptionCheckpoint(CheckpointCallback):

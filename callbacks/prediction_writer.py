@@ -7,8 +7,7 @@ from ..base.errors import ConfigError
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 
 class PredictionWriter(Callback):

@@ -12,8 +12,7 @@ from .monitor import Monitor
 from .progress_text import EpochTable, amount, duration, status_lines, value_text
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 NEVER = float("inf")
 SECONDS_BETWEEN_READINGS = 2.0

@@ -10,8 +10,7 @@ from .weight_averaging import WeightAveraging
 if TYPE_CHECKING:
     import torch
 
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 
 class StochasticWeightAveraging(WeightAveraging):

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 
 class ThroughputMonitor(Callback):

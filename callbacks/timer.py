@@ -11,8 +11,7 @@ from ..base.quantities import Duration, parse_duration
 from .callback import Callback
 
 if TYPE_CHECKING:
-    from ..tasks.task import Task
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Task, Trainer
 
 log = logging.getLogger("legato")
 

@@ -21,7 +21,8 @@ from legato.cli.main import COMMANDS
 from legato.trainer.runs.record import FILES
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGE = ("__init__.py", "py.typed", "callbacks", "compat", "configs", "tasks", "trainer")
+ROOMS = ("base", "callbacks", "cli", "compat", "configs", "lab", "loggers", "tasks", "trainer")
+PACKAGE = ("__init__.py", "py.typed", *ROOMS)
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 SHOWN_AS_TEXT = {".py": "python", ".yaml": "yaml", ".cfg": "ini", "": "text"}
 

@@ -8,7 +8,7 @@ from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Trainer
 
 
 DataModuleType = TypeVar("DataModuleType", bound="DataModule")

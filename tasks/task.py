@@ -12,10 +12,8 @@ from .hyperparameters import Hyperparameters
 from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
-    from ..callbacks.callback import Callback
-    from ..loggers.logger import Logger
+    from ..base.contracts import Callback, Logger, Trainer
     from ..trainer.resume.restore import Location
-    from ..trainer.trainer import Trainer
 
 TaskType = TypeVar("TaskType", bound="Task")
 Value = TypeVar("Value")

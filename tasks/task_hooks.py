@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from ..trainer.trainer import Trainer
+    from ..base.contracts import Trainer
 
 
 class TaskHooks:
