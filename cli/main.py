@@ -71,21 +71,6 @@ COMMANDS = {
         about=TRAINING,
         logs=True,
     ),
-    "tune": Command(
-        "Find settings that make a config faster, by short trials of it, and write them as a config.",
-        ".tune.command",
-        "run_tune",
-        arguments=[
-            Argument("words", metavar="WORD", nargs="*", help="CONFIG.yaml and key=value, as for fit"),
-            Argument("--out", metavar="FILE", help="the config to write (CONFIG.tuned.yaml)"),
-            Argument("--seconds", type=float, default=6.0, metavar="N", help="about this long for each setting (6)"),
-            Argument("--only", action="append", metavar="KEY", help="only keys that begin so; may be given again"),
-            Argument("--precision", action="store_true", help="try lower precisions, too: these change the result"),
-            Argument("--batch-size", action="store_true", help="try larger batches, too: these change the result"),
-        ],
-        more="legato tune digits.yaml trainer.devices=2 --seconds 10\nlegato fit digits.tuned.yaml",
-        about=TRAINING,
-    ),
     "schema": Command(
         "Print the JSON schema of a config, with which an editor completes and checks it.",
         ".schema",
@@ -287,6 +272,12 @@ COMMANDS = {
     ),
 }
 
+GONE = {
+    "tune": "legato tune is gone. Try values of a setting with `legato sweep CONFIG.yaml trainer.threads=1,2 --metric "
+    "throughput/samples_per_second --mode max` (docs/how-to/speed.md).",
+}
+"""Commands that Legato had, and what to do instead."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 1 for a failed run, 2 for a wrong config, 130 for Ctrl-C."""
@@ -349,6 +340,8 @@ def _dispatch(words: Sequence[str]) -> int:
         print(f"legato {__version__}")
         return 0
     name, *rest = words
+    if name in GONE:
+        raise ConfigError(GONE[name])
     if name not in COMMANDS:
         hint = did_you_mean(name, COMMANDS) or f" The commands are {', '.join(COMMANDS)}."
         raise ConfigError(f"{name!r} is not a command.{hint}")

@@ -162,6 +162,7 @@ def test_help_does_not_import_torch() -> None:
     ("arguments", "words"),
     [
         (["fitt", "line.yaml"], "'fitt' is not a command. Did you mean 'fit'?"),
+        (["tune", "line.yaml"], "legato tune is gone. Try values of a setting with"),
         (["bananas"], "The commands are new, fit, validate"),
         (["fit"], "No config file was given"),
         (["export", "x"], "legato export: the following arguments are required: OUT."),

@@ -40,7 +40,6 @@ def folder(config_folder: Path) -> Path:
         ("runs", "s3://b/r"),
         ("show", "s3://b/r"),
         ("compare", "s3://b/r", "gs://b/r"),
-        ("tune", "base.yaml", "--out", "s3://b/r"),
         ("fit", "base.yaml", "launcher={name: slurm, folder: s3://b/r}"),
         ("clean", "s3://b/r"),
         ("board", "s3://b/r"),

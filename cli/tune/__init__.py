@@ -1,1 +1,0 @@
-"""`legato tune`: search for settings that make a config faster."""
