@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
     from .trainer.processes.environment import rank_zero_only as rank_zero_only
+    from .trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
     from .trainer.runs.directory import read_metrics as read_metrics
     from .trainer.trainer import Trainer as Trainer
 
 
 __all__ = [
     "Callback",
+    "CheckpointFormat",
     "CombinedLoader",
     "DataModule",
     "Task",
@@ -45,6 +47,7 @@ __all__ = [
 
 _HOMES = {
     "Callback": ".callbacks.callback",
+    "CheckpointFormat": ".trainer.resume.checkpoint_format",
     "CombinedLoader": ".trainer.data.combined",
     "DataModule": ".tasks.data_module",
     "Task": ".tasks.task",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..trainer.strategies.strategy import Strategy
-    from .contracts import Callback, Logger
+    from .contracts import Callback, CheckpointFormat, Logger
 
 PrecisionName = Literal[
     "32", "32-true", 32, "64", "64-true", 64, "16-mixed", "bf16-mixed", "bf16-true", "16-true", "bf16", "16", 16
@@ -152,6 +152,8 @@ class TrainerArguments:
     """Callbacks of the run."""
     enable_checkpointing: bool = True
     """Add a Checkpoint callback if none is given."""
+    checkpoint_format: "CheckpointFormat | None" = None
+    """Format of the checkpoints, an object of your own class. None: Legato's directories."""
     enable_progress_bar: bool = True
     """Add a ProgressBar callback if none is given."""
     enable_model_summary: bool = True

@@ -7,4 +7,5 @@ if TYPE_CHECKING:
     from ..loggers.logger import Logger as Logger
     from ..tasks.data_module import DataModule as DataModule
     from ..tasks.task import Task as Task
+    from ..trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
     from ..trainer.trainer import Trainer as Trainer

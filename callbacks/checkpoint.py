@@ -300,7 +300,7 @@ class Checkpoint(Retention):
     def _name(self, trainer: "Trainer", plain: bool = False) -> str:
         """Return the name of a checkpoint of this moment; `plain`: one that `resume="auto"` knows in any case."""
         if plain or self.filename is None:
-            return f"step-{trainer.global_step:08d}"
+            return trainer.saver.format.name(trainer.global_step)
         metrics = {name: float(value) for name, value in trainer.agreed_metrics.items()}
         return checkpoint_name(self.filename, metrics | {"step": trainer.global_step, "epoch": trainer.current_epoch})
 

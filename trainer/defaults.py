@@ -95,6 +95,7 @@ class TrainerDefaults(TrainerView):
             last step is one.
         callbacks: Callbacks of the run.
         enable_checkpointing: Add a Checkpoint callback if none is given.
+        checkpoint_format: Format of the checkpoints, an object of your own class. None: Legato's directories.
         enable_progress_bar: Add a ProgressBar callback if none is given.
         enable_model_summary: Add a ModelSummary callback if none is given.
         cluster: Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off").

@@ -20,7 +20,7 @@ from .hooks import loop_part
 from .processes.requeue import requeue_early, requeue_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
 from .processes.sync import Agreement
-from .runs.store import CHECKPOINTS, directory_name
+from .runs.store import CHECKPOINTS
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -144,17 +144,20 @@ class Preemption:
         trainer, step = self.trainer, self.trainer.global_step
         known = [Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath is not None]
         known = known if trainer.run_dir is None else [trainer.run_dir / CHECKPOINTS]
+        name = Path(trainer.saver.format.name(step))
+        if name.is_absolute():
+            known = [name.parent]
         if not known or self._replays or trainer.fast_dev_run or step == self.first_step:
             return None
         folder = known[0]
-        path = folder / directory_name(step)
+        path = folder / name.name
         saved = False
         for callback in trainer.checkpoint_callbacks:
             if callback.dirpath == folder and not callback.save_weights_only:
                 loop_part(callback, "save")(trainer, always=True)
                 trainer.saver.wait()
                 # Waits for rank 0: the launcher takes the first exit for the end of all.
-                saved = trainer.broadcast(path.is_dir())
+                saved = trainer.broadcast(path.exists())
                 break
         if not saved:
             trainer.save_checkpoint(path)

@@ -36,6 +36,7 @@ MANY_PARAMETERS = {
 def test_the_public_names():
     assert sorted(legato.__all__) == [
         "Callback",
+        "CheckpointFormat",
         "CombinedLoader",
         "DataModule",
         "Task",

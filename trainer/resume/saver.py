@@ -13,11 +13,12 @@ from ...base.errors import CheckpointError, ConfigError, LegatoError
 from ...base.run_names import not_writable, require_local, run_directory_gone
 from ..checkpoints import manifest
 from ..checkpoints.background import Writer
-from ..checkpoints.commit import Owner, make_folder, remove
+from ..checkpoints.commit import Owner, make_folder
 from ..checkpoints.progress import SAVES
 from ..runs import record as run_record
 from ..runs import store
 from ..runs.lock import RunLock
+from .checkpoint_format import CheckpointFormat, DirectoryFormat
 from .contents import contents, contents_after_workers
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Saver:
 
     def __init__(self, trainer: "Trainer") -> None:
         self.trainer = trainer
+        self.format: CheckpointFormat = trainer.checkpoint_format or DirectoryFormat()
         self.writer = Writer()
         self.run_id = ""
         """Id of the run, in the manifest of each of its checkpoints; kept by a resume."""
@@ -57,7 +59,7 @@ class Saver:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop the writer and the locks when the trainer is sent to another process."""
-        return {"trainer": self.trainer, "writer": Writer(), "run_id": self.run_id, "locks": {}, "_run_dir": None}
+        return {**vars(self), "writer": Writer(), "locks": {}, "_run_dir": None}
 
     # --- the right to write -----------------------------------------------------------------------------------------
     def hold(self, folder: Path, stage: str, patient: bool = False) -> None:
@@ -196,14 +198,15 @@ class Saver:
         # machine
         for lock in self.locks.values():
             lock.check()
-        if asynchronous:
+        # the background writer copies and writes directories: another format is written at once
+        if asynchronous and type(self.format) is DirectoryFormat:
             self.writer.save(path, found, ranks=ranks, owner=owner)  # waits for the save before, and raises its error
             return
         # not `wait`, which would raise: this save may be the last chance (a SIGTERM), so the earlier error comes after
         # it
         self.writer.join()
         try:
-            store.write(path, found, ranks=ranks, owner=owner)
+            self.format.write(path, found, ranks, owner)
         except CheckpointError as error:
             try:
                 self.writer.check()
@@ -244,14 +247,14 @@ class Saver:
         """
         if self.trainer.is_global_zero:
             self.wait()
-            remove(path, self.run_id)
+            self.format.remove(path, self.run_id)
 
     def discard(self, path: Path) -> None:
         """Delete a checkpoint that need not be kept; warn if it was deleted, moved or changed meanwhile."""
         if self.trainer.is_global_zero:
             self.wait()
             try:
-                remove(path, self.run_id)
+                self.format.remove(path, self.run_id)
             except CheckpointError as error:
                 log.warning("%s The run continues, and leaves it as it is.", error)
 

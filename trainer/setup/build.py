@@ -37,7 +37,6 @@ from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ..checkpoints.manifest import load_manifest
-from ..checkpoints.reading import read_for_all
 from ..closure import use_closure
 from ..contention import Contention
 from ..data.combined import combined, loaders_in, one_after_another
@@ -83,6 +82,7 @@ from ..processes.layout_report import check_place, report_layout
 from ..processes.own_group import located
 from ..processes.script_collectives import StepCollectives, gathers
 from ..resume import contents, convert, fingerprint, restore
+from ..resume.checkpoint_format import CheckpointFormat
 from ..resume.left_out import add_left_out
 from ..resume.saver import new_identity
 from ..run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
@@ -323,9 +323,9 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
         if decided.source is None:
             return None, False, None
         try:
-            saved = read_for_all(
-                strategy.collectives,
+            saved = trainer.saver.format.read(
                 decided.source,
+                strategy.collectives,
                 weight_names(call.task),
                 strategy.state_dicts.read_in_parts,
             )
@@ -1092,6 +1092,11 @@ def check_arguments(trainer: "Trainer") -> None:
         if option not in LOADER_OPTIONS:
             hint = did_you_mean(option, LOADER_OPTIONS) or f" It takes {', '.join(LOADER_OPTIONS)}."
             raise ConfigError(f"trainer.loader has no option {option!r}.{hint}")
+    if not isinstance(trainer.checkpoint_format, (CheckpointFormat, type(None))):
+        raise ConfigError(
+            f"trainer.checkpoint_format takes an object with the methods name, write, read and remove (see "
+            f"legato.CheckpointFormat); got {describe_kind(trainer.checkpoint_format)}."
+        )
     trainer.gradient_clip_val = trainer.gradient_clip_val or None
     Precision(trainer.precision, trainer.device_list[0].type)
     if trainer.fast_dev_run:
