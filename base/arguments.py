@@ -45,7 +45,7 @@ class TrainerArguments:
     strategy: "str | Mapping[str, Any] | Strategy" = "auto"
     """Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of `name` and options."""
     accelerator: str = "auto"
-    """"cpu", "cuda" (or "gpu"), "mps", or "auto": the best available."""
+    """"cpu", "cuda" (or "gpu"), "mps", "xpu", any other kind that torch supports, or "auto": the one it sees."""
     devices: int | str | list[int] = "auto"
     """Number of devices on this machine, their indices, or "auto": all of an accelerator, one process on CPU."""
     num_nodes: int = 1
@@ -217,7 +217,8 @@ CHOICES = {
     "resume_at": ("step", "epoch"),
     "cluster": ("auto", "off"),
 }
-ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps")
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu", "mps", "xpu", "hpu", "npu", "mtia")
+"""Words for trainer.accelerator; an extension of torch may bring others."""
 
 
 def wanted(name: str, value: Any) -> str | None:
@@ -242,7 +243,12 @@ def wanted(name: str, value: Any) -> str | None:
             return None  # read by parse_duration
         fits = number and value > 0 and (isinstance(value, int) or value <= 1)
         return None if fits else "a count (int), a fraction up to 1.0 (float) or a time"
-    if name == "accelerator" and value not in ACCELERATORS:
+    # torch alone knows the kinds that its extensions add: without it only a word that looks misspelt is refused
+    if (
+        name == "accelerator"
+        and value not in ACCELERATORS
+        and (not isinstance(value, str) or did_you_mean(value, ACCELERATORS))
+    ):
         return f"one of {', '.join(ACCELERATORS)}"
     if name == "leave_out_samples" and value is not None:
         fits = isinstance(value, list) and all(type(index) is int and index >= 0 for index in value)

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
-DEVICES = torch.device("xpu", 0), torch.device("xpu", 1)
+DEVICES = torch.device("privateuseone", 0), torch.device("privateuseone", 1)
 READS_ANY = {
     "__get__",
     "__set__",

@@ -1,6 +1,5 @@
 """Batches on their way to a device: a stream of their own, memory, hooks, errors."""
 
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from types import SimpleNamespace
@@ -35,6 +34,12 @@ class TimedStream(torch.Stream):
     def wait_stream(self, other):
         self.free = max(self.free, other.free)
 
+    def __enter__(self):
+        self.clock.entered.append(self)
+
+    def __exit__(self, *error):
+        self.clock.entered.pop()
+
 
 class Clock(SimulatedDevices):
     """A device whose streams take time: the host queues work at no cost, and streams run beside each other."""
@@ -45,6 +50,15 @@ class Clock(SimulatedDevices):
         self.main, self.copies, self.computed, self.recorded = self.stream_of(DEVICES[0]), [], [], []
         self.entered = [self.main]
 
+    def __enter__(self):
+        self.real = torch.Stream, torch.accelerator.current_stream
+        torch.Stream, torch.accelerator.current_stream = self.stream_of, lambda device: self.entered[-1]
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.Stream, torch.accelerator.current_stream = self.real
+        return super().__exit__(*error)
+
     def stream_of(self, device):
         self.streams.append(TimedStream(stream_id=len(self.streams), device_index=0, device_type=1))
         self.streams[-1].clock, self.streams[-1].free = self, 0.0
@@ -52,17 +66,6 @@ class Clock(SimulatedDevices):
 
     def wait(self, end):
         self.now = max(self.now, end)
-
-    def module(self):
-        """What torch.cuda has for real devices."""
-
-        @contextmanager
-        def entered(stream):
-            self.entered.append(stream)
-            yield
-            self.entered.pop()
-
-        return SimpleNamespace(Stream=self.stream_of, current_stream=lambda device: self.entered[-1], stream=entered)
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         if function is Tensor.record_stream:
@@ -89,9 +92,6 @@ class OnClock(Strategy):
     def join(self, place, devices, precision):
         super().join(place, devices, precision)
         self.device = DEVICES[0]
-
-    def copy_stream(self):
-        return CopyStream(self.device, self.clock.module())
 
 
 class Timed(Validated):
@@ -185,7 +185,7 @@ def test_what_is_no_plain_tensor_moves_as_before(trainer):
             return Sentence(self.tokens.to(device))
 
     with Clock() as clock:
-        copies = CopyStream(DEVICES[0], clock.module())
+        copies = CopyStream(DEVICES[0])
         given = {
             "custom": Sentence(torch.ones(5, 3)),
             "there": torch.ones(2).to(DEVICES[0]),

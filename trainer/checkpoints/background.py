@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
+from ..accelerators import has_streams
 from ..processes.collectives import SINGLE, Collectives
 from .commit import NO_OWNER, ExtraFiles, Owner, commit
 from .format import FlatState, flatten
@@ -98,17 +99,17 @@ class Writer:
                 places[_identity(tensor)] = end
                 end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         # only copies into pinned memory run behind the host; one wait at the end serves all
-        memory = self._memory_of(end, any(tensor.is_cuda for tensor in tensors))
+        memory = self._memory_of(end, any(has_streams(tensor.device) for tensor in tensors))
         copies: dict[object, Tensor] = {}
         for tensor in tensors:
             identity = _identity(tensor)
             if identity not in copies:
                 start = places[identity]
                 copy = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copies[identity] = copy.copy_(tensor, non_blocking=tensor.is_cuda)
+                copies[identity] = copy.copy_(tensor, non_blocking=has_streams(tensor.device))
         # training goes on with these very tensors as soon as this returns
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        for device in {tensor.device for tensor in tensors if has_streams(tensor.device)}:
+            torch.accelerator.synchronize(device)
         for file, named in flat.tensors.items():
             flat.tensors[file] = {name: copies[_identity(tensor)] for name, tensor in named.items()}
         for file, parts in flat.parts.items():

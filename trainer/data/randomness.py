@@ -19,15 +19,13 @@ import torch
 from torch.utils.data import Dataset
 
 from ...base.errors import ConfigError, DataError
+from .. import accelerators
 from .sampling import FIRST, GAMMA, KeyedIndices
 from .sampling import mix as mix
 
 SEED_LIMIT = 1 << 32  # NumPy's legacy seed has 32 bits
 UPDATE = 0x757064617465
 """Stream constant that separates the random numbers of an update of the weights from those of a replica."""
-
-MPS = torch.backends.mps.is_built()
-"""Whether this build of torch has Apple's devices; asked once, since every batch seeds the generators."""
 
 logger = logging.getLogger(__name__)
 # random.seed takes 0.5 us to tell types apart; the generator in C behind it takes an integer as it is.
@@ -66,9 +64,8 @@ def _check_seed(seed: int) -> int:
 
 
 def generator_states() -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
-    """Return the states of the generators of Python, NumPy and torch, with CUDA's where it is in use."""
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_devices
+    """Return the states of the generators of Python, NumPy and torch, with those of the devices in use."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), accelerators.generator_states()
 
 
 def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) -> None:
@@ -76,8 +73,7 @@ def set_generators(states: tuple[Any, Any, torch.Tensor, list[torch.Tensor]]) ->
     random.setstate(states[0])
     np.random.set_state(states[1])
     torch.set_rng_state(states[2])
-    if states[3] and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state_all(states[3])
+    accelerators.set_generators(states[3])
 
 
 def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
@@ -88,22 +84,17 @@ def same_states(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global generators of Python, NumPy and torch (CPU, all CUDA devices once in use, MPS) from a key.
+    """Seed the global generators of Python, NumPy and torch (CPU, and all devices in use) from a key.
 
-    key: 0 to 2^64 - 1. Python and CUDA take all 64 bits. NumPy and torch's CPU generator take 32 and are the same
-    Mersenne Twister, so each gets its own hash; two keys collide with a chance of 2^-32.
+    key: 0 to 2^64 - 1. Python and accelerators take all 64 bits. NumPy and torch's CPU generator take 32 and are the
+    same Mersenne Twister, so each gets its own hash; two keys collide with a chance of 2^-32.
     """
     _reseed_python(key)
     _python.gauss_next = None  # the second half of a drawn pair, as random.seed forgets it
     _reseed_numpy((key * GAMMA >> 32) & 0xFFFFFFFF)
     _reseed_torch(((key + GAMMA) * FIRST >> 32) & 0xFFFFFFFF)
-    # Asking an uninitialised CUDA for its generators would start it, also in loader workers, where it cannot be after a
-    # fork. torch.manual_seed, which visits every backend, takes 103 us; all of this takes 5.8.
-    if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(key)
-    elif MPS and torch.backends.mps.is_available():
-        torch.mps.manual_seed(key)
+    # torch.manual_seed, which visits every backend, takes 103 us; all of this takes 5.8
+    accelerators.seed_devices(key)
 
 
 def hook_key(seed: int, hook: str, *place: int) -> int:

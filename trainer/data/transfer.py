@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ...base.errors import DataError
+from ..accelerators import has_streams
 
 ALIGNMENT = 64
 """Bytes to which torch's CPU allocator aligns a tensor."""
@@ -21,15 +22,14 @@ class CopyStream:
     device: before a copy the host waits until the batch before the newest one is done, with the newest one queued.
     """
 
-    def __init__(self, device: torch.device, streams: Any = torch.cuda) -> None:
-        """`streams`: what has the streams of the device, torch.cuda or of its kind."""
-        self.device, self.streams, self.stream = device, streams, streams.Stream(device)
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.Stream(device)
         self.queued: Any = None
         """Event at the end of the work that was queued when the newest batch was moved."""
 
     def begin_batch(self) -> None:
         """Wait until there is room for another batch."""
-        before, self.queued = self.queued, self.streams.current_stream(self.device).record_event()
+        before, self.queued = self.queued, torch.accelerator.current_stream(self.device).record_event()
         if before is not None:
             before.synchronize()
 
@@ -38,7 +38,7 @@ class CopyStream:
 
         Work that is queued after this call waits for the copy; the memory is not used again before that work is done.
         """
-        computing = self.streams.current_stream(self.device)
+        computing = torch.accelerator.current_stream(self.device)
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
@@ -48,7 +48,7 @@ class CopyStream:
             there.record_stream(computing)
             return there
 
-        with self.streams.stream(self.stream):
+        with self.stream:
             batch = map_tensors(batch, copied)
         computing.wait_stream(self.stream)
         return batch
@@ -60,7 +60,7 @@ def to_device(batch: Any, device: torch.device, copies: CopyStream | None = None
     Copies from pinned memory do not block the host. Objects with a `.to(device)` method are moved by it.
     copies: copies what it can on its own stream.
     """
-    non_blocking = device.type == "cuda"
+    non_blocking = has_streams(device)
     if copies is not None and device == copies.device:
         batch = copies.copy(batch)
     return map_tensors(

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import TaskError
+from ..accelerators import has_float64
 from ..data.steps import ReplicaBatch, StepInput
 from ..processes.collectives import Collectives
 from ..state import State
@@ -66,7 +67,7 @@ class BatchWeights:
     def begin_step(self) -> None:
         """Forget the weights of the step before."""
         device = self.strategy.device
-        kind = torch.float32 if device.type == "mps" else torch.float64
+        kind = torch.float64 if has_float64(device) else torch.float32
         self.sums, self.counts = torch.zeros(self.state.replicas, dtype=kind, device=device), [0, 0]
 
     def forget(self) -> None:
@@ -147,6 +148,6 @@ def weight_of(output: Any) -> Any:
         return float(weight)
     if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_complex():
         weight = weight.detach().reshape(())
-        return weight.double() if weight.device.type != "mps" else weight.float()
+        return weight.double() if has_float64(weight.device) else weight.float()
     came = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else repr(weight)
     raise TaskError(f"training_step returned the weight {came}; {EXPECTED_WEIGHT}.")

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...base.errors import ConfigError, did_you_mean
 from ...base.torch_private import compile_call
+from ..accelerators import name_of
 from ..switches import read_switches, set_deterministic
 
 FLAGS = ("fused", "foreach", "capturable", "differentiable")
@@ -66,7 +67,7 @@ def numerics(
     features = [str(found.get("cpu_name", "")).split(" ")[0], *(name for name in CPU_FEATURES if found.get(name))]
     return {
         "torch": str(torch.__version__),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": name_of(device),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": " ".join(features),
         **read_switches(),

@@ -20,6 +20,7 @@ from torch import nn
 
 from ...base.errors import CheckpointError, ConfigError, did_you_mean
 from ...base.torch_private import mark_stepped
+from ..accelerators import has_bfloat16, has_float64
 from ..data.transfer import map_tensors
 
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed", "bf16-true", "16-true")
@@ -189,21 +190,15 @@ def _canonical(name: str | int) -> str:
     return known
 
 
-def has_bfloat16() -> bool:
-    """Return whether the CUDA device computes in bfloat16 by itself; torch's emulation for older ones is slow."""
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-
-
 def _refuse_what_the_device_lacks(name: str, device_type: str) -> None:
-    if name == "64-true" and device_type == "mps":
-        raise ConfigError("trainer.precision 64-true: mps devices have no float64. Use 32-true, or accelerator=cpu.")
+    if name == "64-true" and not has_float64(torch.device(device_type)):
+        raise ConfigError(
+            f"trainer.precision 64-true: {device_type} devices have no float64. Use 32-true, or accelerator=cpu."
+        )
     if name in _AUTOCAST and not torch.amp.is_autocast_available(device_type):
         raise ConfigError(f"trainer.precision {name}: torch has no autocast for {device_type}. Use 32-true.")
-    if name.startswith("bf16") and device_type == "cuda" and not has_bfloat16():
+    if name.startswith("bf16") and not has_bfloat16(device_type):
         raise ConfigError(
-            f"trainer.precision {name}: this CUDA device has no bfloat16. Use {name.replace('bf16', '16')} or 32-true."
-        )
-    if name == "16-mixed" and device_type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "trainer.precision 16-mixed: no CUDA device was found. Use accelerator=cpu or another machine."
+            f"trainer.precision {name}: this {device_type} device has no bfloat16. "
+            f"Use {name.replace('bf16', '16')} or 32-true."
         )

@@ -2,8 +2,8 @@
 
 import torch
 
-from ...base.arguments import ACCELERATORS
-from ...base.errors import ConfigError, did_you_mean
+from ...base.errors import ConfigError
+from ..accelerators import find_kind
 
 
 def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch.device]:
@@ -11,33 +11,16 @@ def find_devices(accelerator: str, devices: int | str | list[int]) -> list[torch
 
     Raises ConfigError where there are fewer than asked for.
     """
-    if accelerator not in ACCELERATORS:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator!r} is not known; there are {', '.join(ACCELERATORS)}."
-            f"{did_you_mean(accelerator, ACCELERATORS)}"
-        )
-    kind = {"gpu": "cuda"}.get(accelerator, accelerator)
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    kind = find_kind(accelerator)
     if kind == "cpu":
         return [torch.device("cpu")] * _wanted(devices, 1, "cpu", limited=False)
-    there = torch.cuda.device_count() if kind == "cuda" else int(torch.backends.mps.is_available())
-    if there == 0:
-        raise ConfigError(
-            f"trainer.accelerator={accelerator!r}, but torch sees no such device here; try accelerator=cpu."
-        )
+    there = torch.accelerator.device_count()
     if isinstance(devices, list):
         absent = [index for index in devices if index not in range(there)]
         if absent or not devices or len(set(devices)) < len(devices):
             raise ConfigError(f"trainer.devices={devices}: expected different indices below {there}.")
         return [torch.device(kind, index) for index in devices]
     return [torch.device(kind, index) for index in range(_wanted(devices, there, kind, limited=True))]
-
-
-def make_current(device: torch.device) -> None:
-    """Make a CUDA device the one that "cuda" without a number means, in a task's own code too."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 def _wanted(devices: int | str | list[int], there: int, kind: str, limited: bool) -> int:

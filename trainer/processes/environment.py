@@ -351,7 +351,7 @@ def join_process_group(
     if "gloo" in backend:
         allow_connections(place.world_size)
     where, store = find_store(place, timeout, init_method)
-    bound = device if device is not None and "nccl" in backend else None
+    bound = device if ":" in backend else None  # of gloo and MPI only the host takes part
     # torchrun's agents end each other's ranks
     several = place.origin != "torchrun" and not _find_rendezvous(place, init_method).one_node
     telling = rendezvous.telling_failure(store, place.rank, place.world_size) if several else nullcontext()

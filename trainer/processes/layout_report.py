@@ -9,6 +9,7 @@ import torch
 from ...base.arguments import TrainerArguments
 from ...base.errors import ConfigError
 from ...base.messages import STDERR, is_quiet
+from ..accelerators import name_of
 from .environment import Place
 
 if TYPE_CHECKING:
@@ -70,8 +71,9 @@ def report_layout(strategy: "Strategy") -> None:
 
 def entry_of(place: Place, device: torch.device) -> ProcessEntry:
     """Return what the layout tells of this process."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return place.rank, place.node_rank, socket.gethostname(), f"{device} {name}".strip()
+    name = name_of(device)
+    where = str(device) if name == device.type else f"{device} {name}"
+    return place.rank, place.node_rank, socket.gethostname(), where
 
 
 def describe_layout(entries: Sequence[ProcessEntry], origin: str, meeting: str) -> str:

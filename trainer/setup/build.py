@@ -36,6 +36,7 @@ from ...loggers.logger import Logger
 from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
+from ..accelerators import name_of
 from ..checkpoints.manifest import load_manifest
 from ..closure import use_closure
 from ..contention import Contention
@@ -233,7 +234,7 @@ def record_start(call: Call, source: Path | None = None, evaluated: tuple[int, i
         "processes": strategy.place.world_size,
         "nodes": strategy.place.nodes,
         "slurm_job": slurm_job(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": name_of(device),
         "precision": str(trainer.precision),
         "reproducible": trainer.reproducible,
     }

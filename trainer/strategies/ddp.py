@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
 from ...base.torch_private import forward_of, multiply_each, no_compiler_for_ddp, reduction_check
+from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
 from ..optimization.precision import nothing
@@ -60,7 +61,7 @@ class DDPStrategy(GroupStrategy):
         static_graph: bool = False,
         comm_hook: CommHook | None = None,
         comm_hook_options: dict[str, Any] | None = None,
-        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
@@ -222,7 +223,7 @@ class DDPStrategy(GroupStrategy):
 
     def _device_ids(self) -> list[torch.device] | None:
         """Return the device to which DDP may move inputs; None: they stay where they are."""
-        return [self.device] if self.device.type == "cuda" else None
+        return [self.device] if has_streams(self.device) else None
 
     def teardown(self) -> None:
         """Drop the wrapper, and with it the reducer's hooks on the parameters."""

@@ -1,20 +1,17 @@
 """Strategies with one process for each device, in one process group."""
 
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
 from ...base.errors import ConfigError
+from ..accelerators import backend_for, make_current
 from ..optimization.precision import Precision
 from ..processes import own_group
 from ..processes.collectives import GroupCollectives
-from ..processes.devices import make_current
 from ..processes.environment import Place, join_process_group
 from ..processes.sync import DEFAULT, Timeout, Timeouts
 from .strategy import Strategy
-
-Backend = Literal["nccl", "gloo", "mpi"]
 
 
 class GroupStrategy(Strategy):
@@ -22,11 +19,11 @@ class GroupStrategy(Strategy):
 
     def __init__(
         self,
-        process_group_backend: Backend | None = None,
+        process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: Timeout = DEFAULT,
     ) -> None:
-        """`timeout`: see `processes.sync.Timeouts`; without a backend, nccl on CUDA, else gloo."""
+        """`timeout`: see `processes.sync.Timeouts`; without a backend, torch's for the kind of device."""
         super().__init__()
         self.process_group_backend, self.init_method = process_group_backend, init_method
         self.timeouts = Timeouts(timeout)
@@ -67,7 +64,5 @@ class GroupStrategy(Strategy):
         return None if self.elastic.changes else self.device
 
     def _backend(self) -> str:
-        """Return the backend of the process group: small values on the host go by gloo in any case."""
-        chosen = self.process_group_backend or ("nccl" if self.device.type == "cuda" else "gloo")
-        # NCCL has no CPU tensors, but loss weights, flags and names live on the host
-        return "cpu:gloo,cuda:nccl" if chosen == "nccl" else chosen
+        """Return the backend of the process group."""
+        return backend_for(self.device, self.process_group_backend)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...base import torch_private
 from ...base.errors import ConfigError, TaskError
+from ..accelerators import has_streams, make_current
 from ..data.sampling import Layout
 from ..data.transfer import CopyStream, align_in_place
 from ..elastic.membership import Elasticity
@@ -17,7 +18,6 @@ from ..optimization.kernels import Recomputing
 from ..optimization.outputs import describe_bad_loss
 from ..optimization.precision import Precision, nothing
 from ..processes.collectives import SINGLE, Collectives
-from ..processes.devices import make_current
 from ..processes.environment import Place
 from ..processes.sync import DEFAULT, Timeouts
 from .bitwise.buffers import ReplicaBuffers
@@ -155,7 +155,7 @@ class Strategy:
 
     def copy_stream(self) -> CopyStream | None:
         """Return what copies batches to the device while that computes; None where it has no streams."""
-        return CopyStream(self.device) if self.device.type == "cuda" else None
+        return CopyStream(self.device) if has_streams(self.device) else None
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer to use instead of one of the placed task's."""

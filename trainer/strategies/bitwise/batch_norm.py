@@ -94,7 +94,7 @@ def synchronize(task: nn.Module, device: torch.device, group: dist.ProcessGroup)
     """Compute the statistics of every batch norm in the task over the ranks of `group`; return what undoes it."""
     found: list[tuple[Any, Any]] = [(one, type(one)) for one in task.modules() if isinstance(one, batch_norms())]
     found = [(module, kind) for module, kind in found if not issubclass(kind, nn.SyncBatchNorm)]
-    base = nn.SyncBatchNorm if device.type == "cuda" else Synced
+    base = Synced if device.type == "cpu" else nn.SyncBatchNorm
     for module, kind in found:
         # not another module in its place, as convert_sync_batchnorm does: `task.norm` must stay this object
         module.__class__ = synced(kind, base)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ class DDPRPCStrategy(DDPStrategy):
         servers: int = 1,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:

@@ -153,7 +153,7 @@ class MeshStrategy(GroupStrategy):
         find_unused_parameters: bool = False,
         meta_init: bool = False,
         whole_at_end: bool = True,
-        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
@@ -475,7 +475,7 @@ class FSDPStrategy(MeshStrategy):
         find_unused_parameters: bool = False,
         meta_init: bool = False,
         whole_at_end: bool = True,
-        process_group_backend: Literal["nccl", "gloo", "mpi"] | None = None,
+        process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:

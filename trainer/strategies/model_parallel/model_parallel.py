@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ....base.errors import ConfigError
 from ....base.torch_private import own_buffers
+from ...accelerators import find_kinds
 from ...data.sampling import Layout
 from ...data.transfer import count_samples, to_device
 from ...optimization.precision import Precision
@@ -309,9 +310,9 @@ def read_device(name: str) -> torch.device:
         raise ConfigError(f"part_devices: {name!r} is no device; expected names like 'cuda:0' and 'cpu'.") from error
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.type not in ("cuda", "mps"):
+    if device.type == "meta":
         raise ConfigError(f"part_devices: {name!r} cannot train; expected names like 'cuda:0' and 'cpu'.")
-    there = torch.cuda.device_count() if device.type == "cuda" else int(torch.backends.mps.is_available())
+    there = torch.accelerator.device_count() if device.type in find_kinds() else 0
     index = device.index or 0
     if index >= there:
         raise ConfigError(f"part_devices: {name!r}, but there are {there} {device.type} devices here.")

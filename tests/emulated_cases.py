@@ -1,0 +1,80 @@
+"""Run by test_emulated.py, with the emulated device in sight: a case, whose result is printed as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import legato as lg
+from legato.base.errors import ConfigError
+from legato.tasks.digits import Digits, DigitsData
+from legato.trainer import accelerators
+from legato.trainer.data.randomness import generator_states, seed_generators, set_generators
+
+
+class Small(Digits):
+    """Digits without dropout, whose random numbers a Python backend cannot draw on the device."""
+
+    def __init__(self):
+        super().__init__(channels=4, dropout=0.0)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), 1e-2)
+
+
+def fit(accelerator, folder, steps=6, resume=None, **options):
+    """Train; return what is the same on every device, and where it was computed."""
+    torch.manual_seed(3)
+    task = Small()
+    arguments = {"max_steps": steps, "limit_val_batches": 2, "val_check_interval": 3, "seed": 3}
+    trainer = lg.Trainer(
+        accelerator=accelerator, default_root_dir=folder, enable_progress_bar=False, **arguments, **options
+    )
+    trainer.fit(task, DigitsData(), resume=resume)
+    values = {name: round(float(value), 5) for name, value in trainer.callback_metrics.items()}
+    return {
+        "metrics": values,
+        "weights": {name: tensor.detach().cpu().double().sum().item() for name, tensor in task.state_dict().items()},
+        "device": str(next(task.parameters()).device),
+        "world_size": trainer.world_size,
+        "calls": sorted(set(torch.emul.calls)),
+        "directory": str(trainer.run_dir),
+    }
+
+
+def choice():
+    """Which device is found, and what is said where it is asked for wrongly."""
+    found = {wanted: accelerators.find_kind(wanted) for wanted in ("auto", "emul", "cpu")}
+    try:
+        accelerators.find_kind("cuda")
+    except ConfigError as error:
+        found["error"] = str(error)
+    device = torch.device("emul", 0)
+    return found | {"name": accelerators.name_of(device), "backend": accelerators.backend_for(device)}
+
+
+def generators():
+    """The device's generators are keyed and put back with the others."""
+    states = generator_states()
+    seed_generators(7)
+    set_generators(states)
+    return {"states": len(states[3]), "calls": torch.emul.calls}
+
+
+def mixed():
+    """A tensor on the wrong device is refused by torch."""
+    layer = nn.Linear(2, 2).to("emul")
+    try:
+        layer(torch.ones(1, 2))
+    except RuntimeError as error:
+        return {"error": str(error)}
+    return {}
+
+
+CASES = {"fit": fit, "choice": choice, "generators": generators, "mixed": mixed}
+
+if __name__ == "__main__":
+    name, arguments, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(CASES[name](**json.loads(arguments))))

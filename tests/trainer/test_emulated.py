@@ -1,0 +1,123 @@
+"""Any accelerator: runs on a kind of device that Legato has never heard of (tests/emulated.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import emulated
+import pytest
+from waiting import free_port
+
+from legato.base.errors import ConfigError
+from legato.trainer import accelerators
+
+TESTS = Path(__file__).parents[1]
+
+
+def start(place, case, variables=None, **arguments):
+    """Start a case in a process that has the device; return it, and the file of its result."""
+    site = place / "site"
+    if not site.exists():
+        emulated.install(site)
+    result = place / f"{case}-{len(list(place.iterdir()))}.json"
+    paths = [str(site), str(TESTS), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", **(variables or {})}
+    command = [sys.executable, str(TESTS / "emulated_cases.py"), case, json.dumps(arguments), str(result)]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True), result
+
+
+def finish(process, result):
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    return json.loads(result.read_text())
+
+
+def run(place, case, **arguments):
+    return finish(*start(place, case, **arguments))
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu")
+    return run(folder, "fit", accelerator="cpu", folder=str(folder / "runs"))
+
+
+@pytest.fixture(scope="module")
+def on_device(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("emul")
+    return run(folder, "fit", accelerator="emul", folder=str(folder / "runs"))
+
+
+@pytest.mark.slow
+def test_it_is_found_and_named(tmp_path):
+    said = run(tmp_path, "choice")
+    assert (said["auto"], said["emul"], said["cpu"]) == ("emul", "emul", "cpu")
+    assert (said["name"], said["backend"]) == ("Emulated accelerator", "cpu:gloo,emul:emulccl")
+    assert "torch sees no such device here; try accelerator=emul" in said["error"]
+
+
+@pytest.mark.slow
+def test_its_generators_are_keyed_and_put_back(tmp_path):
+    assert run(tmp_path, "generators") == {"states": 1, "calls": ["manual_seed_all", "set_rng_state"]}
+
+
+@pytest.mark.slow
+def test_a_tensor_elsewhere_is_refused(tmp_path):
+    assert "tensors on cpu and on emul" in run(tmp_path, "mixed")["error"]
+
+
+@pytest.mark.slow
+def test_it_trains_as_the_cpu_does(on_cpu, on_device):
+    assert (on_cpu["device"], on_device["device"]) == ("cpu", "emul:0")
+    assert on_device["metrics"] == pytest.approx(on_cpu["metrics"], abs=1e-4)
+    assert on_device["weights"] == pytest.approx(on_cpu["weights"], abs=1e-3)
+
+
+@pytest.mark.slow
+def test_batches_come_on_a_stream_of_their_own(on_device):
+    assert {"stream", "record_stream", "wait_stream", "event.synchronize"} <= set(on_device["calls"])
+    assert "copy non_blocking=True" in on_device["calls"]
+
+
+@pytest.mark.slow
+def test_its_generator_is_keyed_for_each_batch(on_device):
+    assert "manual_seed_all" in on_device["calls"]
+
+
+@pytest.mark.slow
+def test_the_record_names_it(on_device):
+    records = [file.read_text() for file in Path(on_device["directory"]).glob("*.json")]
+    assert any("Emulated accelerator" in text for text in records)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_its_checkpoint(tmp_path, on_device):
+    run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "runs"), steps=3)
+    resumed = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "runs"), resume="auto")
+    assert resumed["weights"] == on_device["weights"]
+
+
+@pytest.mark.slow
+def test_ddp_trains_on_two_processes(tmp_path, on_device):
+    port = str(free_port())
+    shared = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    arguments = {"accelerator": "emul", "folder": str(tmp_path / "runs"), "replicas": 2, "strategy": "ddp"}
+    started = [
+        start(tmp_path, "fit", {**shared, "MASTER_PORT": port, "RANK": rank, "GROUP_RANK": rank}, **arguments)
+        for rank in ("0", "1")
+    ]
+    first, second = (finish(*each) for each in started)
+    assert first["world_size"] == second["world_size"] == 2
+    assert first["weights"] == second["weights"]
+    assert "allreduce" in first["calls"]
+    alone = run(tmp_path, "fit", accelerator="emul", folder=str(tmp_path / "alone"), replicas=2)
+    assert first["metrics"] == pytest.approx(alone["metrics"], abs=1e-4)
+    assert first["weights"] == pytest.approx(alone["weights"], abs=1e-3)
+
+
+def test_without_one_there_is_the_cpu():
+    assert accelerators.find_kind("auto") in accelerators.find_kinds()
+    with pytest.raises(ConfigError, match="torch sees no such device here"):
+        accelerators.find_kind("emul")
