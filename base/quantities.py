@@ -74,3 +74,9 @@ def format_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
     return f"{count} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, in the plural where needed."""
+    plural = "batches" if noun == "batch" else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"

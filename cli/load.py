@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,26 +37,12 @@ def load_or_launch(arguments: Sequence[str], command: str) -> "Config":
             _resolve_own_run(config, command)
         sys.exit(launcher.launch(command, config))
     trainer = config.values["trainer"]
-    if command == "fit":
-        _require_replicas(trainer)
     (strategy, _), devices = read_strategy(trainer), trainer["devices"]
     several = devices > 1 if isinstance(devices, int) else isinstance(devices, list) and len(devices) > 1
     # only where it is plain without torch that there will be workers
     if several and strategy in _STRATEGIES and find_place(trainer["cluster"]) is None:
         warm_up_for(strategy, trainer)  # it imports torch while this process does
     return config
-
-
-def _require_replicas(trainer: Mapping[str, Any]) -> None:
-    """Raise ConfigError for more processes than replicas, before any is started."""
-    if trainer["replicas"] is None:
-        return
-    from ..trainer.data.sampling import Layout  # with NumPy, which a mistake in the config need not wait for
-    from .plan.processes import KNOWN, find_processes
-
-    name, options = read_strategy(trainer)
-    if name in KNOWN and not options.get("join"):
-        Layout(trainer["replicas"], find_processes(trainer).data_size)
 
 
 def build_run(config: "Config") -> "ConfiguredRun":

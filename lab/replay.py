@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, DataError, LegatoError
 from ..base.messages import STDOUT
-from ..base.quantities import time_taken
+from ..base.quantities import counted, time_taken
 from ..base.run_names import REPLAY
 from ..callbacks.callback import Callback
 from ..callbacks.checkpoint_callback import CheckpointCallback
@@ -22,13 +22,12 @@ from ..callbacks.throughput_monitor import ThroughputMonitor
 from ..callbacks.timer import Timer
 from ..cli.config.build import build_config
 from ..cli.config.read import read_strategy
-from ..cli.plan.plan import shown_count
-from ..cli.plan.processes import find_processes
 from ..loggers.json_lines import POINTS_FILE, JSONLinesLogger
 from ..loggers.tensorboard import TensorBoardLogger
 from ..trainer.runs.directory import is_run
 from .history import RunHistory
 from .straggler_monitor import StragglerMonitor
+from .unstarted import processes_of
 from .watchers import STEPS_FILE, ReplayBar, StepReport, StopAfterStep
 
 if TYPE_CHECKING:
@@ -133,7 +132,7 @@ class Comparison:
 
     def describe(self) -> str:
         """Return the comparison as a sentence."""
-        what = f"{shown_count(self.values, 'value')} of {shown_count(self.steps, 'step')}"
+        what = f"{counted(self.values, 'value')} of {counted(self.steps, 'step')}"
         why = self.replayed.why
         if not self.values:
             return "Proof       none: the run has logged nothing in these steps"
@@ -239,7 +238,7 @@ def tell_length(history: RunHistory, begun: int, last: int, has_source: bool) ->
         seconds = (times[-1][1] - times[0][1]) / (times[-1][0] - times[0][0]) * steps
     about = "" if seconds is None else f", for which the run took about {time_taken(seconds)}"
     where = f"the checkpoint of step {begun:,}" if has_source else "the start of the run: no checkpoint before is left"
-    log.info("The replay begins at %s; %s%s.", where, shown_count(steps, "step"), about)
+    log.info("The replay begins at %s; %s%s.", where, counted(steps, "step"), about)
 
 
 def fit_again(
@@ -381,18 +380,18 @@ def replicas_of(history: RunHistory, step: int) -> int:
     if record is not None:
         return record.state.replicas
     asked: int | None = config.values["trainer"]["replicas"]
-    return find_processes(config.values["trainer"]).data_size if asked is None else asked
+    return processes_of(config.values["trainer"])[1].batches if asked is None else asked
 
 
 def sameness(history: RunHistory, steps: tuple[int, int], config: "Config") -> tuple[bool, str]:
     """Return whether a replay of steps, the first and the last, must have the bits of the run, and why."""
     ran = [history.config_of(step).values["trainer"] for step in steps]
-    was, now = max(ran, key=lambda trainer: find_processes(trainer).count), config.values["trainer"]
+    was, now = max(ran, key=lambda trainer: processes_of(trainer)[0]), config.values["trainer"]
     if was["reproducible"] == "bitwise" == now["reproducible"]:
         return True, "reproducible: bitwise"
-    before, after = find_processes(was), find_processes(now)
+    before, after = processes_of(was)[0], processes_of(now)[0]
     if was["reproducible"] == "off":
         return False, "reproducible: off, whose random numbers depend on the processes"
-    if before.count == after.count == 1:
+    if before == after == 1:
         return True, "the run had one process, too"
-    return False, f"the run had {before.count} processes, the replay {after.count}, and reproducible: order"
+    return False, f"the run had {before} processes, the replay {after}, and reproducible: order"

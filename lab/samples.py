@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..base.errors import ConfigError, DataError, did_you_mean
-from ..cli.plan.plan import shown_count
-from ..cli.plan.processes import find_processes
-from ..cli.plan.sources import ConfigParts
+from ..base.quantities import counted
 from ..trainer.data.combined import combined
 from ..trainer.data.dealing import DealtData, training_data
 from ..trainer.data.loaders import MapLoader, close_loaders, opened_loaders
@@ -18,6 +16,7 @@ from ..trainer.data.steps import Dealing, ReplicaBatch, StepInput
 from ..trainer.data.streams import StreamData
 from ..trainer.hooks import counter_of
 from .history import RunHistory
+from .unstarted import UnstartedRun
 
 if TYPE_CHECKING:
     from ..tasks.task import Task
@@ -173,13 +172,13 @@ class LoaderOfSettings:
     def __init__(self, history: RunHistory, step: int, overrides: Sequence[str]) -> None:
         self.config = history.config_of(step, overrides)
         self.trainer = trainer = self.config.values["trainer"]
-        processes = find_processes(trainer)
-        self.parts = ConfigParts(self.config, processes)
+        self.run = UnstartedRun(self.config)
+        processes = self.run.parts.batches
         record = history.after(step) or history.before(step)
-        self.replicas = record.state.replicas if record else trainer["replicas"] or processes.data_size
+        self.replicas = record.state.replicas if record else trainer["replicas"] or processes
         self.seed = record.state.seed if record else self.config.values["seed"]
         dealt_out = record.samples.get("use_distributed_sampler", True) if record else True
-        self.alone = not dealt_out or (not trainer["use_distributed_sampler"] and processes.data_size > 1)
+        self.alone = not dealt_out or (not trainer["use_distributed_sampler"] and processes > 1)
         self._data: dict[tuple[int, int], DealtData | StreamData] = {}
 
     def accumulation(self, epoch: int) -> int:
@@ -195,10 +194,10 @@ class LoaderOfSettings:
         every, accumulate = self.trainer["reload_dataloaders_every_n_epochs"], self.accumulation(epoch)
         loaded = epoch - epoch % every if every else 0
         if (loaded, accumulate) not in self._data:
-            task = self.parts.task
+            task = self.run.task
             task.trainer.state.epoch = loaded
-            if self.parts.data is not None and self.parts.data.trainer is not None:
-                self.parts.data.trainer.state.epoch = loaded
+            if self.run.data is not None and self.run.data.trainer is not None:
+                self.run.data.trainer.state.epoch = loaded
             self._data[loaded, accumulate] = self._make(accumulate, task)
         return self._data[loaded, accumulate]
 
@@ -215,8 +214,8 @@ class LoaderOfSettings:
                 "Each process of the run read its own share of the data, so only those processes know which samples "
                 "they had."
             )
-        self.parts.__dict__.pop("loader", None)  # asked for again: some epochs have loaders of their own
-        return training_data(combined(self.parts.loader), dealing, limit, bool(overfit), count=counter_of(task))
+        # asked for again, as some epochs have loaders of their own
+        return training_data(combined(self.run.load_loader()), dealing, limit, bool(overfit), count=counter_of(task))
 
     def dealt(self, epoch: int) -> DealtData:
         """Return the data of an epoch. Raises DataError for a stream, whose samples have no indices."""
@@ -269,7 +268,7 @@ def run_samples(arguments: Sequence[str]) -> None:
     step = lookup.loaded(options.step) if options.show else lookup.at(options.step)
     lines = list(shown_samples(history.directory, place, step, options.replica))
     if options.show:
-        task = lookup.source(options.step).parts.task
+        task = lookup.source(options.step).run.task
         lines += shown_batches(task, chosen_batches(step, options.replica))
     print("\n".join(lines))
 
@@ -286,7 +285,7 @@ def chosen_batches(step: StepInput, replica: int | None) -> list[ReplicaBatch]:
 def shown_samples(directory: Path, place: StepPlace, step: StepInput, replica: int | None) -> Iterator[str]:
     """Yield the lines that tell which samples a step had."""
     of = "" if place.steps_of_epoch is None else f" of {place.steps_of_epoch:,}"
-    samples = f": {shown_count(step.samples, 'sample')}" if step.samples else ""
+    samples = f": {counted(step.samples, 'sample')}" if step.samples else ""
     yield f"Step {place.step:,} of {directory}: epoch {place.epoch:,}, its step {place.number + 1:,}{of}{samples}"
     for item in chosen_batches(step, replica):
         head = f"  replica {item.replica}, batch {item.batch_idx:,}"
@@ -318,7 +317,7 @@ def shown_steps(lookup: SampleLookup, options: SamplesArguments) -> Iterator[str
                 where = f", loader {', '.join(names)}" if names != [""] else ""
                 which = f"replica {item.replica}, batch {item.batch_idx:,}{where}"
                 yield f"step {place.step:,}  epoch {place.epoch:,}, its step {place.number + 1:,}, {which}"
-    yield f"Sample {shown_sample(options.index)} was seen {shown_count(count, 'time')} in {shown_count(until, 'step')}."
+    yield f"Sample {shown_sample(options.index)} was seen {counted(count, 'time')} in {counted(until, 'step')}."
 
 
 def shown_batches(task: Any, items: Sequence[ReplicaBatch]) -> Iterator[str]:

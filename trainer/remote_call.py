@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .data.randomness import generator_states, set_generators
+from .data.sampling import Layout
 from .data.transfer import to_host
 from .elastic.membership import RunFinished
 from .hooks import loop_part
@@ -74,6 +75,12 @@ def needs_workers(trainer: "Trainer", request: Request) -> bool:
     return trainer.strategy.local_processes(trainer.device_list) * trainer.num_nodes > 1
 
 
+def _batch_holders(trainer: "Trainer") -> int:
+    """Return the number of processes, or groups of them, that will have batches of their own."""
+    strategy = trainer.strategy
+    return strategy.state_parts(strategy.local_processes(trainer.device_list) * trainer.num_nodes).batches
+
+
 def run_in_workers(trainer: "Trainer", request: Request) -> Any:
     """Run the request in workers; afterwards the caller's task holds the trained weights.
 
@@ -100,6 +107,9 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     if request.stage == "fit":
         trainer.run_dir = trainer.given_dir
     node, began = elastic.node_rank(trainer.num_nodes), time.time()
+    if trainer.replicas is not None and not elastic.changes:
+        # raises before any process is started, and before a run directory is made
+        Layout(trainer.replicas, _batch_holders(trainer))
     before, trainer.run = trainer.given_dir, None  # the workers make their own
     processes, grace = trainer.strategy.local_processes(trainer.device_list), trainer.signal_grace_seconds
     try:

@@ -140,8 +140,6 @@ def test_a_misspelt_argument_of_fit_is_suggested(trainer):
         trainer().fit(Tiny(), train_loader=make_loader())
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="The house")
 def test_too_many_processes_for_the_replicas_are_refused_before_they_start(trainer, capfd):
     with pytest.raises(ConfigError, match="more processes than replicas"):
         trainer(strategy="ddp", devices=4, replicas=2).fit(Tiny(), make_loader())

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,19 @@ from .state_dicts import StateDicts
 
 if TYPE_CHECKING:
     from ...tasks.task import Task
+
+
+class StateParts(NamedTuple):
+    """How the processes of a run share its batches and its state, as far as their number tells."""
+
+    batches: int
+    """Number of processes, or groups of them, that have batches of their own."""
+    weights: int | None = 1
+    """Number of equal parts of the weights and of the gradients; None if the task decides."""
+    optimizer: int = 1
+    """Number of equal parts of the optimizer's state."""
+    layers: int = 1
+    """Number of processes that a batch's layers, and with them its activations, are spread over."""
 
 
 class Strategy:
@@ -101,6 +114,10 @@ class Strategy:
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return how many processes this machine runs for these devices."""
         return 1
+
+    def state_parts(self, world_size: int) -> StateParts:
+        """Return how so many processes share a run, before any is started."""
+        return StateParts(world_size)
 
     @property
     def task_devices(self) -> list[torch.device]:

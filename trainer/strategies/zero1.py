@@ -23,6 +23,7 @@ from ..processes.collectives import SINGLE
 from ..processes.environment import Place
 from .ddp import DDPStrategy
 from .state_dicts import ShardedStateDicts
+from .strategy import StateParts
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's optimizers still use its own torch.jit.script
@@ -41,6 +42,10 @@ class Zero1Strategy(DDPStrategy):
 
     def _elastic_options(self, min_processes: int, join: str | None) -> ElasticOptions:
         raise ConfigError("zero1 cannot be elastic: a process that dies takes its part of the state along. Use ddp.")
+
+    def state_parts(self, world_size: int) -> StateParts:
+        """Return a part of the optimizer's state for each process."""
+        return StateParts(world_size, optimizer=world_size)
 
     def wrap_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return an optimizer that updates this process's part and takes the rest from the others.

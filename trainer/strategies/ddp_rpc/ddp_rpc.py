@@ -30,6 +30,7 @@ from ...processes.sync import Phase, Timeouts
 from ..ddp import DDPStrategy
 from ..servers import Servers
 from ..state_dicts import StateDicts
+from ..strategy import StateParts
 from . import remote
 from .remote import Remote, RpcSession, peers_gone
 from .remote_modules import dealt, named_modules, options_of, refuse_remote_optimizers
@@ -139,6 +140,10 @@ class DDPRPCStrategy(DDPStrategy):
     def local_processes(self, devices: Sequence[torch.device]) -> int:
         """Return one trainer for each device, and the servers."""
         return len(devices) + self.servers.count
+
+    def state_parts(self, world_size: int) -> StateParts:
+        """Return the trainers, which have the batches; what is remote, the task decides."""
+        return StateParts(world_size - self.servers.count, weights=None)
 
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open remote calls to the servers, then the trainers' own process group."""

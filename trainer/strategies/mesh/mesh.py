@@ -26,6 +26,7 @@ from ..group import GroupStrategy
 from ..reducers import Reducer
 from ..servers import build_remote_modules
 from ..state_dicts import ShardedStateDicts
+from ..strategy import StateParts
 from . import dtensors, weight_broadcast
 from .reducer import MeshReducer, TreeMeshReducer
 from .sharding import Sharding, as_sharded, sharded
@@ -184,6 +185,12 @@ class MeshStrategy(GroupStrategy):
         self.state_dicts: ShardedStateDicts = MeshStateDicts(self.single_tensor_steps)
 
     # --- processes --------------------------------------------------------------------------------------------------
+    def state_parts(self, world_size: int) -> StateParts:
+        """Return the sizes of the axes; raises ConfigError where they do not multiply out."""
+        sizes = fit_sizes(self.asked, world_size)
+        cut = world_size // sizes.data
+        return StateParts(sizes.replicating, weights=cut, optimizer=cut, layers=sizes.tensor * sizes.pipeline)
+
     def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
         """Open the process group and lay the mesh; raises ConfigError where the axes do not multiply out."""
         self.sizes = fit_sizes(self.asked, place.world_size, place.nodes)

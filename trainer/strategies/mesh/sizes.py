@@ -1,4 +1,4 @@
-"""Sizes of a mesh's axes; without torch, so that `legato plan` needs none.
+"""Sizes of a mesh's axes, without torch.
 
 Processes are ordered in the mesh as (pipeline, data, shard, tensor), the last axis varying fastest, so that the
 processes of a tensor-parallel group, which communicate most, are neighbours on one machine.

@@ -1,0 +1,338 @@
+"""`legato plan`: what a config would run on its layout, and what each process would hold, without starting it."""
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..base.errors import ConfigError, DataError
+from ..base.quantities import counted, format_bytes
+from ..base.torch_private import faking_tensors
+from ..lab.unstarted import UnstartedRun
+from ..trainer.data.combined import combined
+from ..trainer.data.dealing import DealtData, training_data
+from ..trainer.data.loaders import MapLoader, is_dealable
+from ..trainer.data.sampling import Layout
+from ..trainer.data.steps import Dealing
+from ..trainer.data.transfer import map_tensors
+from ..trainer.hooks import count_arguments, counter_of
+from ..trainer.optimization.kernels import Recomputing, modules_named
+from ..trainer.strategies.mesh.dtensors import replace
+from .config.check import load_config
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..tasks.task import Task
+
+RESERVED = 0.1
+"""Share of a device's memory that CUDA itself and gaps of torch's allocator are expected to take."""
+UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20, "TB": 10**12}
+GONE = {
+    "nodes": "trainer.num_nodes=N",
+    "devices": "trainer.devices=N",
+    "memory": "--memory 80GB",
+    **dict.fromkeys(("rank", "step", "epoch"), "`legato samples RUN step=N` for a run that has begun"),
+    **dict.fromkeys(("length", "batch_size", "drop_last", "shuffle"), "overrides of the config's data section"),
+    **dict.fromkeys(("parameters", "optimizer"), "overrides of the config's task section"),
+}
+"""Words that the command took once, and what to give instead."""
+
+
+def run_plan(options: Namespace) -> None:
+    """Print the plan of a config. Raises DataError if an epoch has no step, as fit does."""
+    for word in options.words:
+        if (name := word.partition("=")[0]) in GONE and "=" in word:
+            raise ConfigError(f"{word}: legato plan takes no {name}= any more. Give {GONE[name]}.")
+    memory = None if options.memory is None else parse_memory(options.memory)
+    plan = Plan(load_config(options.words))
+    print("\n".join(f"{name:<16}{value}" for name, value in plan.rows(memory)))
+    if plan.steps == 0:
+        raise DataError("fit refuses this run, since an epoch has no step: the data is too short for its replicas.")
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StateSize:
+    """Bytes of a run's state in a process that holds all of it."""
+
+    parameters: int
+    """Number of parameters, trainable or not."""
+    weights: int
+    buffers: int
+    gradients: int
+    optimizer: int | None
+    """None if unknown."""
+    optimizer_name: str
+    """The optimizer's name, or the reason why its size is unknown."""
+
+    def of_rank(self, weight_parts: int, optimizer_parts: int) -> "StateSize":
+        """Return the state of a rank that holds equal parts, rounded up."""
+        kept = None if self.optimizer is None else -(-self.optimizer // optimizer_parts)
+        weights, gradients = -(-self.weights // weight_parts), -(-self.gradients // weight_parts)
+        return StateSize(self.parameters, weights, self.buffers, gradients, kept, self.optimizer_name)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all of it, as far as known."""
+        return self.weights + self.buffers + self.gradients + (self.optimizer or 0)
+
+    @property
+    def checkpoint(self) -> int:
+        """Bytes of a checkpoint, but for a few kB."""
+        return self.weights + self.buffers + (self.optimizer or 0)
+
+    def describe(self) -> str:
+        """Return total and parts in a line."""
+        unknown = "" if self.optimizer is not None else " and the optimizer's"
+        optimizer = "unknown" if self.optimizer is None else format_bytes(self.optimizer)
+        parts = [f"parameters {format_bytes(self.weights)}", f"gradients {format_bytes(self.gradients)}"]
+        parts += [f"buffers {format_bytes(self.buffers)}"] if self.buffers else []
+        parts += [f"optimizer {optimizer} ({self.optimizer_name})"]
+        return f"{format_bytes(self.total)}{unknown}: {', '.join(parts)}"
+
+
+def measure_state(task: nn.Module, make_optimizers: "Callable[[], Sequence[Optimizer]]") -> StateSize:
+    """Return the state of a task on the meta device, whose optimizers take a step there to create theirs."""
+    parameters = list(task.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    for parameter in trained:
+        parameter.grad = torch.empty_like(parameter)
+    optimizers: Sequence[Optimizer] = ()
+    unknown = ""
+    try:
+        optimizers = make_optimizers()
+    except Exception as error:  # user code may fail in any way without a run, or on the meta device
+        unknown = f"configure_optimizers: {type(error).__name__}"
+    name = ", ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers)) or "no optimizer"
+    for optimizer in optimizers:
+        try:
+            optimizer.step()
+        except Exception as error:  # some read values, but mostly after they have created their state
+            owned = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+            if not all(optimizer.state.get(one) for one in owned):
+                unknown = f"{name} cannot be measured without data: {type(error).__name__}"
+    values = chain.from_iterable(state.values() for one in optimizers for state in one.state.values())
+    kept = _sum_bytes([value for value in values if isinstance(value, Tensor)])
+    sizes = _sum_bytes(parameters), _sum_bytes(list(task.buffers())), _sum_bytes(trained)
+    count = sum(parameter.numel() for parameter in parameters)
+    return StateSize(count, *sizes, None if unknown else kept, unknown or name)
+
+
+def _sum_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def parse_memory(text: str) -> int:
+    """Return the bytes of a size such as 80GB. Raises ConfigError for other texts."""
+    matched = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(\w+)", text)
+    if matched is None or matched[2] not in UNITS:
+        raise ConfigError(f"--memory {text}: expected a size such as 80GB or 40GiB.")
+    return int(float(matched[1]) * UNITS[matched[2]])
+
+
+# --- activations ------------------------------------------------------------------------------------------------------
+def measure_activations(task: "Task", batch: Any, recomputed: Sequence[str], mixed: bool) -> int:
+    """Return the bytes that autograd keeps of a forward of the real task, and of its batch.
+
+    Weights and batch are fake: they have shapes and types, and no memory.
+
+    Args:
+        task: on the meta device.
+        batch: any batch of the run's shapes.
+        recomputed: classes of blocks that backward computes again; the largest one's own activations are added.
+        mixed: in 16 bits, where autocast takes them.
+
+    Raises ConfigError where training_step needs values, or a run.
+    """
+    with _fake_step(task, batch, mixed) as (step, tensors):
+        largest = 0
+        if recomputed:
+            largest = max(_saved_bytes(task, step, tensors, modules_named(task, tuple(recomputed), "blocks"))[1:])
+        recomputing = Recomputing(task, tuple(recomputed))
+        try:
+            kept = _saved_bytes(task, step, tensors)[0]
+        finally:
+            recomputing.undo()
+        return kept + largest + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def _saved_bytes(
+    task: nn.Module, step: Callable[[], Any], batch: list[Tensor], blocks: Sequence[nn.Module] = ()
+) -> list[int]:
+    """Return the bytes that a step saves for backward, each memory once, and those saved within each block."""
+    # storages are kept alive, so that their ids stay unique
+    seen = {id(one): one for one in map(Tensor.untyped_storage, [*task.parameters(), *task.buffers(), *batch])}
+    saved, started = [0], list[int]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in seen:
+            seen[id(storage)] = storage
+            saved[0] += storage.nbytes()
+        return tensor
+
+    def enter(_: nn.Module, inputs: Any) -> None:
+        started.append(saved[0])
+        # recomputing keeps a block's inputs, too, so they are no part of what it spares
+        map_tensors(inputs, lambda one: seen.setdefault(id(one.untyped_storage()), one.untyped_storage()) and one)
+
+    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
+    hooks += [block.register_forward_hook(lambda *_: saved.append(saved[0] - started.pop())) for block in blocks]
+    try:
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = step()
+        del output
+    except Exception as error:  # it may need values, or a run
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"training_step without values: {type(error).__name__}: {reason:.100}") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return saved
+
+
+@contextmanager
+def _fake_step(task: "Task", batch: Any, mixed: bool) -> Iterator[tuple[Callable[[], Any], list[Tensor]]]:
+    """Give a task fake parameters and no log within this context; yield its step on a fake batch, and the latter."""
+    before: dict[int, Tensor] = {}
+    made: list[Tensor] = []
+    fake_tensors: list[Tensor] = []
+    width = next((one.dtype for one in task.parameters() if one.is_floating_point()), torch.float32)
+    with faking_tensors() as device:
+
+        def change(tensor: Tensor) -> Tensor:
+            new = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            made.append(nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new)
+            before[id(made[-1])] = tensor
+            return made[-1]
+
+        def fake(tensor: Tensor) -> Tensor:
+            dtype = width if tensor.is_floating_point() else tensor.dtype
+            fake_tensors.append(torch.empty(tensor.shape, dtype=dtype, device=device))
+            return fake_tensors[-1]
+
+        arguments = (map_tensors(batch, fake), 0)[: count_arguments(task, "training_step")]
+        replace(task, change)
+        task.__dict__["log"] = task.__dict__["log_dict"] = lambda *_, **__: None
+        half = mixed and device != "meta"
+        try:
+            with torch.enable_grad(), torch.autocast(device, torch.bfloat16) if half else nullcontext():
+                yield lambda: task.training_step(*arguments), fake_tensors
+        finally:
+            del task.__dict__["log"], task.__dict__["log_dict"]
+            replace(task, lambda tensor: before[id(tensor)])
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+class Plan:
+    """Processes, steps and sizes of a config's run. Raises ConfigError where they cannot be."""
+
+    def __init__(self, config: Any) -> None:
+        self.values = config.values["trainer"]
+        if not self.values["use_distributed_sampler"]:
+            raise ConfigError(
+                "use_distributed_sampler=False: each process's loader brings its share, so there is nothing to plan."
+            )
+        self.run = run = UnstartedRun(config)
+        self.replicas: int = self.values["replicas"] or run.parts.batches
+        Layout(self.replicas, run.parts.batches)  # raises for more processes than replicas
+        self.loader = combined(run.load_loader())
+        overfit, accumulate = self.values["overfit_batches"], self.values["accumulate_grad_batches"]
+        self.quick = int(self.values["fast_dev_run"])
+        whole = self.values["sync_batchnorm"] or not run.task.automatic_optimization
+        dealing = Dealing(Layout(self.replicas, 1), 0, accumulate, run.seed, whole)
+        limit = self.quick or overfit or self.values["limit_train_batches"]
+        self.data = training_data(self.loader, dealing, limit, bool(overfit), count=counter_of(run.task))
+        rounds = self.data.rounds
+        self.steps = self.data.steps_in(0) if isinstance(self.data, DealtData) else rounds and -(-rounds // accumulate)
+        self.state = measure_state(run.task, lambda: run.make_optimizers(rounds or 0))
+
+    @property
+    def total_steps(self) -> int | None:
+        """Optimizer steps of the whole run; None if unknown, or without a limit in epochs and steps."""
+        limits = [] if self.values["max_steps"] == -1 else [self.values["max_steps"]]
+        epochs = self.values["max_epochs"]
+        if epochs is None and not limits and self.values["max_time"] is None:
+            epochs = 1000  # the Trainer's default
+        if epochs not in (None, -1) and self.steps is not None:
+            limits.append(epochs * self.steps)
+        return min([*limits, *([self.quick] if self.quick else [])], default=None)
+
+    def rows(self, memory: int | None) -> Iterator[tuple[str, str]]:
+        """Yield titles and texts of the plan; `memory` is that of a device, in bytes."""
+        run, parts = self.run, self.run.parts
+        nodes = f" on {run.nodes:,} nodes, {run.processes // run.nodes:,} each" if run.nodes > 1 else ""
+        yield "Processes", f"{run.processes:,}{nodes}"
+        each, longer = divmod(self.replicas, parts.batches)
+        share = counted(each, "replica") if not longer else f"{each:,} or {each + 1:,} replicas"
+        together = run.processes // parts.batches
+        group = f"each group of {together:,} processes" if together > 1 else "each process"
+        yield "Replicas", f"{self.replicas:,}: {group} has {share}"
+        yield "A step", self._describe_step()
+        yield "Steps an epoch", "unknown: the loader has no length" if self.steps is None else f"{self.steps:,}"
+        total = self.total_steps
+        yield "Steps in all", "unknown" if total is None else f"{total:,}"
+        yield "Parameters", f"{self.state.parameters:,}"
+        if parts.weights is None:
+            yield "State", f"{self.state.describe()}; how the processes share it, the task decides"
+            rank = None
+        else:
+            rank = self.state.of_rank(parts.weights, parts.optimizer)
+            about = "about " if parts.weights * parts.optimizer > 1 else ""
+            yield "State of a rank", f"{about}{rank.describe()}"
+        yield (
+            "A checkpoint",
+            format_bytes(self.state.checkpoint) + ("" if self.state.optimizer is not None else " and more"),
+        )
+        activations = self.measure_activations()
+        if isinstance(activations, str):
+            yield "Activations", f"unknown: {activations}"
+        else:
+            cut = f", about 1/{parts.layers} of it in each of {parts.layers:,} processes" if parts.layers > 1 else ""
+            yield "Activations", f"{format_bytes(activations)} for a batch{cut}"
+        if memory is not None:
+            yield "Memory", self._describe_memory(rank, activations, memory)
+
+    def _describe_step(self) -> str:
+        accumulate = self.values["accumulate_grad_batches"]
+        batches = f" x {accumulate:,} batches" if accumulate > 1 else ""
+        if not isinstance(self.data, DealtData):
+            return f"{counted(self.replicas, 'replica')}{batches}, each a batch of the stream"
+        if not self.steps:
+            return f"{counted(self.replicas, 'replica')}{batches}"
+        first, last = (self.data.step_at(0, number).samples for number in (0, self.steps - 1))
+        shorter = "" if first == last else f"; the last one of an epoch has {last:,}"
+        return f"{counted(first, 'sample')}: {counted(self.replicas, 'replica')}{batches}{shorter}"
+
+    def measure_activations(self) -> int | str:
+        """Return the bytes of a batch's activations, or the reason why they are unknown."""
+        loader, precision = self.loader, self.run.precision
+        if not is_dealable(loader) or MapLoader(loader, 0).own_batches:
+            return "the loader's batches are kept whole"
+        batch = loader.collate_fn([loader.dataset[0]] * MapLoader(loader, 0).batch_size)
+        recomputed = self.values["activation_checkpointing"] or ()
+        try:
+            return measure_activations(self.run.task, batch, recomputed, precision.endswith(("mixed", "bf16", "16")))
+        except ConfigError as error:
+            return str(error)
+
+    def _describe_memory(self, rank: StateSize | None, activations: int | str, memory: int) -> str:
+        """Tell whether state and activations of a rank fit into a device."""
+        missing = ["the state"] if rank is None else [] if rank.optimizer is not None else ["the optimizer's state"]
+        used = rank.total if rank is not None else 0
+        if isinstance(activations, str):
+            missing.append("activations")
+        else:
+            used += activations // self.run.parts.layers
+        share = used / memory
+        verdict = "does not fit" if share > 1 else "fits" if share <= 1 - RESERVED else "may not fit: CUDA takes some"
+        without = f", without {' and '.join(missing)}" if missing else ""
+        return f"{format_bytes(used)} of {format_bytes(memory)}{without}: {verdict}"

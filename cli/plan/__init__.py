@@ -1,1 +1,0 @@
-"""`legato plan`: layout, data order and memory of a run, computed without starting it."""

@@ -1,0 +1,118 @@
+"""A config's trainer, task and training data, built on no device and in no process group, to look at them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.errors import ConfigError, LegatoError
+from ..cli.config.build import build_config
+from ..trainer.optimization.optimizers import read_optimizers
+from ..trainer.processes.devices import find_devices
+from ..trainer.processes.environment import Place
+from ..trainer.strategies.servers import build_remote_modules
+from ..trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from ..cli.config.check import Config
+    from ..tasks.data_module import DataModule
+    from ..tasks.task import Task
+    from ..trainer.strategies.strategy import StateParts
+
+AUTOMATIC = ("auto", -1, "-1")
+WIDTHS = {"64": torch.float64, "64-true": torch.float64, "16-true": torch.bfloat16, "bf16-true": torch.bfloat16}
+"""Types of weights, where not float32."""
+
+
+def processes_of(trainer: Mapping[str, Any]) -> "tuple[int, StateParts]":
+    """Return the number of processes of a config's section `trainer`, and how they share a run. None is started."""
+    shape = {name: trainer[name] for name in ("num_nodes", "strategy", "replicas")}
+    made = Trainer(**shape, accelerator="cpu", devices=_count_devices(trainer), cluster="off", logger=False)
+    count = made.strategy.local_processes(made.device_list) * made.num_nodes
+    return count, made.strategy.state_parts(count)
+
+
+def _count_devices(trainer: Mapping[str, Any]) -> int:
+    """Return the devices of each machine; "auto" counts those of this one. Others need not be here."""
+    automatic = trainer["devices"] in AUTOMATIC
+    return len(find_devices(trainer["accelerator"] if automatic else "cpu", trainer["devices"]))
+
+
+class UnstartedRun:
+    """The objects of a config, each built when first used.
+
+    The task is on the device meta, so its size does not matter; the data is the real one.
+    """
+
+    def __init__(self, config: "Config") -> None:
+        """Raises ConfigError for a layout that cannot be."""
+        asked = config.values["trainer"]
+        self.processes, self.parts = processes_of(asked)
+        self.nodes: int = asked["num_nodes"]
+        self.seed: int = config.values["seed"]
+        self.precision = str(asked["precision"])
+        alone = {"devices": 1, "num_nodes": 1, "strategy": "single", "accelerator": "cpu", "precision": 32}
+        quiet = {"cluster": "off", "fast_dev_run": False, "enable_progress_bar": False, "enable_model_summary": False}
+        sections = {"trainer": {**asked, **alone, **quiet}, "callbacks": {}, "loggers": {}}
+        self.config = replace(config, values={**config.values, **sections})
+
+    @cached_property
+    def data(self) -> "DataModule | None":
+        """The data module, built beside an empty task."""
+        if self.config.values.get("data") is None:
+            return None
+        nothing = {"_target_": "legato.tasks.task.Task"}
+        run = build_config(replace(self.config, values={**self.config.values, "task": nothing}))
+        assert run.data is not None
+        run.data.trainer = self.attach(run.trainer, run.task, 0)
+        return run.data
+
+    @cached_property
+    def task(self) -> "Task":
+        """The task on the meta device, in the run's precision."""
+        values = {name: value for name, value in self.config.values.items() if name != "data"}
+        # A task whose __init__ reads tensor values (timm's drop rates: linspace().tolist()) fails on "meta".
+        for device in ("meta", "cpu"):
+            try:
+                with torch.device(device):
+                    run = build_config(replace(self.config, values=values))
+                    self.attach(run.trainer, run.task, 0)
+                    run.task.configure_model()
+                    build_remote_modules(run.task, self.seed)
+                break
+            except LegatoError:
+                raise
+            except Exception:
+                if device == "cpu":
+                    raise
+        task = run.task.to("meta")
+        return task.to(WIDTHS[self.precision]) if self.precision in WIDTHS else task
+
+    def load_loader(self) -> Any:
+        """Return the training loader of the data module, or else of the task. Raises ConfigError if there is none."""
+        for source in (self.data, self.task):
+            if source is not None:
+                source.prepare_data()
+                source.setup("fit")
+                loader = source.train_dataloader()
+                if loader is not None:
+                    return loader
+        raise ConfigError("Neither the data module nor the task has a train_dataloader.")
+
+    def make_optimizers(self, rounds: int) -> "Sequence[Optimizer]":
+        """Return the task's optimizers, for epochs of so many batches of a replica."""
+        self.attach(self.task.trainer, self.task, rounds)
+        return read_optimizers(self.task.configure_optimizers(), self.task.automatic_optimization)[0]
+
+    def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
+        """Make the trainer report the processes, and the steps per epoch and in total, of the run."""
+        local = self.processes // self.nodes
+        trainer.strategy.place = Place(world_size=self.processes, local_world_size=local, nodes=self.nodes)
+        trainer.num_nodes = self.nodes
+        trainer.lengths = {"train": rounds}
+        task.trainer = trainer
+        return trainer
