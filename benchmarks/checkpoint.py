@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from legato.trainer.checkpoints import background, commit
-from legato.trainer.checkpoints.format import flatten
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import background, commit, find, reading, storage
+from legato.trainer.checkpoints.codec import flatten
 
 
 def state_of(megabytes: int) -> dict[str, Any]:
@@ -61,17 +60,17 @@ def measure(state: dict[str, Any], folder: Path, rounds: int) -> tuple[dict[str,
 
     for _ in range(rounds):
         # each writes to fresh files, with the disk idle
-        commit.remove(behind)
+        storage.remove(behind)
         os.sync()
         timed("torch.save + fsync", lambda: torch_save(state, pickled))
         os.sync()
         timed("torch.load", lambda: torch.load(pickled, weights_only=True))
         pickled.unlink()
         os.sync()
-        timed("save at once", lambda: store.write(at_once, state))
-        timed("verify", lambda: store.verify(at_once))
-        timed("verify and load", lambda: store.read_checkpoint(at_once))
-        commit.remove(at_once)
+        timed("save at once", lambda: commit.write(at_once, state))
+        timed("verify", lambda: find.verify(at_once))
+        timed("verify and load", lambda: reading.read_checkpoint(at_once))
+        storage.remove(at_once)
         os.sync()
         timed("save in the background: stall", lambda: writer.save(behind, state))
         timed("save in the background: the rest, beside training", writer.wait)

@@ -24,9 +24,8 @@ import torch
 from torch import nn
 
 from benchmarks.checkpoint import state_of
-from legato.trainer.checkpoints import background, commit
-from legato.trainer.checkpoints.format import flatten
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import background, commit, storage
+from legato.trainer.checkpoints.codec import flatten
 
 
 def taken(work: Callable[[], object]) -> tuple[float, float]:
@@ -51,7 +50,7 @@ def rate(folder: Path, size: int, rounds: int, save: Callable[[Path], object]) -
     saves, plain = [], []
     for _ in range(rounds):
         saves.append(taken(lambda: save(folder / "step-00000001")))
-        commit.remove(folder / "step-00000001")
+        storage.remove(folder / "step-00000001")
         plain.append(taken(lambda: write_and_sync(folder / "plain", size)))
         (folder / "plain").unlink()
     ratio = statistics.median(one[0] / other[0] for one, other in zip(saves, plain, strict=True))
@@ -133,7 +132,7 @@ def main() -> None:
     state = state_of(options.megabytes)
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="checkpoint-benchmark-"))
     try:
-        rate(folder, flatten(state).nbytes, options.rounds, lambda path: store.write(path, state))
+        rate(folder, flatten(state).nbytes, options.rounds, lambda path: commit.write(path, state))
         beside(folder, options.rounds, state)
     finally:
         shutil.rmtree(folder)

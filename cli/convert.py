@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError
-from ..trainer.checkpoints import commit
+from ..trainer.checkpoints import commit, find, reading, storage
 from ..trainer.checkpoints.foreign import read_contents
 from ..trainer.resume.convert import as_lightning
 from ..trainer.resume.pickled import write_pickled
-from ..trainer.runs import store
 from .export import path_of
 
 SUFFIX = ".ckpt"
@@ -31,14 +30,14 @@ def convert_checkpoint(source: Path, target: Path) -> Mapping[str, Any]:
     the same from both. Raises CheckpointError if there is no checkpoint, if a value cannot be stored, or if `target`
     exists or has another suffix.
     """
-    commit.require_new(target)
+    storage.require_new(target)
     if source.is_file():
         contents = read_contents(source)
-        commit.make_folder(target.absolute().parent)
-        store.write(target, contents)
+        storage.make_folder(target.absolute().parent)
+        commit.write(target, contents)
         return contents
     if target.suffix != SUFFIX:
         raise CheckpointError(f"{target}: the file is one of Lightning's, and its name must end in {SUFFIX}.")
-    contents = as_lightning(store.read_checkpoint(store.resolve(source)))
+    contents = as_lightning(reading.read_checkpoint(find.resolve(source)))
     write_pickled(target, contents)
     return contents

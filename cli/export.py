@@ -7,10 +7,11 @@ from pathlib import Path
 import torch
 
 from ..base.errors import CheckpointError, ConfigError
-from ..trainer.checkpoints import commit
-from ..trainer.checkpoints.format import KNOWN_EVERYWHERE, write_tensors
+from ..trainer.checkpoints import find, reading, storage
+from ..trainer.checkpoints.codec import KNOWN_EVERYWHERE
+from ..trainer.checkpoints.hashed import HashedFile
+from ..trainer.checkpoints.tensors import write_tensors
 from ..trainer.resume.convert import averaged_weights
-from ..trainer.runs import store
 from ..trainer.runs.directory import find_run
 
 MODELS = " The whole model is written to x.onnx or x.pt2."
@@ -22,10 +23,10 @@ def run_export(arguments: Namespace) -> None:
     if target.suffix not in (".onnx", ".pt2"):
         print(f"{export_weights(source, target)} tensors  {target}")
         return
-    commit.require_new(target)
+    storage.require_new(target)
     from .export_model import export_model
 
-    with commit.whole_file(target) as partial:
+    with storage.whole_file(target) as partial:
         said = export_model(source, partial, arguments.config)
     print(f"{said}  {target}")
 
@@ -49,8 +50,8 @@ def export_weights(source: Path, target: Path) -> int:
         raise CheckpointError(
             f"{target}: the file is one of safetensors, and its name must end in .safetensors.{MODELS}"
         )
-    commit.require_new(target)
-    weights = averaged_weights(store.read_checkpoint(store.resolve(source)))
+    storage.require_new(target)
+    weights = averaged_weights(reading.read_checkpoint(find.resolve(source)))
     if not isinstance(weights, dict):
         raise CheckpointError(f"{source} holds no weights ('state_dict').")
     odd = [name for name, value in weights.items() if getattr(value, "dtype", None) not in KNOWN_EVERYWHERE]
@@ -58,6 +59,6 @@ def export_weights(source: Path, target: Path) -> int:
         raise CheckpointError(
             f"{source}: {', '.join(odd[:4])} cannot be stored in a safetensors file: not a plain tensor."
         )
-    with commit.whole_file(target) as partial:
-        write_tensors(partial, {name: torch.as_tensor(value) for name, value in weights.items()})
+    with storage.whole_file(target) as partial:
+        write_tensors(HashedFile(partial), {name: torch.as_tensor(value) for name, value in weights.items()})
     return len(weights)

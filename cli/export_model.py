@@ -12,8 +12,8 @@ from torch import Tensor
 from ..base.errors import CheckpointError, ConfigError, TaskError
 from ..base.run_names import CONFIG
 from ..tasks.task import Task
+from ..trainer.checkpoints import find, reading
 from ..trainer.resume.convert import averaged_weights
-from ..trainer.runs import store
 from .config.build import build_config
 from .config.check import load_config
 
@@ -57,7 +57,7 @@ def export_model(source: Path, partial: Path, words: Sequence[str]) -> str:
 
 def trained_task(source: Path, words: Sequence[str]) -> "tuple[Task, ConfiguredRun]":
     """Return the task with the weights of a checkpoint, in evaluation mode."""
-    checkpoint = store.resolve(source)
+    checkpoint = find.resolve(source)
     files = [word for word in words if word.endswith((".yaml", ".yml"))]
     own = checkpoint.parent.parent / CONFIG
     if not files and not own.is_file():
@@ -70,7 +70,7 @@ def trained_task(source: Path, words: Sequence[str]) -> "tuple[Task, ConfiguredR
         raise TaskError(f"{type(task).__name__} has no forward, which is what is exported: define forward(self, x).")
     task.configure_model()
     try:
-        task.load_state_dict(averaged_weights(store.read_checkpoint(checkpoint)))
+        task.load_state_dict(averaged_weights(reading.read_checkpoint(checkpoint)))
     except RuntimeError as error:
         raise CheckpointError(f"{checkpoint} has other weights than the config's task: {error}") from error
     return task.eval(), run

@@ -69,7 +69,7 @@ def _resolve_own_run(config: "Config", command: str) -> None:
 
     Raises ConfigError if `resume=auto` would mean another run there.
     """
-    from ..trainer.runs.store import newest_checkpoint
+    from ..trainer.runs.places import newest_checkpoint
 
     values, run = config.values, build_config(config)
     if command == "fit" and values["resume"] == "auto":

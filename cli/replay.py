@@ -17,7 +17,7 @@ from ..lab.pieces import replay_pieces
 from ..lab.replay import Replayed, conclude, make_directory, new_directory, replay_steps, require_outside
 from ..lab.samples import SampleLookup, shown_samples, whole_number
 from ..lab.watchers import DebugStep, StepReport, StopAfterStep
-from ..trainer.runs.store import directory_name
+from ..trainer.checkpoints.find import directory_name
 
 SHOWN_MODULES = 5
 

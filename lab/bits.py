@@ -13,9 +13,9 @@ import torch
 from ..base.errors import CheckpointError, ConfigError
 from ..base.torch_private import local_part
 from ..callbacks.callback import Callback
+from ..trainer.checkpoints import find, reading
 from ..trainer.checkpoints.manifest import MODEL_FILE, TENSORS_FILE, load_manifest
 from ..trainer.optimization.optimizers import optimizer_parameters
-from ..trainer.runs import store
 from .history import CheckpointRecord, RunHistory
 from .replay import replay_steps
 from .watchers import StopAfterStep
@@ -210,7 +210,7 @@ def drop_damaged(histories: Sequence[RunHistory], records: Sequence[CheckpointRe
     before = len(notes)
     for history, record in zip(histories, records, strict=True):
         try:
-            store.verify(record.path)
+            find.verify(record.path)
         except CheckpointError as error:
             notes.append(f"Passed over, as it is damaged: {error}")
             history.checkpoints.remove(record)
@@ -225,7 +225,7 @@ def is_same(one: CheckpointRecord, other: CheckpointRecord) -> bool:
     ):
         assert {MODEL_FILE, TENSORS_FILE} <= files[0].keys()
         return True
-    contents = [store.read_checkpoint(record.path) for record in (one, other)]
+    contents = [reading.read_checkpoint(record.path) for record in (one, other)]
     return all(same_tensors(contents[0][key], contents[1][key]) for key in ("state_dict", "optimizer_states"))
 
 

@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..base.errors import CheckpointError, ConfigError
-from ..base.run_names import CHECKPOINTS, CONFIG
+from ..base.run_names import CHECKPOINTS, CONFIG, identity_of
 from ..cli.config.check import Config, load_config
 from ..loggers.json_lines import POINTS_FILE
-from ..trainer.checkpoints.format import unflatten
+from ..trainer.checkpoints import find
+from ..trainer.checkpoints.codec import unflatten
 from ..trainer.checkpoints.manifest import STATE_FILE, load_manifest, parse_json
-from ..trainer.runs import store
 from ..trainer.runs.directory import find_run
 from ..trainer.runs.record import read_starts, start_before, start_config
 from ..trainer.state import State
@@ -84,12 +84,12 @@ class RunHistory:
     @cached_property
     def checkpoints(self) -> list[CheckpointRecord]:
         """The complete checkpoints of the run from which it could resume, oldest first."""
-        identity, folders = store.identity_of(self.directory), [self.directory / CHECKPOINTS, *self._elsewhere]
+        identity, folders = identity_of(self.directory), [self.directory / CHECKPOINTS, *self._elsewhere]
         found: dict[int, CheckpointRecord] = {}
         for folder in folders:
-            for path in store.checkpoints_in(folder):
+            for path in find.checkpoints_in(folder):
                 try:
-                    store.check_sizes(path)
+                    find.check_sizes(path)
                     own = folder == folders[0] or (identity and load_manifest(path).run == identity)
                     record = CheckpointRecord.read(path) if own else None
                 except (CheckpointError, OSError, KeyError) as error:

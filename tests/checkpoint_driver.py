@@ -21,9 +21,8 @@ import torch
 from several_ranks import ThreadRank, on_ranks
 
 from legato.base.errors import CheckpointError
-from legato.trainer.checkpoints import background, commit
+from legato.trainer.checkpoints import background, commit, find, reading, storage
 from legato.trainer.checkpoints.shards import ShardBlock
-from legato.trainer.runs import store
 
 CALLS = ("write", "fsync", "rename", "unlink", "mkdir", "rmdir", "open")
 
@@ -37,11 +36,11 @@ def example(step: int, flavour: int = 0) -> dict[str, Any]:
 
 
 def step(number: int) -> str:
-    return store.directory_name(number)
+    return find.directory_name(number)
 
 
 def save(path: Path, flavour: int = 0) -> None:
-    store.write(path, example(int(path.name[5:]), flavour), extra_files={"notes.txt": lambda file: file.touch()})
+    commit.write(path, example(int(path.name[5:]), flavour))
 
 
 def save_behind(path: Path, flavour: int = 0) -> None:
@@ -59,7 +58,7 @@ def save_in_parts(path: Path, flavour: int = 0, behind: bool = False) -> None:
         half = ShardBlock(whole[2 * rank.rank : 2 + 3 * rank.rank], tuple(whole.shape), (2 * rank.rank, 0))
         mine = {**contents, "state_dict": {"a": half, "b": contents["state_dict"]["b"]}}
         if not behind:
-            store.write(path, mine, ranks=rank)
+            commit.write(path, mine, ranks=rank)
             return
         writer = background.Writer()
         writer.save(path, mine, ranks=rank)
@@ -78,7 +77,7 @@ def interrupted(root: Path) -> None:
     previous(root)
     (root / step(2)).rename(root / f".{step(2)}.replaced")
     shutil.copytree(root / step(1), root / f".{step(2)}.partial")
-    shutil.copytree(root / step(1), root / f".{step(3)}.removed")
+    shutil.copytree(root / step(1), root / f".{step(3)}.partial")
 
 
 # name: (what stands there before, what is done, the step that it touches)
@@ -86,15 +85,15 @@ SCENARIOS: dict[str, tuple[Callable[[Path], None], Callable[[Path], None], int]]
     "first": (lambda root: None, lambda root: save(root / step(1)), 1),
     "next": (previous, lambda root: save(root / step(3)), 3),
     "overwrite": (previous, lambda root: save(root / step(2), flavour=1), 2),
-    "remove newest": (previous, lambda root: commit.remove(root / step(2)), 2),
-    "remove oldest": (previous, lambda root: commit.remove(root / step(1)), 1),
+    "remove newest": (previous, lambda root: storage.remove(root / step(2)), 2),
+    "remove oldest": (previous, lambda root: storage.remove(root / step(1)), 1),
     "first, background": (lambda root: None, lambda root: save_behind(root / step(1)), 1),
     "next, background": (previous, lambda root: save_behind(root / step(3)), 3),
     "overwrite, background": (previous, lambda root: save_behind(root / step(2), flavour=1), 2),
     "next, in parts": (previous, lambda root: save_in_parts(root / step(3)), 3),
     "overwrite, in parts": (previous, lambda root: save_in_parts(root / step(2), flavour=1), 2),
     "next, in parts, background": (previous, lambda root: save_in_parts(root / step(3), behind=True), 3),
-    "sweep": (interrupted, commit.sweep, 2),
+    "sweep": (interrupted, lambda root: storage.Folder(root).sweep(), 2),
     "save after a death": (interrupted, lambda root: save(root / step(4)), 4),
     "overwrite after a death": (interrupted, lambda root: save(root / step(2), flavour=1), 2),
 }
@@ -169,7 +168,7 @@ def rests(root: Path) -> list[str]:
 
 def contents_of(directory: Path) -> list[int]:
     """Return step and flavour of a checkpoint, after a look at its tensors."""
-    back = store.read_checkpoint(directory)
+    back = reading.read_checkpoint(directory)
     number, flavour = back["at"]
     wanted = example(number, flavour)
     assert all(torch.equal(back["state_dict"][name], wanted["state_dict"][name]) for name in ("a", "b"))
@@ -178,7 +177,7 @@ def contents_of(directory: Path) -> list[int]:
 
 
 def newest(root: Path) -> list[int] | None:
-    found = store.newest_complete(root)
+    found = find.newest_complete(root)
     return contents_of(found) if found else None
 
 
@@ -190,14 +189,14 @@ def check(root: Path, scenario: str, before: dict[str, dict[str, bytes]], code: 
     own = [name for name in rests(root) if step(touched) in name]
     assert code != REFUSED or "remove" in scenario or scenario == "sweep" or not own, f"a failed save left {own}"
     found = newest(root)
-    commit.sweep(root)
+    storage.Folder(root).sweep()
     assert not rests(root), f"sweep left {rests(root)}"
     assert newest(root) == found, "sweep changed which one is the newest"
     for number in () if "first" in scenario else (1, 2):
         if "remove" not in scenario or number != touched:
             assert contents_of(root / step(number))[0] == number
-    for path in store.checkpoints_in(root):
-        store.verify(path)
+    for path in find.checkpoints_in(root):
+        find.verify(path)
 
 
 def check_next_save(root: Path) -> None:
@@ -213,7 +212,7 @@ def inject(mode: str, scenario: str, folder: Path) -> dict[str, Any]:
     prepare, work, _ = SCENARIOS[scenario]
     template, root, twin = (folder / name for name in ("template", "run", "twin"))
     prepare(template)
-    before = {path.name: bytes_of(path) for path in store.checkpoints_in(template)}
+    before = {path.name: bytes_of(path) for path in find.checkpoints_in(template)}
     wrong: list[str] = []
     for number in range(1, 10_000):
         for path in (root, twin):

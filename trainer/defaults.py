@@ -18,7 +18,7 @@ from .metrics.reduce import Reduced
 from .optimization.optimizers import ManualOptimizer
 from .resume.convert import averaged_weights
 from .resume.left_out import logged_hyperparameters
-from .runs import store
+from .runs import places
 from .state import State
 from .view import TrainerView
 
@@ -253,7 +253,7 @@ class TrainerDefaults(TrainerView):
     def new_run_dir(self) -> Path | None:
         """Return the directory of a new run, made now; None where nothing is to be written."""
         if self.loggers or self.checkpoint_callback is not None:
-            return store.create(Path(self.default_root_dir), self.run_name)
+            return places.create(Path(self.default_root_dir), self.run_name)
         return None
 
     def hyperparameters_to_log(self, owners: Sequence[Hyperparameters]) -> dict[str, Any] | None:

@@ -13,14 +13,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..base.run_names import REPLAY
+from ..base.run_names import CHECKPOINTS, REPLAY
 from .data.steps import ReplicaBatch
 from .data.workers import signals_attended
 from .hooks import loop_part
 from .processes.requeue import requeue_early, requeue_job
 from .processes.signals import RESUME_ME, SignalWatch, handling_end_signals, raise_for_signal
 from .processes.sync import Agreement
-from .runs.store import CHECKPOINTS
 
 if TYPE_CHECKING:
     from .trainer import Trainer

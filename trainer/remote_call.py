@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..base.torch_private import ModuleParts, module_parts, set_module_parts
+from .checkpoints.find import check_sizes
 from .data.randomness import generator_states, set_generators
 from .data.sampling import Layout
 from .data.transfer import to_host
@@ -20,9 +21,8 @@ from .processes import environment
 from .processes.requeue import requeue_early
 from .processes.signals import SignalWatch, handling_end_signals, raise_for_signal
 from .run import Call, Request, Run
+from .runs import places
 from .runs import status as run_status
-from .runs import store
-from .runs.store import check_sizes
 from .setup import build
 from .state import State
 
@@ -181,7 +181,7 @@ def take_results(task: "Task", outcome: RunResult) -> None:
 def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> RunResult | None:
     """Run the request in a worker: from `source`, or after a restart from the run's newest complete checkpoint."""
     if environment.restart_count() > 0 and trainer.run_dir is not None:
-        newest = store.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
+        newest = places.newest_in(trainer.run_dir, check_sizes, build.folders_elsewhere(trainer, request.task))
         if newest is not None:
             source = newest if build.is_elsewhere(trainer.run_dir, newest) else newest.parent
     elastic_worker = environment.find_elastic_worker()

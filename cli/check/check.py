@@ -22,15 +22,15 @@ from ...base import torch_private
 from ...base.arguments import ARGUMENT_NAMES, TrainerArguments
 from ...base.errors import ConfigError, LegatoError, TaskError
 from ...base.messages import is_quiet
+from ...base.run_names import CHECKPOINTS
 from ...callbacks.callback import Callback
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
-from ...trainer.checkpoints import manifest
+from ...trainer.checkpoints import find, manifest
 from ...trainer.hooks import CALLBACK_HOOKS, TASK_METHODS, check_names, overrides
 from ...trainer.processes import environment, transport
 from ...trainer.resume import contents
 from ...trainer.run import Request
-from ...trainer.runs import store
 from ...trainer.setup import build
 from ...trainer.trainer import Trainer
 from .report import Report, check_disk_space, check_gradients, check_graph_breaks, check_monitors
@@ -166,7 +166,7 @@ class Trials:
         self.folder = fit.run_dir or self.folder  # under a launcher it is rank 0's
         if self.folder is not None:
             report.records = read_records(self.folder, "fit")
-        saved = None if self.folder is None else store.newest_complete(self.folder / store.FOLDER)
+        saved = None if self.folder is None else find.newest_complete(self.folder / CHECKPOINTS)
         if saved is not None:
             report.checkpoint_bytes = sum(path.stat().st_size for path in saved.iterdir())
             report.weights_bytes = (saved / manifest.MODEL_FILE).stat().st_size
@@ -184,7 +184,7 @@ class Trials:
         Without it, the first rank with such a parameter ends the run before the others can report theirs.
         """
         assert self.folder is not None
-        shutil.rmtree(self.folder / store.FOLDER, ignore_errors=True)
+        shutil.rmtree(self.folder / CHECKPOINTS, ignore_errors=True)
         self.find_unused = True
         if self.attempt("fit", self.make("fit", TRIAL_STEPS), "fit") is not None:
             return error

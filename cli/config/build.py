@@ -22,7 +22,7 @@ _PLAIN = (bool, int, float, str, list, dict, tuple, set, type(None))
 if TYPE_CHECKING:
     from ...tasks.data_module import DataModule
     from ...tasks.task import Task
-    from ...trainer.runs.store import StoredRun
+    from ...trainer.runs.places import StoredRun
     from ...trainer.trainer import Trainer
 
 
@@ -49,7 +49,7 @@ class ConfiguredRun:
 
     def stored(self, word: str) -> "StoredRun":
         """Return the run on disk that `word` ("best", "last", "auto") refers to."""
-        from ...trainer.runs.store import StoredRun
+        from ...trainer.runs.places import StoredRun
 
         return StoredRun(Path(self.trainer.default_root_dir), self.trainer.run_name, self.directory, word)
 

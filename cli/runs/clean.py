@@ -9,7 +9,7 @@ from pathlib import Path
 from ...base.errors import CheckpointError, ConfigError
 from ...base.quantities import format_bytes
 from ...base.run_names import identity_of
-from ...trainer.checkpoints import commit
+from ...trainer.checkpoints import storage
 from ...trainer.runs.directory import CheckpointEntry, RunDirectory, find_runs
 from ...trainer.runs.lock import RunLock, is_held
 from ...trainer.runs.removal import is_own_checkpoint, is_own_run, remove_run
@@ -109,7 +109,7 @@ def delete_locked(deletion: Deletion) -> bool:
         if path == run:
             remove_run(run)
         else:
-            commit.remove(path, identity_of(run))
+            storage.remove(path, identity_of(run))
     except (CheckpointError, ConfigError) as error:
         print(f"{path} is left: {error}")
         return False

@@ -9,12 +9,12 @@ import torch
 
 from ...tasks.hyperparameters import IN_PROCESS
 from ...tasks.task import Task
+from ...trainer.checkpoints import reading
 from ...trainer.checkpoints.foreign import LIGHTNING
 from ...trainer.checkpoints.manifest import MANIFEST
 from ...trainer.resume.convert import as_lightning
 from ...trainer.resume.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.resume.pickled import pickled, write_pickled
-from ...trainer.runs import store
 from .file_functions import alone_in, in_place_of
 from .names import VERSION
 
@@ -33,7 +33,7 @@ def load(f: Any, *arguments: Any, **options: Any) -> Any:
     """
     if not is_checkpoint(f):
         return load_file(f, *arguments, **options)
-    saved = store.read_checkpoint(Path(os.fspath(f)))
+    saved = reading.read_checkpoint(Path(os.fspath(f)))
     left_out = saved.get(LEFT_OUT) or {}
     found = load_file(pickled(as_lightning(saved), BytesIO()), *arguments, **options)
     values = found.get("hyper_parameters", {})

@@ -44,7 +44,7 @@ def is_complete(path: Any) -> bool:
     if not isinstance(path, (str, os.PathLike)) or not is_real_file(os.path.join(os.fspath(path), MANIFEST)):
         return False
     from ...base.errors import CheckpointError
-    from ...trainer.runs.store import check_sizes  # which imports torch
+    from ...trainer.checkpoints.find import check_sizes
 
     try:
         return bool(check_sizes(Path(os.fspath(path))))
@@ -159,7 +159,7 @@ def removing(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove(path: Any, *arguments: Any, **options: Any) -> None:
         of_folder = options.get("dir_fd") is not None  # which the path is relative to
         if not of_folder and not os.path.islink(path) and is_complete(path) and is_programs_call():
-            from ...trainer.checkpoints.commit import remove as remove_checkpoint
+            from ...trainer.checkpoints.storage import remove as remove_checkpoint
 
             remove_checkpoint(Path(path))
         else:
@@ -193,10 +193,10 @@ def measuring(original: Callable[..., int]) -> Callable[..., int]:
 
 def as_file(path: Any, file: File) -> File:
     """Write a checkpoint directory to an open file, as `torch.save` writes it; return it, to be read from there."""
+    from ...trainer.checkpoints import reading
     from ...trainer.resume import convert, pickled
-    from ...trainer.runs import store  # which import torch
 
-    return pickled.pickled(convert.as_lightning(store.read_checkpoint(Path(os.fspath(path)))), file)
+    return pickled.pickled(convert.as_lightning(reading.read_checkpoint(Path(os.fspath(path)))), file)
 
 
 def open_checkpoint(path: Any, flags: int) -> int:

@@ -18,10 +18,10 @@ from ...base.errors import ConfigError
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
+from ...trainer.checkpoints import reading
 from ...trainer.data.transfer import map_tensors
 from ...trainer.resume.left_out import is_omegaconf
 from ...trainer.resume.restore import rebuild_task
-from ...trainer.runs import store
 from .checkpoint_files import is_checkpoint, load_file
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
@@ -431,7 +431,7 @@ class LightningModule(InitialHyperparameters, Task):
             return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
         require_checkpoint(checkpoint_path)
         if is_checkpoint(checkpoint_path):
-            saved = store.read_checkpoint(Path(checkpoint_path))
+            saved = reading.read_checkpoint(Path(checkpoint_path))
             return rebuild_task(cls, saved, map_location, hparams_file, strict, kwargs)
         found: Self = super().load_from_checkpoint(checkpoint_path, map_location, hparams_file, strict, **kwargs)
         return found

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError
-from ...trainer.checkpoints import commit
+from ...trainer.checkpoints.storage import remove
 from ...trainer.resume.pickled import write_pickled
 from ...trainer.strategies import strategy
 from ...trainer.strategies.ddp import DDPStrategy as DistributedDataParallel
@@ -325,7 +325,7 @@ class TorchCheckpointIO(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a file, or a checkpoint."""
         if is_checkpoint(path):
-            commit.remove(Path(path))
+            remove(Path(path))
         else:
             Path(path).unlink(missing_ok=True)
 

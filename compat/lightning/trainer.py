@@ -18,6 +18,7 @@ from ...callbacks.callback import Callback
 from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...loggers.logger import Logger
 from ...tasks.task import Task
+from ...trainer.checkpoints.find import newest_complete
 from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
@@ -30,7 +31,6 @@ from ...trainer.resume.convert import averaged_weights
 from ...trainer.resume.left_out import plain_containers
 from ...trainer.resume.saver import Saver
 from ...trainer.run import Call, Request
-from ...trainer.runs.store import newest_complete
 from ...trainer.strategies.strategy import Strategy as StrategyOfLegato
 from .accelerators import KINDS
 from .arguments import read_arguments, set_benchmark

@@ -18,7 +18,7 @@ from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
 from legato.callbacks.checkpoint_callback import CheckpointCallback
 from legato.callbacks.retention import Retention
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import find
 
 
 class Saves(lg.Callback):
@@ -500,8 +500,8 @@ def test_a_worse_one_never_replaces_a_better_one_of_the_same_name(tmp_path, file
     assert callback.best_model_path == str(trainer.run_dir / "checkpoints" / best)
     assert callback.best_model_score.item() == pytest.approx(min(values))
     epoch = values.index(min(values))
-    assert store.checkpoint_step(Path(callback.best_model_path)) == (epoch + 1) * STEPS
-    assert store.checkpoint_step(Path(callback.last_model_path)) == len(values) * STEPS
+    assert find.checkpoint_step(Path(callback.best_model_path)) == (epoch + 1) * STEPS
+    assert find.checkpoint_step(Path(callback.last_model_path)) == len(values) * STEPS
 
 
 def test_one_name_is_always_the_newest(tmp_path):
@@ -539,7 +539,7 @@ def test_a_callback_of_ones_own_that_saves(tmp_path):
     assert trainer.checkpoint_callbacks == [callback]
     assert trainer.validate(dataloaders=loader(1), ckpt_path="best", verbose=False) is not None
     assert not (trainer.run_dir / "checkpoints").exists()
-    assert store.newest_complete(trainer.run_dir / "own").name == "epoch1"
+    assert find.newest_complete(trainer.run_dir / "own").name == "epoch1"
 
 
 class Failing(Scripted):

@@ -11,8 +11,8 @@ import legato as lg
 from legato.base.errors import ConfigError, TaskError
 from legato.callbacks import Checkpoint, ExponentialMovingAverage
 from legato.cli.export import export_weights
+from legato.trainer.checkpoints import reading
 from legato.trainer.processes.environment import run_workers
-from legato.trainer.runs import store
 
 
 def by_hand(task, loader, epochs, decay):
@@ -180,7 +180,7 @@ def test_sharded_weights_are_averaged_in_parts(tmp_path):
     loaded = Net.load_from_checkpoint(tmp_path / "fsdp" / "step-00000002")
     (state,) = [
         one
-        for one in store.read_checkpoint(tmp_path / "fsdp" / "step-00000002")["callbacks"].values()
+        for one in reading.read_checkpoint(tmp_path / "fsdp" / "step-00000002")["callbacks"].values()
         if "averages" in one
     ]
     assert all(torch.equal(loaded.state_dict()[name], average) for name, average in state["averages"].items())

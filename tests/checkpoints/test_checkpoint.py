@@ -1,6 +1,7 @@
 """Checkpoints: places are found, the background writer writes what was there."""
 
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -12,8 +13,7 @@ import pytest
 import torch
 
 from legato.base.errors import CheckpointError
-from legato.trainer.checkpoints import background, commit
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import background, commit, find, reading, storage
 
 
 def example(step: int = 0) -> dict[str, object]:
@@ -32,39 +32,39 @@ def example(step: int = 0) -> dict[str, object]:
 def test_places_are_found_in_the_order_of_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = tmp_path / "run" / "checkpoints"
     for step in (5, 100, 99_999_999, 1_000_000_000):
-        store.write(root / store.directory_name(step), example(step))
+        commit.write(root / find.directory_name(step), example(step))
     (root / "step-12").mkdir()
     (root / "notes.txt").write_text("mine")
     (root / "step-00000999").symlink_to(root / "step-00000005")
     names = ["step-00000005", "step-00000100", "step-99999999", "step-1000000000"]
-    assert [path.name for path in store.checkpoints_in(root)] == names
+    assert [path.name for path in find.checkpoints_in(root)] == names
     for path in (tmp_path / "run", root, root / names[-1]):
-        assert store.resolve(path) == root / names[-1]
+        assert find.resolve(path) == root / names[-1]
     (root / names[-1] / "state.json").unlink()
     (root / names[-2] / "manifest.json").unlink()
     with caplog.at_level(logging.WARNING, logger="legato"):
-        assert store.newest_complete(root) == root / "step-00000100"
+        assert find.newest_complete(root) == root / "step-00000100"
     first, second = caplog.messages
     assert "step-1000000000" in first
     assert "state.json is missing" in first
     assert "step-99999999" in second
     assert "manifest.json is missing" in second
-    assert [path.name for path in store.checkpoints_in(root)] == [*names[:2], names[-1]]
+    assert [path.name for path in find.checkpoints_in(root)] == [*names[:2], names[-1]]
 
 
 def test_resolve_tells_what_it_looked_for(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"no complete checkpoint at .*manifest.json.*step-00001200.*checkpoints/"
     ):
-        store.resolve(tmp_path)
+        find.resolve(tmp_path)
     (tmp_path / "weights.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="is a file; a Legato checkpoint is a directory"):
-        store.resolve(tmp_path / "weights.pt")
+        find.resolve(tmp_path / "weights.pt")
     with pytest.raises(CheckpointError, match="no checkpoint at"):
-        store.read_checkpoint(tmp_path / "gone")
-    assert store.newest_complete(tmp_path / "gone") is None
-    assert store.checkpoints_in(tmp_path / "gone") == []
-    commit.sweep(tmp_path / "gone")
+        reading.read_checkpoint(tmp_path / "gone")
+    assert find.newest_complete(tmp_path / "gone") is None
+    assert find.checkpoints_in(tmp_path / "gone") == []
+    storage.Folder(tmp_path / "gone").sweep()
 
 
 def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
@@ -72,25 +72,25 @@ def test_only_checkpoints_are_removed_or_replaced(tmp_path: Path) -> None:
     precious.mkdir()
     (precious / "paper.tex").write_text("years of work")
     with pytest.raises(CheckpointError, match="does not look like a checkpoint"):
-        commit.remove(precious)
+        storage.remove(precious)
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
-        store.write(precious, example())
+        commit.write(precious, example())
     with pytest.raises(CheckpointError, match="is not a checkpoint, so it is not replaced"):
-        store.write(precious / "paper.tex", example())
+        commit.write(precious / "paper.tex", example())
     one, link = tmp_path / "step-00000001", tmp_path / "step-00000002"
-    store.write(one, example())
+    commit.write(one, example())
     link.symlink_to(one)
-    for refuse in (commit.remove, lambda path: store.write(path, example())):
+    for refuse in (storage.remove, lambda path: commit.write(path, example())):
         with pytest.raises(CheckpointError):
             refuse(link)
     assert (precious / "paper.tex").read_text() == "years of work"
-    store.verify(one)
-    commit.remove(one)
+    find.verify(one)
+    storage.remove(one)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results", "step-00000002"]
 
 
 def test_sweep_touches_nothing_but_its_own_rests(tmp_path: Path) -> None:
-    for name in (".step-00000001.partial", ".step-00000002.removed", ".step-00000003.replaced"):
+    for name in (".step-00000001.partial", ".step-00000002.partial", ".step-00000003.replaced"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"torn")
     outside = tmp_path / "outside"
@@ -99,22 +99,11 @@ def test_sweep_touches_nothing_but_its_own_rests(tmp_path: Path) -> None:
     (tmp_path / ".step-00000004.partial").symlink_to(outside)
     for name in (".mine.partial", ".step-1.partial", "step-00000001.partial", ".git"):
         (tmp_path / name).mkdir()
-    commit.sweep(tmp_path)
+    storage.Folder(tmp_path).sweep()
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *(".git", ".mine.partial", ".step-1.partial", "outside", "step-00000001.partial")
     ]
     assert (outside / "file").read_text() == "kept"
-
-
-def test_extra_files_are_part_of_it(tmp_path: Path) -> None:
-    store.write(tmp_path / "one", example(), extra_files={"config.yaml": lambda path: path.write_text("a: 1")})
-    store.verify(tmp_path / "one")
-    (tmp_path / "one" / "config.yaml").write_text("a: 2")
-    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged"):
-        store.read_checkpoint(tmp_path / "one")
-    for name in ("../evil", "/evil", "manifest.json", "state.json", "", ".."):
-        with pytest.raises(CheckpointError, match="cannot be a file of a checkpoint"):
-            store.write(tmp_path / "two", example(), extra_files={name: Path.touch})
 
 
 # ---------------------------------------------------------------------------------------------- background
@@ -126,7 +115,7 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
     for step in range(4):
         weight.fill_(step)
         tied = weight.view(1000, 300)
-        writer.save(tmp_path / store.directory_name(step), {"state_dict": {"a": tied, "b": tied}, "list": [step]})
+        writer.save(tmp_path / find.directory_name(step), {"state_dict": {"a": tied, "b": tied}, "list": [step]})
         weight.fill_(-1)  # training goes on while the thread writes
         memory = writer.memory
         assert memory is not None
@@ -135,8 +124,8 @@ def test_background_save_is_a_snapshot_and_reuses_its_memory(tmp_path: Path) -> 
     writer.close()
     assert len(set(seen)) == 1
     assert writer.memory is None
-    for step, path in enumerate(store.checkpoints_in(tmp_path)):
-        back = store.read_checkpoint(path)
+    for step, path in enumerate(find.checkpoints_in(tmp_path)):
+        back = reading.read_checkpoint(path)
         assert back["list"] == [step]
         assert torch.equal(back["state_dict"]["a"], torch.full((1000, 300), float(step)))
         assert torch.equal(back["state_dict"]["b"], back["state_dict"]["a"])
@@ -151,7 +140,7 @@ def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> No
         contents["numbers"] = {"c": torch.rand(size, dtype=torch.complex64), "array": np.arange(size)}
         writer.save(tmp_path / str(step), contents)
         writer.wait()
-        back = store.read_checkpoint(tmp_path / str(step))
+        back = reading.read_checkpoint(tmp_path / str(step))
         for file in contents:
             assert all(
                 torch.equal(torch.as_tensor(back[file][name]), torch.as_tensor(value))
@@ -160,15 +149,18 @@ def test_background_memory_grows_and_keeps_views_and_kinds(tmp_path: Path) -> No
     writer.close()
 
 
-def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path) -> None:
-    writer, started, looked = background.Writer(), threading.Event(), threading.Event()
+def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, started, looked, write = background.Writer(), threading.Event(), threading.Event(), os.write
 
-    def slow(path: Path) -> None:
+    def slow(descriptor: int, data: bytes) -> int:
+        if threading.current_thread() is threading.main_thread():
+            return write(descriptor, data)
         started.set()
         looked.wait(60)
         raise OSError(5, "the disk came loose")
 
-    writer.save(tmp_path / "one", example(), extra_files={"slow": slow})
+    monkeypatch.setattr(os, "write", slow)
+    writer.save(tmp_path / "one", example())
     assert started.wait(60)
     writer.check()  # in flight is no failure
     looked.set()
@@ -177,9 +169,10 @@ def test_background_failure_surfaces_with_its_cause_once(tmp_path: Path) -> None
     assert isinstance(caught.value.__cause__, CheckpointError)
     assert not any(tmp_path.iterdir())
     writer.check()
+    monkeypatch.undo()
     writer.save(tmp_path / "two", example(7))
     writer.close()
-    assert store.read_checkpoint(tmp_path / "two")["global_step"] == 7
+    assert reading.read_checkpoint(tmp_path / "two")["global_step"] == 7
 
 
 def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Path) -> None:
@@ -192,26 +185,26 @@ def test_what_cannot_be_stored_is_refused_before_the_thread_starts(tmp_path: Pat
 @pytest.mark.slow
 def test_a_process_that_ends_finishes_its_save(tmp_path: Path) -> None:
     program = (
-        "import sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import background\n"
-        "background.Writer().save(Path(sys.argv[1]), {'a': torch.ones(9)}, extra_files={'b': lambda path:"
-        " (time.sleep(0.5), path.touch())})\nraise SystemExit(3)"
+        "import os, sys, time, torch\nfrom pathlib import Path\nfrom legato.trainer.checkpoints import background\n"
+        "write = os.write\nos.write = lambda *call: (time.sleep(0.1), write(*call))[1]\n"
+        "background.Writer().save(Path(sys.argv[1]), {'a': torch.ones(9)})\nraise SystemExit(3)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "one")], timeout=120).returncode == 3
-    assert torch.equal(store.read_checkpoint(tmp_path / "one")["a"], torch.ones(9))
+    assert torch.equal(reading.read_checkpoint(tmp_path / "one")["a"], torch.ones(9))
 
 
 MEMORY = """
     import re, sys
     from pathlib import Path
     import torch
-    from legato.trainer.checkpoints import background, store
+    from legato.trainer.checkpoints import background, commit, find, reading
     # not ru_maxrss: a new program inherits that of the process that started it
     most = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
     state = {"state_dict": {str(place): torch.ones(1_000_000) for place in range(40)}, "ids": torch.arange(5_000_000)}
     writer, root = background.Writer(), Path(sys.argv[1])
-    store.write(root / "warm", {"a": torch.ones(3)})
+    commit.write(root / "warm", {"a": torch.ones(3)})
     start = most()
-    store.write(root / "once", state)
+    commit.write(root / "once", state)
     at_once = most() - start
     for step in range(3):
         writer.save(root / str(step), state)
@@ -231,10 +224,10 @@ def test_host_memory_is_no_copy_at_once_and_one_in_the_background(tmp_path: Path
 
 
 def test_a_replacement_that_died_between_its_names_is_found_by_its_name(tmp_path: Path) -> None:
-    path = tmp_path / store.directory_name(3)
-    store.write(path, example(3))
+    path = tmp_path / find.directory_name(3)
+    commit.write(path, example(3))
     aside = path.rename(tmp_path / f".{path.name}.replaced")
-    assert store.resolve(path) == store.resolve(tmp_path) == aside
-    assert store.checkpoints_in(tmp_path) == []
-    commit.sweep(tmp_path)
-    assert store.checkpoints_in(tmp_path) == [path]
+    assert find.resolve(path) == find.resolve(tmp_path) == aside
+    assert find.checkpoints_in(tmp_path) == []
+    storage.Folder(tmp_path).sweep()
+    assert find.checkpoints_in(tmp_path) == [path]

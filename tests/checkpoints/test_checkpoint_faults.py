@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from legato.base.errors import CheckpointError
-from legato.trainer.checkpoints import commit
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import commit, find, storage
 
 DRIVER = Path(__file__).parents[1].joinpath("checkpoint_driver.py")
 SCENARIOS = {  # calls into the file system that each makes, at least
@@ -118,11 +117,11 @@ def test_everything_is_on_the_disk_before_what_builds_on_it(
 
 def test_a_disk_without_space_is_told_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"needs 1,000 PB in {tmp_path}, where .*B are free"):
-        commit.free_space_check(tmp_path / "not" / "there", 10**18)
-    commit.free_space_check(tmp_path, 1)
+        storage.free_space_check(tmp_path / "not" / "there", 10**18)
+    storage.free_space_check(tmp_path, 1)
     huge = torch.zeros(1).expand(2**58)
     with pytest.raises(CheckpointError, match="nothing was written"):
-        store.write(tmp_path / store.directory_name(1), {"huge": huge})
+        commit.write(tmp_path / find.directory_name(1), {"huge": huge})
     assert not any(tmp_path.iterdir())
 
 
@@ -131,37 +130,42 @@ FULL_DISK = """
     import sys
     from pathlib import Path
     import torch
-    from legato.trainer.checkpoints import background, commit, store
+    from legato.trainer.checkpoints import background, commit, find, reading, storage
     from legato.base.errors import CheckpointError
 
     root = Path(sys.argv[1])
     saved = 0
     while True:  # until the check says that no more fits
         try:
-            store.write(root / store.directory_name(saved), {"w": torch.full((100_000,), float(saved))})
+            commit.write(root / find.directory_name(saved), {"w": torch.full((100_000,), float(saved))})
             saved += 1
         except CheckpointError as error:
             assert re.match(rf"A checkpoint needs 4.. kB in {root}", str(error)), error
             break
     assert saved >= 3, saved
 
-    def fill(path):  # another program fills the disk while the save is under way
-        with path.open("wb") as file:
-            while True:
-                file.write(bytes(1 << 16))
+    def fill(root, needed):  # another program fills the disk while the save is under way
+        with (root / "others").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(1 << 12))
+            except OSError:
+                pass
 
-    commit.remove(root / store.directory_name(0))
+    storage.remove(root / find.directory_name(0))
+    storage.free_space_check = fill
     writer = background.Writer()
-    for save in (store.write, writer.save):
+    for save in (commit.write, writer.save):
         try:
-            save(root / store.directory_name(99), {"w": torch.ones(10)}, extra_files={"big": fill})
+            save(root / find.directory_name(99), {"w": torch.ones(100_000)})
             writer.wait()
             raise SystemExit("the disk was never full")
         except CheckpointError as error:
             assert "No space left on device" in str(error) and str(root) in str(error), error
-    assert sorted(path.name for path in root.iterdir()) == [store.directory_name(step) for step in range(1, saved)]
-    assert store.read_checkpoint(store.newest_complete(root))["w"][0] == saved - 1
-    store.write(root / store.directory_name(99), {"w": torch.ones(10)})
+        (root / "others").unlink()
+    assert sorted(path.name for path in root.iterdir()) == [find.directory_name(step) for step in range(1, saved)]
+    assert reading.read_checkpoint(find.newest_complete(root))["w"][0] == saved - 1
+    commit.write(root / find.directory_name(99), {"w": torch.ones(10)})
     print("good")
 """
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from legato.base.errors import CheckpointError
-from legato.trainer.checkpoints import foreign, format, manifest
-from legato.trainer.checkpoints.format import FileSum, file_sum, read_tensors
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import codec, commit, find, foreign, manifest, reading
+from legato.trainer.checkpoints.hashed import FileSum, file_sum
+from legato.trainer.checkpoints.tensors import read_tensors
 
 FILES = ("model.safetensors", "tensors.safetensors", "state.json", "manifest.json")
 
@@ -29,7 +29,7 @@ def two(tmp_path: Path) -> tuple[Path, Path]:
     root = tmp_path / "checkpoints"
     for step in (1, 2):
         contents = {"state_dict": {"w": torch.full((8, 8), float(step))}, "m": torch.ones(9), "at": (step, None)}
-        store.write(root / store.directory_name(step), contents)
+        commit.write(root / find.directory_name(step), contents)
     return root / "step-00000001", root / "step-00000002"
 
 
@@ -60,11 +60,11 @@ def test_every_flipped_bit_and_every_cut_is_found(
     for data in damaged:
         file.write_bytes(data)
         with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-            store.verify(newer)
+            find.verify(newer)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
-        store.read_checkpoint(newer)
+        reading.read_checkpoint(newer)
     with caplog.at_level(logging.WARNING, logger="legato"):
-        assert store.newest_complete(newer.parent) == older
+        assert find.newest_complete(newer.parent) == older
     assert "step-00000002 is passed over" in caplog.text
     assert name in caplog.text
 
@@ -75,21 +75,21 @@ def test_what_is_no_file_of_its_own_is_refused(two: tuple[Path, Path], tmp_path:
         kept = tmp_path / name
         shutil.move(newer / name, kept)
         with pytest.raises(CheckpointError, match=rf"{name} is missing"):
-            store.read_checkpoint(newer)
+            reading.read_checkpoint(newer)
         (newer / name).symlink_to(kept)
         with pytest.raises(CheckpointError, match=rf"{name} is a link"):
-            store.read_checkpoint(newer)
+            reading.read_checkpoint(newer)
         (newer / name).unlink()
         os.mkfifo(newer / name)  # opening it would wait for ever
         with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
-            store.read_checkpoint(newer)
+            reading.read_checkpoint(newer)
         (newer / name).unlink()
         (newer / name).mkdir()
         with pytest.raises(CheckpointError, match=rf"{name} is no regular file"):
-            store.read_checkpoint(newer)
+            reading.read_checkpoint(newer)
         (newer / name).rmdir()
         shutil.move(kept, newer / name)
-    store.verify(newer)
+    find.verify(newer)
 
 
 # ---------------------------------------------------------------------------------------------- hostile
@@ -105,31 +105,41 @@ def good_manifest() -> dict[str, object]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda body: body.update(format=3), "newer than this Legato reads"),
-        (lambda body: body.update(format=True), "format must be 2 or 1"),
-        (lambda body: body.update(format=0), "format must be 2 or 1"),
-        (lambda body: body.pop("torch"), "torch is missing"),
+        (lambda body: body.update(format=4), "newer than this Legato reads"),
+        (
+            lambda body: body.update(format=2),
+            "of an earlier Legato; the last commit that reads it is [0-9a-f]{7}",
+        ),
+        (lambda body: body.update(format=True), "format must be 3"),
+        (lambda body: body.update(format=0), "format must be 3"),
+        (lambda body: body.pop("legato"), "legato is missing"),
         (lambda body: body.update(pickle="yes"), "unknown field pickle"),
-        (lambda body: body.update(torch=3), "must be texts"),
+        (lambda body: body.update(legato=3), "must be texts"),
         (lambda body: body.update(run=3), "must be texts"),
         (lambda body: body.update(run="another"), "does not match its own sha256"),
         (lambda body: body.update(files=[]), "files must be an object"),
         (lambda body: body["files"].pop("state.json"), "files lacks state.json"),
-        (lambda body: body["files"].update({"../../etc/passwd": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"/etc/passwd": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"a/b": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"..": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"a\n": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"manifest.json": {}}), "not a plain file name"),
-        (lambda body: body["files"].update({"a": 3}), "files.a must be an object"),
-        (lambda body: body["files"].update({"a": {"size": 3}}), r"files\.a\.sha256 is missing"),
+        (lambda body: body["files"].update({"../../etc/passwd": {}}), "is not the name of a checkpoint's file"),
+        (lambda body: body["files"].update({"/etc/passwd": {}}), "is not the name of a checkpoint's file"),
+        (lambda body: body["files"].update({"a/b": {}}), "is not the name of a checkpoint's file"),
+        (lambda body: body["files"].update({"..": {}}), "is not the name of a checkpoint's file"),
+        (lambda body: body["files"].update({"": {}}), "is not the name of a checkpoint's file"),
+        (lambda body: body["files"].update({"a\n": {}}), "is not the name of a checkpoint's file"),
+        (lambda body: body["files"].update({"manifest.json": {}}), "is not the name of a checkpoint's file"),
+        (
+            lambda body: body["files"].update({"model-00001.safetensors": 3}),
+            "files.model-00001.safetensors must be an object",
+        ),
+        (
+            lambda body: body["files"].update({"model-00001.safetensors": {"size": 3}}),
+            r"\.safetensors\.sha256 is missing",
+        ),
         (lambda body: body["files"]["state.json"].update(size=-1), "must be a number of bytes"),
         (lambda body: body["files"]["state.json"].update(size=10**300), "must be a number of bytes"),
         (lambda body: body["files"]["state.json"].update(size=3.0), "must be a number of bytes"),
         (lambda body: body["files"]["state.json"].update(sha256="AB" * 32), "64 hexadecimal digits"),
         (lambda body: body["files"]["state.json"].update(size=4), "does not match its own sha256"),
-        (lambda body: body.update(torch="1.0"), "does not match its own sha256"),
+        (lambda body: body.update(legato="1.0"), "does not match its own sha256"),
     ],
 )
 def test_manifest_says_which_field_is_wrong(change: Callable[[dict[str, object]], object], words: str) -> None:
@@ -154,7 +164,7 @@ def test_hostile_json_is_refused(data: bytes, two: tuple[Path, Path]) -> None:
     (newer / "state.json").write_bytes(data)
     reseal(newer)
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        store.read_checkpoint(newer)
+        reading.read_checkpoint(newer)
 
 
 def test_deep_but_valid_json_is_refused() -> None:
@@ -162,7 +172,7 @@ def test_deep_but_valid_json_is_refused() -> None:
     for _ in range(3000):
         nested = {"a": [nested]}
     with pytest.raises(CheckpointError, match="too deeply"):
-        format.unflatten({"a": nested}, {})
+        codec.unflatten({"a": nested}, {})
 
 
 MARKS: list[object] = [
@@ -193,19 +203,19 @@ MARKS: list[object] = [
 @pytest.mark.parametrize("mark", MARKS, ids=str)
 def test_hostile_marks_are_refused_with_their_place(mark: object) -> None:
     with pytest.raises(CheckpointError, match=r"state\.json is damaged at outer\.1"):
-        format.unflatten({"outer": [0, mark]}, {"model": {"w": torch.ones(3)}, "tensors": {}})
+        codec.unflatten({"outer": [0, mark]}, {"model": {"w": torch.ones(3)}, "tensors": {}})
 
 
 def test_each_tensor_is_used_exactly_once() -> None:
     mark = {"__legato__": "tensor", "file": "model", "name": "w"}
     weights = {"model": {"w": torch.ones(3)}}
-    assert torch.equal(format.unflatten({"a": mark}, weights)["a"], torch.ones(3))
+    assert torch.equal(codec.unflatten({"a": mark}, weights)["a"], torch.ones(3))
     with pytest.raises(CheckpointError, match="used twice"):
-        format.unflatten({"a": mark, "b": mark}, weights)
+        codec.unflatten({"a": mark, "b": mark}, weights)
     with pytest.raises(CheckpointError, match=r"model\.safetensors holds 'w', which state\.json does not mention"):
-        format.unflatten({}, weights)
+        codec.unflatten({}, weights)
     with pytest.raises(CheckpointError, match="must hold an object"):
-        format.unflatten([], {})
+        codec.unflatten([], {})
 
 
 def lying(header: object, body: bytes = b"\0" * 16) -> bytes:
@@ -232,7 +242,7 @@ def test_a_tensor_header_that_lies_is_refused(data: bytes, two: tuple[Path, Path
     (newer / "model.safetensors").write_bytes(data)
     reseal(newer)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        store.read_checkpoint(newer)
+        reading.read_checkpoint(newer)
 
 
 # ---------------------------------------------------------------------------------------------- fuzz
@@ -311,11 +321,11 @@ def test_fuzz_state() -> None:
         "a": [1, 2.5, float("nan"), (None, True), {1: "x", (2, "y"): b"z"}, {3, 4}, torch.Size([1]), torch.float16],
         "b": {"__legato__": 5, "device": torch.device("cpu"), "path": Path("p"), "big": 2**100, "c": 1 + 2j},
     }
-    flat, generator = format.flatten(everything), random.Random(1)
+    flat, generator = codec.flatten(everything), random.Random(1)
     seed = json.dumps(flat.tree).encode()
-    format.unflatten(manifest.parse_json(seed, "state.json"), flat.tensors)
+    codec.unflatten(manifest.parse_json(seed, "state.json"), flat.tensors)
     outcomes = [
-        outcome(lambda: format.unflatten(manifest.parse_json(mutated(seed, generator), "state.json"), flat.tensors))
+        outcome(lambda: codec.unflatten(manifest.parse_json(mutated(seed, generator), "state.json"), flat.tensors))
         for _ in range(6000)
     ]
     assert outcomes.count("refused") > 3000
@@ -337,15 +347,13 @@ json_values = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=5)
-    | st.sampled_from(sorted(format.READERS)),
+    | st.sampled_from(sorted(codec.KINDS)),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from([format.MARK, "value", "file", "name", "size", "sha256", "files"]), inner, max_size=4
+            st.sampled_from([codec.MARK, "value", "file", "name", "size", "sha256", "files"]), inner, max_size=4
         )
-        | st.builds(
-            lambda kind, value: {format.MARK: kind, "value": value}, st.sampled_from(sorted(format.READERS)), inner
-        )
+        | st.builds(lambda kind, value: {codec.MARK: kind, "value": value}, st.sampled_from(sorted(codec.KINDS)), inner)
     ),
     max_leaves=8,
 )
@@ -355,7 +363,7 @@ json_values = st.recursive(
 @settings(deadline=None, max_examples=1000)
 @given(value=json_values)
 def test_any_json_value_is_read_or_refused(value: object) -> None:
-    outcome(lambda: format.unflatten({"a": value}, {}))
+    outcome(lambda: codec.unflatten({"a": value}, {}))
     outcome(lambda: manifest.parse_manifest(json.dumps(value).encode()))
 
 

@@ -10,9 +10,8 @@ from tiny import Tiny, make_loader, make_trainer
 import legato as lg
 from legato.base.errors import CheckpointError
 from legato.callbacks import Checkpoint
-from legato.trainer.checkpoints import manifest
-from legato.trainer.checkpoints.format import file_sum
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import commit, find, manifest
+from legato.trainer.checkpoints.hashed import file_sum
 
 
 def train(folder: Path, callback: Checkpoint, epochs: int = 1, resume: Any = None, **options: Any) -> lg.Trainer:
@@ -30,7 +29,7 @@ def forge(path: Path, **changes: Any) -> None:
     (path / "state.json").write_text(json.dumps(state))
     files = {name: file_sum(path / name) for name in manifest.load_manifest(path).files}
     (path / "manifest.json").write_bytes(manifest.dump_manifest(files, manifest.load_manifest(path).run))
-    store.verify(path)
+    find.verify(path)
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def victims(tmp_path: Path) -> list[Path]:
     """Folders that nobody has asked to be deleted."""
     found = [tmp_path / "precious", tmp_path / "runs" / "other" / "version_0" / "checkpoints" / "step-00000003"]
     for path in found:
-        store.write(path, {"state_dict": {}})
+        commit.write(path, {"state_dict": {}})
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "manifest.json").write_text("{}")
@@ -96,7 +95,7 @@ def test_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path: Path) -> N
     """One has a name as Legato gives them, and stands where this run writes; but this run did not write it."""
     folder, own = tmp_path / "runs", tmp_path / "own"
     train(folder, Checkpoint(dirpath=own, save_top_k=-1))
-    store.write(own / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
+    commit.write(own / "step-00000002", {"state_dict": {}})  # of the right form, from elsewhere
     (own / "step-00000003").symlink_to(own / "step-00000002")
     named = {f"step-{step:08d}": None for step in (2, 3, 4, 5)}
     forge(own / "step-00000005", scores=named)

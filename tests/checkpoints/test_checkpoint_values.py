@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from legato.base.errors import CheckpointError
-from legato.trainer.checkpoints import format
-from legato.trainer.checkpoints.format import read_tensors, write_tensors
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import codec, commit, reading
+from legato.trainer.checkpoints.hashed import HashedFile
+from legato.trainer.checkpoints.tensors import read_tensors, write_tensors
 
 
 def same(one: object, other: object) -> bool:
@@ -101,7 +101,7 @@ scalars = st.sampled_from([np.float32(0.1), np.float64(0.1), np.int64(7), np.uin
 hashable = st.one_of(
     st.text(max_size=6), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text(max_size=2))
 )
-keys = st.one_of(hashable, st.sampled_from([format.MARK, "value", "a.b", "a", "b", "__metadata__", "state_dict"]))
+keys = st.one_of(hashable, st.sampled_from([codec.MARK, "value", "a.b", "a", "b", "__metadata__", "state_dict"]))
 values = st.recursive(
     st.one_of(plain, tensors(), arrays, scalars),
     lambda inner: st.one_of(
@@ -115,16 +115,16 @@ values = st.recursive(
 )
 
 
-names = st.one_of(st.sampled_from(["state_dict", format.MARK]), st.text(max_size=5))
+names = st.one_of(st.sampled_from(["state_dict", codec.MARK]), st.text(max_size=5))
 
 
 @pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(contents=st.dictionaries(names, values, max_size=3))
 def test_whatever_is_taken_apart_is_put_together(contents: dict[str, object]) -> None:
-    flat = format.flatten(contents)
+    flat = codec.flatten(contents)
     state = json.loads(json.dumps(flat.tree, allow_nan=False))
-    assert same(format.unflatten(state, flat.tensors), native_order(contents))
+    assert same(codec.unflatten(state, flat.tensors), native_order(contents))
 
 
 @pytest.mark.slow
@@ -132,8 +132,8 @@ def test_whatever_is_taken_apart_is_put_together(contents: dict[str, object]) ->
 @given(contents=st.dictionaries(names, values, max_size=3))
 def test_whatever_goes_in_comes_out(contents: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("value")
-    store.write(folder / "one", contents)
-    assert same(store.read_checkpoint(folder / "one"), native_order(contents))
+    commit.write(folder / "one", contents)
+    assert same(reading.read_checkpoint(folder / "one"), native_order(contents))
     shutil.rmtree(folder)
 
 
@@ -165,8 +165,8 @@ def test_real_training_state_survives(tmp_path: Path) -> None:
         "plateau": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer).state_dict(),
         "rng": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
     }
-    store.write(tmp_path / "one", contents)
-    back = store.read_checkpoint(tmp_path / "one")
+    commit.write(tmp_path / "one", contents)
+    back = reading.read_checkpoint(tmp_path / "one")
     assert all(torch.equal(back["state_dict"][name], value) for name, value in model.state_dict().items())
     optimizer.load_state_dict(back["optimizer"])
     for scheduler, state in zip(schedulers, back["schedulers"], strict=True):
@@ -187,7 +187,9 @@ def test_library_reads_every_tensor_and_aligned(tmp_path: Path) -> None:
         "halves": torch.ones(3).bfloat16(),
         'é"\\\n': torch.ones(2, 2).t(),
     }
-    write_tensors(tmp_path / "file.safetensors", {**made, "empty": torch.empty(0, 2), "one": torch.tensor(2.0)})
+    write_tensors(
+        HashedFile(tmp_path / "file.safetensors"), {**made, "empty": torch.empty(0, 2), "one": torch.tensor(2.0)}
+    )
     library = safetensors.torch.load_file(tmp_path / "file.safetensors")
     assert same({name: library[name] for name in made}, {name: value.contiguous() for name, value in made.items()})
     assert library["empty"].shape == (0, 2)
@@ -215,7 +217,7 @@ def test_library_reads_every_tensor_and_aligned(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_stored_is_named_with_its_place(value: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=words):
-        store.write(tmp_path / "one", {"callbacks": {"Mine": {"thing": value}}})
+        commit.write(tmp_path / "one", {"callbacks": {"Mine": {"thing": value}}})
     assert not any(tmp_path.iterdir())
 
 
@@ -224,4 +226,4 @@ def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
     endless: list[object] = []
     endless.append(endless)
     with pytest.raises(CheckpointError, match="does it contain itself"):
-        store.write(tmp_path / "one", {"a": endless})
+        commit.write(tmp_path / "one", {"a": endless})

@@ -19,7 +19,7 @@ from legato.base.errors import LegatoError
 from legato.callbacks import Checkpoint
 from legato.loggers import JSONLinesLogger
 from legato.loggers.logger import Logger
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import find
 
 
 class At(lg.Callback):
@@ -93,7 +93,7 @@ def test_a_checkpoint_that_somebody_changes_is_left_alone(
     assert names[-2:] == ["step-00000009", "step-00000010"]
     assert set(names[:-2]) <= {"step-00000005", "step-00000006"}
     for name in names[-2:]:
-        store.verify(trainer.run_dir / "checkpoints" / name)
+        find.verify(trainer.run_dir / "checkpoints" / name)
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ import legato as lg
 from legato.base.errors import CheckpointError
 from legato.callbacks import Checkpoint
 from legato.cli.main import main
+from legato.trainer.checkpoints import commit, reading
 from legato.trainer.checkpoints.background import Writer
 from legato.trainer.checkpoints.shards import ShardBlock
 from legato.trainer.processes.environment import run_workers
-from legato.trainer.runs import store
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -56,10 +56,10 @@ def test_any_block_is_read_from_the_parts_of_any_grid(tmp_path_factory, box, cop
         place = places[rank.rank]
         part = ShardBlock(tensor[place].clone(), sizes, tuple(side.start for side in place))
         contents = {"state_dict": {"w": part, "plain": torch.ones(2)}, "moments": [part], "rank": rank.rank}
-        store.write(directory, contents, ranks=rank)
+        commit.write(directory, contents, ranks=rank)
 
     on_ranks(len(places), save)
-    stored = store.read_checkpoint(directory, in_parts=("state_dict",))
+    stored = reading.read_checkpoint(directory, in_parts=("state_dict",))
     assert stored["rank"] == 0
     assert torch.equal(stored["state_dict"]["plain"], torch.ones(2))
     assert torch.equal(stored["moments"][0], tensor)
@@ -72,14 +72,14 @@ def test_any_block_is_read_from_the_parts_of_any_grid(tmp_path_factory, box, cop
 def test_parts_that_do_not_make_up_the_whole_are_refused(tmp_path):
     def save(rank):
         part = ShardBlock(torch.ones(2), (5,), (rank.rank * 2,))  # the last number is missing
-        store.write(tmp_path / "a", {"state_dict": {"w": part}}, ranks=rank)
+        commit.write(tmp_path / "a", {"state_dict": {"w": part}}, ranks=rank)
 
     on_ranks(2, save)
     with pytest.raises(CheckpointError, match=r"state_dict\.w: the parts of 'w' do not make up a tensor of shape"):
-        store.read_checkpoint(tmp_path / "a")
+        reading.read_checkpoint(tmp_path / "a")
     (tmp_path / "a" / "model-00001.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"model-00001\.safetensors has 1 bytes"):
-        store.read_checkpoint(tmp_path / "a")
+        reading.read_checkpoint(tmp_path / "a")
 
 
 @pytest.mark.parametrize("background", [False, True])
@@ -87,7 +87,7 @@ def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_nothing(tmp_path,
     def save(rank, step):
         contents = {"state_dict": {"w": ShardBlock(torch.ones(2) * step, (4,), (rank.rank * 2,))}}
         if not background:
-            store.write(tmp_path / f"step-{step:08d}", contents, ranks=rank)
+            commit.write(tmp_path / f"step-{step:08d}", contents, ranks=rank)
             return
         writer = Writer()
         writer.save(tmp_path / f"step-{step:08d}", contents, ranks=rank)
@@ -116,7 +116,7 @@ def test_a_rank_that_cannot_write_spoils_it_for_all_and_leaves_nothing(tmp_path,
     assert "No space left on device" in said[1]
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert torch.equal(store.read_checkpoint(tmp_path / "step-00000001")["state_dict"]["w"], torch.ones(4))
+    assert torch.equal(reading.read_checkpoint(tmp_path / "step-00000001")["state_dict"]["w"], torch.ones(4))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Looks(lg.Callback):
 
     def on_train_start(self, trainer, task):
         trainer.save_checkpoint(self.folder)
-        saved = store.read_checkpoint(self.folder)
+        saved = reading.read_checkpoint(self.folder)
         self.found = saved["state_dict"], saved["optimizer_states"][0]["state"]
         trainer.should_stop = True
 
@@ -211,7 +211,7 @@ def test_every_layout_takes_over_the_checkpoint_of_every_other(saved, tmp_path):
             found[name, source] = looks.found
         return found
 
-    wanted = {name: store.read_checkpoint(of(saved, name)) for name in LAYOUTS}
+    wanted = {name: reading.read_checkpoint(of(saved, name)) for name in LAYOUTS}
     for processes, layouts in grouped().items():
         found = run_workers(lambda p=processes, group=layouts: work(p, group), processes)
         for (name, source), (weights, moments) in found.items():
@@ -251,7 +251,7 @@ def test_export(saved, tmp_path, capsys):
     target = tmp_path / "out.safetensors"
     assert main(["export", str(of(saved, "shard x tensor")), str(target)]) == 0
     assert str(target) in capsys.readouterr().out
-    expected = store.read_checkpoint(of(saved, "shard x tensor"))["state_dict"]
+    expected = reading.read_checkpoint(of(saved, "shard x tensor"))["state_dict"]
     found = load_file(target)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

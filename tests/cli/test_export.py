@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from legato.base.errors import CheckpointError
 from legato.cli.export_model import compare_outputs, doubled
 from legato.cli.main import main
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import commit
 
 FORWARD = """
     def forward(self, x):
@@ -67,7 +67,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     weights = {"layer.weight": torch.tensor([[2.0]]), "layer.bias": torch.tensor([1.0])}
-    store.write(tmp_path / "run" / "checkpoints" / "step-00000001", {"state_dict": weights, "global_step": 1})
+    commit.write(tmp_path / "run" / "checkpoints" / "step-00000001", {"state_dict": weights, "global_step": 1})
     return tmp_path
 
 

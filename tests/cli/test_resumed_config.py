@@ -8,7 +8,7 @@ from forked import Forked, completed, run_module
 from replayed_folder import CONFIG, RUN, TWO, legato, make_folder, trained
 from waiting import free_port
 
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import reading
 from legato.trainer.runs.directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_resume_keeps_the_config_of_the_run_and_changes_what_is_set_now() -> N
 
     legato("fit", str(RUN / "config.yaml"))  # the same again, on one process
     weights = [
-        store.read_checkpoint(run / "checkpoints" / "step-00000015")["state_dict"]
+        reading.read_checkpoint(run / "checkpoints" / "step-00000015")["state_dict"]
         for run in (RUN, RUN.with_name("version_1"))
     ]
     assert all(bool((weights[0][name] == weights[1][name]).all()) for name in weights[0])

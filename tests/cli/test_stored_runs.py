@@ -21,8 +21,8 @@ from legato.base.quantities import time_taken
 from legato.cli.main import main
 from legato.cli.runs.differences import from_defaults, short_names
 from legato.cli.runs.text import chart, sparkline
+from legato.trainer.checkpoints import commit, find
 from legato.trainer.checkpoints.commit import Owner
-from legato.trainer.runs import store
 from legato.trainer.runs.directory import RunDirectory, flat_config
 from legato.trainer.runs.lock import RunLock
 
@@ -354,7 +354,7 @@ def make_saved_run(name, *, steps=(5, 10), run="abc", **options):
     path = make_run(name, steps=(), **{"best": 0.4, "best_checkpoint": f"step-{steps[0]:08d}", **options})
     for step in steps:
         contents = {"state_dict": {"weight": torch.ones(2)}, "global_step": step}
-        store.write(path / "checkpoints" / store.directory_name(step), contents, owner=Owner(run))
+        commit.write(path / "checkpoints" / find.directory_name(step), contents, owner=Owner(run))
     return path
 
 
@@ -461,7 +461,7 @@ def test_clean_deletes_only_checkpoints_that_this_run_wrote(capsys):
     (inside / "v1").mkdir()
     (inside / "v1/manifest.json").write_text("{}")  # of another program
     (inside / "v1/state.json").write_text("{}")
-    store.write(inside / "step-00000012", {"state_dict": {}, "global_step": 12}, owner=Owner("def"))  # of another run
+    commit.write(inside / "step-00000012", {"state_dict": {}, "global_step": 12}, owner=Owner("def"))  # of another run
     (inside / "step-00000010/notes.txt").write_text("mine")
     kept = files_below(inside / "v1", inside / "step-00000012", inside / "step-00000010", inside / "step-00000020")
     text = said(capsys, "clean", "--yes")

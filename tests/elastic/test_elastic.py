@@ -15,10 +15,10 @@ from waiting import children, free_port, leave, runs, wait_until
 
 import legato as lg
 from legato.base.errors import ConfigError
+from legato.trainer.checkpoints import find
 from legato.trainer.processes import environment
 from legato.trainer.processes.collectives import SINGLE
 from legato.trainer.processes.sync import Agreement
-from legato.trainer.runs import store
 from legato.trainer.strategies.ddp import DDPStrategy
 
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -209,10 +209,10 @@ def test_rank_zero_dies_while_it_saves(tmp_path, folder, undisturbed, asynchrono
     with Killer(folder, plan):
         task, trainer = fit(tmp_path, folder, elastic=True, devices=2, callbacks=[saver, SlowSave()])
     assert_same(task, trainer, undisturbed)
-    kept = store.checkpoints_in(trainer.run_dir / "checkpoints")
+    kept = find.checkpoints_in(trainer.run_dir / "checkpoints")
     assert [path.name for path in kept] == [f"step-{step:08d}" for step in range(10, STEPS + 1, 10)]
     for path in kept:
-        store.verify(path)
+        find.verify(path)
 
 
 # --- who comes --------------------------------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_with_too_few_processes_the_run_saves_itself_and_can_be_resumed(tmp_path
         fit(tmp_path, folder, elastic=True, devices=3, min_processes=3)
     assert ended.value.code == 75
     (run_dir,) = (tmp_path / "default").iterdir()
-    newest = store.newest_complete(run_dir / "checkpoints")
+    newest = find.newest_complete(run_dir / "checkpoints")
     assert newest is not None
     step = int(newest.name.removeprefix("step-"))
     assert 13 < step < STEPS

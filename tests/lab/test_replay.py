@@ -11,7 +11,7 @@ from forked import Forked, completed, run_module, run_program
 from replayed_folder import RUN, TWO, json_lines, legato, make_folder, trained, tree
 from resumed_run import scalars
 
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import reading
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_of_any_step_is_that_which_the_run_would_have_written() -> 
     run = trained()
     legato("replay", str(run), "step=16", "--save", "saved")
     legato("replay", str(run), "step=10", "save=saved")
-    ours, theirs = (store.read_checkpoint(path / "step-00000016") for path in (Path("saved"), run / "checkpoints"))
+    ours, theirs = (reading.read_checkpoint(path / "step-00000016") for path in (Path("saved"), run / "checkpoints"))
     assert all(bool((ours["state_dict"][name] == value).all()) for name, value in theirs["state_dict"].items())
     same = {name for name in ours["state"] if name not in ("elapsed",)}
     assert {name: ours["state"][name] for name in same} == {name: theirs["state"][name] for name in same}

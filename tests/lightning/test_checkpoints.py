@@ -23,8 +23,8 @@ from legato.cli.convert import convert_checkpoint
 from legato.compat.lightning.checkpoint_files import open_directories
 from legato.compat.lightning.utilities import load_file
 from legato.tasks.hyperparameters import IN_PROCESS
+from legato.trainer.checkpoints import find, reading
 from legato.trainer.resume.convert import as_lightning
-from legato.trainer.runs import store
 from legato.trainer.state import State
 
 pytestmark = pytest.mark.filterwarnings("ignore:::lightning", "ignore:::torch.optim", "ignore:::torch.jit")
@@ -274,7 +274,7 @@ def test_a_file_becomes_a_checkpoint_and_a_file_again(tmp_path):
     convert = partial(completed, run_module, "legato", "convert", cwd=tmp_path)
     done = convert("x.ckpt", "own/step")
     assert done.stdout == "epoch 1, step 10  own/step\n"
-    store.verify(tmp_path / "own" / "step")
+    find.verify(tmp_path / "own" / "step")
     rest = fit(room, "Stepped", source=tmp_path / "own" / "step")
     torch.testing.assert_close(rest.state_dict(), whole.state_dict(), rtol=0, atol=0)
     assert convert("own/step", "y.ckpt").returncode == 0
@@ -429,7 +429,7 @@ def test_averaged_weights_go_both_ways(tmp_path):
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     trainer = lg.Trainer(accelerator="cpu", max_epochs=AT, callbacks=[averaging, Keeps(kept)], **options)
     trainer.fit(module, loader(), ckpt_path=tmp_path / "x.ckpt")
-    own = store.read_checkpoint(kept)
+    own = reading.read_checkpoint(kept)
     torch.testing.assert_close(own["state_dict"], dict(saved["current_model_state"]))
     torch.testing.assert_close(own["callbacks"]["ExponentialMovingAverage"]["averages"], dict(saved["state_dict"]))
     assert own["callbacks"]["ExponentialMovingAverage"]["updates"] == int(saved["averaging_state"]["n_averaged"])

@@ -17,7 +17,7 @@ import legato.compat.lightning as L
 from legato.cli.convert import convert_checkpoint
 from legato.compat.lightning.checkpoint_files import open_directories
 from legato.compat.lightning.file_functions import give_back_files, is_complete, take_files, taken
-from legato.trainer.runs.store import checkpoint_step, verify
+from legato.trainer.checkpoints.find import checkpoint_step, verify
 
 COPIES = ("copy", "copy2", "copyfile")
 

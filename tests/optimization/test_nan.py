@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import legato as lg
 from legato.base.errors import ConfigError, NonFiniteError
+from legato.trainer.checkpoints import find, reading
 from legato.trainer.optimization.finite import are_finite
-from legato.trainer.runs import store
 
 
 class Hurt(Tiny):
@@ -114,9 +114,9 @@ def test_lost_weights_are_not_saved(trainer, tmp_path):
     made = trainer(enable_checkpointing=True, callbacks=[callback], log_every_n_steps=1000)
     with pytest.raises(NonFiniteError, match=r"weights after step 2 are not finite: model\.0\.weight"):
         fit(made, Hurt(batches=[1], only_gradient=True))
-    kept = store.checkpoints_in(made.run_dir / "checkpoints")
+    kept = find.checkpoints_in(made.run_dir / "checkpoints")
     assert [path.name for path in kept] == ["step-00000001"]
-    assert all(value.isfinite().all() for value in store.read_checkpoint(kept[0])["state_dict"].values())
+    assert all(value.isfinite().all() for value in reading.read_checkpoint(kept[0])["state_dict"].values())
 
 
 def test_ignore_trains_on_but_keeps_the_last_good_checkpoint(trainer, caplog):
@@ -125,10 +125,10 @@ def test_ignore_trains_on_but_keeps_the_last_good_checkpoint(trainer, caplog):
         fit(made, Hurt(batches=[2]))
         made.save_checkpoint(made.run_dir / "asked")
     assert made.global_step == 5
-    assert [path.name for path in store.checkpoints_in(made.run_dir / "checkpoints")] == ["step-00000002"]
+    assert [path.name for path in find.checkpoints_in(made.run_dir / "checkpoints")] == ["step-00000002"]
     assert "Step 3 is not saved" in caplog.text
     assert "weights after step 5 are not finite" in caplog.text
-    assert store.read_checkpoint(made.run_dir / "asked")["global_step"] == 5
+    assert reading.read_checkpoint(made.run_dir / "asked")["global_step"] == 5
 
 
 def test_frozen_parameters_and_buffers_may_be_infinite(trainer):
@@ -140,7 +140,7 @@ def test_frozen_parameters_and_buffers_may_be_infinite(trainer):
 
     made = trainer(callbacks=[lg.callbacks.Checkpoint(every_n_train_steps=1)], enable_checkpointing=True)
     fit(made, Masked())
-    assert store.checkpoints_in(made.run_dir / "checkpoints")
+    assert find.checkpoints_in(made.run_dir / "checkpoints")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

@@ -13,8 +13,8 @@ import unanswered_run
 from forked import Forked, run_module, run_script
 from waiting import kill_session, members, wait_until
 
+from legato.trainer.checkpoints import find
 from legato.trainer.processes.signals import RESUME_ME
-from legato.trainer.runs import store
 
 TWO = {"devices": 2, "strategy": "ddp"}
 
@@ -54,9 +54,9 @@ def end(process, code, seconds=60):
 
 
 def checkpoints(folder):
-    found = store.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    found = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
     for path in found:
-        store.verify(path)
+        find.verify(path)
     return [path.name for path in found]
 
 

@@ -11,8 +11,8 @@ import legato as lg
 from legato.base.errors import CheckpointError, TaskError
 from legato.callbacks import EarlyStopping
 from legato.loggers.json_lines import JSONLinesLogger
+from legato.trainer.checkpoints import commit, find, reading
 from legato.trainer.processes.environment import run_workers
-from legato.trainer.runs import store
 
 
 @pytest.fixture(scope="module")
@@ -231,10 +231,10 @@ def test_an_optimizer_of_another_class_is_refused_before_training(trainer, tmp_p
     first = trainer()
     first.fit(Optimized(was), make_loader())
     first.save_checkpoint(tmp_path / "first")
-    saved = store.read_checkpoint(tmp_path / "first")
+    saved = reading.read_checkpoint(tmp_path / "first")
     if not told:
         del saved["numerics"]["optimizers"]
-    store.write(tmp_path / "second", saved)
+    commit.write(tmp_path / "second", saved)
     trainer(max_epochs=2).fit(Optimized(was), make_loader(), resume=tmp_path / "second")
     if told or "SGD" in kinds:
         task, made = Optimized(now), trainer(max_epochs=2)
@@ -314,5 +314,5 @@ def test_a_state_of_a_layer_that_is_no_tensor_goes_on(tmp_path):
     trainer = lg.Trainer(max_steps=5, **options)
     trainer.fit(task, make_loader(), resume="auto")
     assert (trainer.global_step, task.model.calls) == (5, 5)
-    saved = store.newest_complete(trainer.run_dir / "checkpoints")
+    saved = find.newest_complete(trainer.run_dir / "checkpoints")
     assert Counted.load_from_checkpoint(saved).model.calls == 5

@@ -10,9 +10,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import legato as lg
 from legato.base.errors import ConfigError
+from legato.trainer.checkpoints import commit, find, reading
 from legato.trainer.data.loaders import seed_samplers
 from legato.trainer.data.sampling import epoch_key, mix, permutation
-from legato.trainer.runs import store
 
 # --- other data -----------------------------------------------------------------------------------------------------
 
@@ -234,13 +234,13 @@ def test_a_resume_at_the_thousand_millionth_sample_reads_what_one_at_the_eighth_
     options = {"replicas": 2, "max_epochs": -1, "enable_checkpointing": True}
     first = tiny.make_trainer(tmp_path, **options, max_steps=1, callbacks=[saver])
     first.fit(tiny.Tiny(), DataLoader(Endless(), 4, shuffle=True))
-    saved = store.read_checkpoint(store.newest_complete(first.run_dir / "checkpoints"))
+    saved = reading.read_checkpoint(find.newest_complete(first.run_dir / "checkpoints"))
     counts = {"global_step": done, "epoch_steps": done, "epoch_rounds": done, "rounds": done, "samples_seen": 8 * done}
     saved["state"] |= counts
-    store.write(tmp_path / store.directory_name(done), saved)
+    commit.write(tmp_path / find.directory_name(done), saved)
     data = Endless()
     trainer = tiny.make_trainer(tmp_path, **options, max_steps=done + 3, callbacks=[lg.callbacks.Checkpoint()])
-    trainer.fit(tiny.Tiny(), DataLoader(data, 4, shuffle=True), resume=tmp_path / store.directory_name(done))
+    trainer.fit(tiny.Tiny(), DataLoader(data, 4, shuffle=True), resume=tmp_path / find.directory_name(done))
     assert trainer.state.samples_seen == 8 * (done + 3)
     positions = np.arange(8 * done, 8 * (done + 3))
     assert data.read == permutation(positions, len(data), epoch_key(0, 0)).tolist()

@@ -10,7 +10,7 @@ from torch.optim import SGD, AdamW, lr_scheduler
 import legato as lg
 from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import commit, reading
 
 TOLD = "The run resumes with other settings"
 
@@ -182,9 +182,9 @@ def test_a_path_begins_a_new_run_whose_epoch_ends_where_samples_differ(run):
 def test_an_old_checkpoint_has_its_epoch_ended_on_demand(run, tmp_path):
     first = run(max_steps=4)
     path = first.run_dir / "checkpoints" / "step-00000004"
-    saved = store.read_checkpoint(path)
+    saved = reading.read_checkpoint(path)
     del saved["fingerprint"]
-    store.write(path, saved)
+    commit.write(path, saved)
     run(loader=shuffled(), resume_at="epoch", max_epochs=2)
     assert len(run.task.seen) == 9
 
@@ -413,11 +413,11 @@ def test_parameters_that_cannot_be_matched_are_refused_by_name(run):
 def test_old_checkpoints_load_with_what_can_be_compared(run):
     first = run(Rated(cosine(27)), max_steps=4)
     path = first.run_dir / "checkpoints" / "step-00000004"
-    saved = store.read_checkpoint(path)
+    saved = reading.read_checkpoint(path)
     del saved["fingerprint"]
     for name in ("mkldnn", "scaled_dot_product_attention", "deterministic_algorithms", "cudnn_benchmark"):
         del saved["numerics"][name]
-    store.write(path, saved)
+    commit.write(path, saved)
     run(Rated(cosine(27)), max_steps=4)
     assert run.told is None
     run(Rated(cosine(27)), max_steps=4, reproducible="bitwise", threads=torch.get_num_threads())

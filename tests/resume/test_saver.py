@@ -14,7 +14,7 @@ from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
 from legato.loggers.json_lines import JSONLinesLogger
 from legato.loggers.tensorboard import TensorBoardLogger
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import find
 
 
 class Large(Tiny):
@@ -65,7 +65,7 @@ def test_two_callbacks_one_of_them_in_the_background(tmp_path: Path, strategy: s
     assert names_in(trainer.run_dir / "checkpoints") == ["mine", *steps(3, 4)]
     assert names_in(tmp_path / "own") == steps(1, 2, 3, 4)
     for path in [*(tmp_path / "own").iterdir(), *(trainer.run_dir / "checkpoints").iterdir()]:
-        store.verify(path)
+        find.verify(path)
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_a_save_by_the_user_leaves_one_in_the_background_alone(tmp_path: Path, s
     assert set(steps(1, 2, 3, 4, 5)) <= set(found)
     assert set(found) - set(steps(1, 2, 3, 4, 5)) <= {"mine", *steps(10, 20, 30, 40, 50)}
     for name in found:
-        store.verify(trainer.run_dir / "checkpoints" / name)
+        find.verify(trainer.run_dir / "checkpoints" / name)
 
 
 def test_a_plain_save_is_whole_where_the_one_in_the_background_before_it_has_failed(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_a_plain_save_is_whole_where_the_one_in_the_background_before_it_has_fai
     trainer = make_trainer(tmp_path / "runs", callbacks=[Both()])
     with pytest.raises(CheckpointError, match="lost in the background failed"):
         trainer.fit(Tiny(), make_loader())
-    store.verify(tmp_path / "kept")
+    find.verify(tmp_path / "kept")
 
 
 def test_both_failures_are_told(tmp_path: Path) -> None:

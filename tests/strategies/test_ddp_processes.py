@@ -16,8 +16,8 @@ from waiting import children, free_port, runs, wait_until
 
 import legato as lg
 from legato.base.errors import ConfigError, DisagreementError, TaskError
+from legato.trainer.checkpoints import reading
 from legato.trainer.processes.environment import run_workers, warm_up
-from legato.trainer.runs import store
 
 pytestmark = pytest.mark.slow
 
@@ -259,11 +259,11 @@ def test_the_caller_may_save_what_the_workers_left(tmp_path):
         assert made.elapsed == made.state.elapsed > 0
         made.save_checkpoint(tmp_path / f"weights-{keeps}", weights_only=True)
         again = Net()
-        again.load_state_dict(store.read_checkpoint(tmp_path / f"weights-{keeps}")["state_dict"])
+        again.load_state_dict(reading.read_checkpoint(tmp_path / f"weights-{keeps}")["state_dict"])
         assert all(map(torch.equal, again.parameters(), task.parameters()))
         if keeps:
             made.save_checkpoint(tmp_path / "whole")
-            assert store.read_checkpoint(tmp_path / "whole")["global_step"] == made.global_step
+            assert reading.read_checkpoint(tmp_path / "whole")["global_step"] == made.global_step
         else:
             with pytest.raises(TaskError, match="no complete checkpoint of its last step"):
                 made.save_checkpoint(tmp_path / "whole-2")

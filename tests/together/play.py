@@ -27,7 +27,7 @@ from waiting import children
 
 import legato as lg
 from legato.loggers.tensorboard import put_last
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import find, reading
 
 TIMES = re.compile(r"time|per_second|seconds|throughput|straggler", re.IGNORECASE)
 FILES = re.compile(
@@ -280,11 +280,11 @@ def result_of(trainer: lg.Trainer, task: Net, problems: list[str]) -> Result:
     assert keeper is not None
     mine = run_dir / "checkpoints" / "mine"
     if mine.exists():
-        store.verify(mine)
-    present = {path.name for path in store.checkpoints_in(run_dir / "checkpoints")} - {mine.name}
+        find.verify(mine)
+    present = {path.name for path in find.checkpoints_in(run_dir / "checkpoints")} - {mine.name}
     if present != set(keeper.scores):
         problems.append(f"on the disk are {sorted(present)}, the callback knows of {sorted(keeper.scores)}")
-    saved = {name: store.read_checkpoint(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
+    saved = {name: reading.read_checkpoint(run_dir / "checkpoints" / name)["state_dict"] for name in sorted(present)}
     state = {name: value for name, value in trainer.state.to_dict().items() if name != "elapsed"}
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not TIMES.search(name)}
     weights = {name: value.detach().clone() for name, value in task.state_dict().items()}

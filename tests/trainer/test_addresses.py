@@ -8,7 +8,7 @@ from tiny import Tiny, make_loader, make_trainer
 import legato as lg
 from legato.base.errors import ConfigError
 from legato.cli.main import main
-from legato.trainer.runs import store
+from legato.trainer.checkpoints import commit
 
 REFUSED = r"'(s3|gs|memory)://b/r(uns)?', the address of a store\. .* name the folder"
 
@@ -70,7 +70,7 @@ def test_python_refuses_an_address(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=REFUSED):
             Tiny.load_from_checkpoint(argument)
         with pytest.raises(ConfigError, match=REFUSED):
-            store.write(Path(argument), {"state_dict": {}})
+            commit.write(Path(argument), {"state_dict": {}})
         for stage in ("fit", "test"):
             with pytest.raises(ConfigError, match=REFUSED):
                 getattr(make_trainer(tmp_path), stage)(Evaluable(), make_loader(), ckpt_path=argument)

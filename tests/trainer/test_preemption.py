@@ -20,8 +20,8 @@ import torch
 from forked import Forked, run_module, run_source
 from waiting import kill_session, members, wait_until
 
+from legato.trainer.checkpoints import find
 from legato.trainer.processes.signals import ONE_PRESS, RESUME_ME, handling_end_signals
-from legato.trainer.runs import store
 
 SCRIPT = Path(preempted_run.__file__)
 ONE = {"hold": "step-4"}
@@ -86,9 +86,9 @@ def assert_resumes(folder: Path, options: dict[str, Any], weights: dict[str, tor
 
 def checkpoints(folder: Path) -> list[str]:
     """The names of all checkpoints, every one of which must be whole."""
-    found = store.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
+    found = find.checkpoints_in(folder / "runs" / "default" / "version_0" / "checkpoints")
     for path in found:
-        store.verify(path)
+        find.verify(path)
     return [path.name for path in found]
 
 

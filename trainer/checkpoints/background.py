@@ -14,8 +14,8 @@ from torch import Tensor
 from ...base.errors import CheckpointError
 from ..accelerators import has_streams
 from ..processes.collectives import SINGLE, Collectives
-from .commit import NO_OWNER, ExtraFiles, Owner, commit
-from .format import FlatState, flatten
+from .codec import FlatState, flatten
+from .commit import NO_OWNER, Owner, commit
 from .progress import SAVES
 
 _ALIGNMENT = 64
@@ -39,7 +39,6 @@ class Writer:
         directory: Path,
         contents: Mapping[str, Any],
         *,
-        extra_files: ExtraFiles | None = None,
         ranks: Collectives = SINGLE,
         owner: Owner = NO_OWNER,
     ) -> None:
@@ -53,7 +52,7 @@ class Writer:
         flat.assign_writers(ranks)
         self._snapshot(flat)
         self._directory = Path(os.path.abspath(directory))
-        self._thread = threading.Thread(target=self._write, args=(flat, extra_files, ranks, owner))
+        self._thread = threading.Thread(target=self._write, args=(flat, ranks, owner))
         self._thread.name = "legato-checkpoint"
         self._thread.start()
 
@@ -81,10 +80,10 @@ class Writer:
         finally:
             self.memory = None
 
-    def _write(self, flat: FlatState, extra_files: ExtraFiles | None, ranks: Collectives, owner: Owner) -> None:
+    def _write(self, flat: FlatState, ranks: Collectives, owner: Owner) -> None:
         try:
             with SAVES.save():
-                commit(self._directory, flat, extra_files, ranks, owner)
+                commit(self._directory, flat, ranks, owner)
         except BaseException as error:  # raised by `check`, where it can end the run
             self._error = error
 

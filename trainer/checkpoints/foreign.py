@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import CheckpointError
-from .format import read_tensors
+from .tensors import read_tensors
 
 NESTS = ("state_dict", "model", "model_state_dict", "module")
 """Keys under which other programs keep the weights in a larger file; Lightning uses the first."""

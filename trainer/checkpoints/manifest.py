@@ -2,30 +2,30 @@
 
 import hashlib
 import json
+import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from ...base.errors import CheckpointError
 from ...base.run_names import MANIFEST as MANIFEST
-from ...base.version import __version__
-from .format import FileSum, unique_keys
+from ...base.version import LAST_READER, __version__
+from .hashed import FileSum
+from .hashed import parse_json as parse_json
 
 MODEL_FILE, TENSORS_FILE, STATE_FILE = "model.safetensors", "tensors.safetensors", "state.json"
-FORMAT = 2
-"""1 lacked the run that wrote the checkpoint; it is still read."""
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+SHARD_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
+FORMAT = 3
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 64 << 20  # bytes; a manifest of a hundred thousand files is smaller
 
 
-def is_plain_name(name: str) -> bool:
-    """Return whether a file name stays inside the checkpoint's folder."""
-    return _PLAIN_NAME.fullmatch(name) is not None and name != MANIFEST
+def are_file_names(names: Iterable[str]) -> bool:
+    """Return whether these are names of files that a checkpoint may have."""
+    whole = (MODEL_FILE, TENSORS_FILE, STATE_FILE, MANIFEST)
+    return all(name in whole or SHARD_FILE.fullmatch(name) for name in names)
 
 
 def dump_manifest(files: Mapping[str, FileSum], run: str = "") -> bytes:
@@ -33,11 +33,10 @@ def dump_manifest(files: Mapping[str, FileSum], run: str = "") -> bytes:
     body: dict[str, Any] = {
         "format": FORMAT,
         "legato": __version__,
-        "torch": str(torch.__version__),
         "run": run,
-        "files": {name: {"size": found.size, "sha256": found.sha256} for name, found in files.items()},
+        "files": {name: {"size": entry.size, "sha256": entry.sha256} for name, entry in files.items()},
     }
-    return json.dumps({**body, "sha256": _own_sum(body)}, indent=1).encode("ascii")
+    return json.dumps({**body, "sha256": _sum_of(body)}, indent=1).encode("ascii")
 
 
 class Manifest(NamedTuple):
@@ -45,7 +44,7 @@ class Manifest(NamedTuple):
 
     files: dict[str, FileSum]
     run: str
-    """Id of the run that wrote the checkpoint; "": unknown."""
+    """Id of the run that wrote the checkpoint; "": none."""
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -59,9 +58,13 @@ def parse_manifest(data: bytes) -> Manifest:
             f"{MANIFEST}: format {written} is newer than this Legato reads ({FORMAT}); update Legato."
         )
     # `type`, not isinstance: true is an int, and equal to 1
-    if type(written) is not int or written not in (1, FORMAT):
-        raise CheckpointError(f"{MANIFEST}: format must be {FORMAT} or 1, got {str(written)[:40]}.")
-    texts = ["legato", "torch", "sha256", *(["run"] if written > 1 else [])]
+    if type(written) is int and 1 <= written < FORMAT:
+        raise CheckpointError(
+            f"{MANIFEST}: format {written} is of an earlier Legato; the last commit that reads it is {LAST_READER}."
+        )
+    if type(written) is not int or written != FORMAT:
+        raise CheckpointError(f"{MANIFEST}: format must be {FORMAT}, got {str(written)[:40]}.")
+    texts = ["legato", "sha256", "run"]
     _same_fields(body, {"format", "files", *texts}, "")
     if not all(isinstance(body[name], str) for name in texts):
         raise CheckpointError(f"{MANIFEST}: {', '.join(texts)} must be texts.")
@@ -70,18 +73,16 @@ def parse_manifest(data: bytes) -> Manifest:
     files = {name: _entry(name, entry) for name, entry in body["files"].items()}
     if lacking := sorted({MODEL_FILE, TENSORS_FILE, STATE_FILE} - files.keys()):
         raise CheckpointError(f"{MANIFEST}: files lacks {', '.join(lacking)}.")
-    own = body.pop("sha256")
+    recorded = body.pop("sha256")
     # the sums of files say nothing of the manifest itself, which names their sizes and the run
-    if own != _own_sum(body):
+    if recorded != _sum_of(body):
         raise CheckpointError(f"{MANIFEST} is damaged: its text does not match its own sha256.")
-    return Manifest(files, body.get("run", ""))
+    return Manifest(files, body["run"])
 
 
 def _entry(name: str, entry: Any) -> FileSum:
-    if not is_plain_name(name):
-        raise CheckpointError(
-            f"{MANIFEST}: {name[:80]!r} is not a plain file name; it could lie outside the checkpoint."
-        )
+    if name == MANIFEST or not are_file_names([name]):  # such as one that lies outside the checkpoint
+        raise CheckpointError(f"{MANIFEST}: {name[:80]!r} is not the name of a checkpoint's file.")
     if not isinstance(entry, dict):
         raise CheckpointError(f"{MANIFEST}: files.{name} must be an object.")
     _same_fields(entry, {"size", "sha256"}, f"files.{name}.")
@@ -93,29 +94,17 @@ def _entry(name: str, entry: Any) -> FileSum:
     return FileSum(size, digest)
 
 
-def _same_fields(found: dict[str, Any], expected: set[str], where: str) -> None:
-    if missing := sorted(expected - found.keys()):
+def _same_fields(fields: dict[str, Any], expected: set[str], where: str) -> None:
+    if missing := sorted(expected - fields.keys()):
         raise CheckpointError(f"{MANIFEST}: {where}{missing[0]} is missing.")
-    if unknown := sorted(found.keys() - expected):
+    if unknown := sorted(fields.keys() - expected):
         raise CheckpointError(f"{MANIFEST}: unknown field {where}{unknown[0][:80]}.")
 
 
-def _own_sum(body: Mapping[str, Any]) -> str:
+def _sum_of(body: Mapping[str, Any]) -> str:
     # with its own hash, a flipped bit in any field is found
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
-
-
-def parse_json(data: bytes, name: str) -> Any:
-    """Parse strict JSON: UTF-8, no NaN, no key twice; raises CheckpointError with the file's name."""
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys, parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{name} is not valid JSON: {str(error)[:200]}") from None
-
-
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
 
 
 def load_manifest(directory: Path) -> Manifest:
@@ -142,3 +131,19 @@ def regular_size(directory: Path, name: str, limit: int | None = None) -> int:
     if limit is not None and status.st_size > limit:
         raise CheckpointError(f"{directory}: {name} is {status.st_size:,} bytes, expected {limit:,} at most.")
     return status.st_size
+
+
+def require_removable(directory: Path, run: str | None) -> None:
+    """Raise CheckpointError for what is no checkpoint of `run`, or holds files that its manifest does not name."""
+    if directory.is_symlink() or not directory.is_dir():
+        kind = "a link" if directory.is_symlink() else "not there" if not directory.exists() else "no directory"
+        raise CheckpointError(f"{directory} is not removed: it is {kind}.")
+    try:
+        content = load_manifest(directory)
+        foreign = sorted({entry.name for entry in os.scandir(directory)} - {*content.files, MANIFEST})
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{directory} is not removed: it does not look like a checkpoint. {error}") from error
+    if run is not None and run != content.run:
+        raise CheckpointError(f"{directory} is not removed: another run wrote it.")
+    if foreign:
+        raise CheckpointError(f"{directory} is not removed: it holds {foreign[0]}, which Legato did not write.")

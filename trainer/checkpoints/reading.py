@@ -5,6 +5,7 @@ shards, each rank reads the file of its own number: on the layout that wrote it,
 slices of the other files.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,63 @@ from torch import Tensor
 
 from ...base.errors import CheckpointError
 from ..processes.collectives import Collectives
-from ..runs import store
+from .codec import MODEL, OTHERS, flatten, unflatten
+from .find import check_sizes, resolve
 from .foreign import read_contents
-from .format import flatten, unflatten
-from .shards import SHARD_FILE, ShardFiles
+from .hashed import FileSum, check_file, parse_json
+from .manifest import MODEL_FILE, SHARD_FILE, STATE_FILE, TENSORS_FILE
+from .shards import ShardFiles, load_stored
+from .tensors import read_tensors
 
 SENT_AT_ONCE = 64 << 20
 """Bytes of small tensors that are broadcast together."""
 KEYS = {"model": "state_dict", "tensors": "optimizer_states"}
 """Key in the contents whose shards are in files of this name."""
+
+
+def read_checkpoint(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
+    """Verify a checkpoint and return its contents, tensors on the host.
+
+    Under the keys `in_parts` a sharded tensor is a `StoredTensor`, read when sliced. Raises CheckpointError with the
+    file and the problem.
+    """
+    files = check_sizes(directory)
+    parts = [name for name in files if SHARD_FILE.fullmatch(name)]
+    return _read_rest(directory, files, _read_parts(directory, files, parts, parts), in_parts)
+
+
+def read_any(path: Path) -> dict[str, Any]:
+    """Read the checkpoint that `resolve` finds at a path, or a foreign file there; see `foreign.read_contents`."""
+    return read_contents(path, ()) if path.is_file() else read_checkpoint(resolve(path))
+
+
+def _read_parts(
+    directory: Path, files: Mapping[str, FileSum], names: Collection[str], keep: Collection[str]
+) -> dict[str, dict[str, Tensor]]:
+    """Verify these files with shards; return the tensors of those to `keep`."""
+    for name in names:
+        check_file(directory / name, files[name])
+    return {name: read_tensors(directory / name) for name in keep}
+
+
+def _read_rest(
+    directory: Path, files: Mapping[str, FileSum], held: dict[str, dict[str, Tensor]], in_parts: Collection[str]
+) -> dict[str, Any]:
+    """Verify and read the files that one process reads for all; see `read_checkpoint`.
+
+    `held`: tensors of files that are in memory.
+    """
+    names = {MODEL: MODEL_FILE, OTHERS: TENSORS_FILE}
+    tensors = {key: read_tensors(check_file(directory / name, files[name])) for key, name in names.items()}
+    try:
+        state = (directory / STATE_FILE).read_bytes()
+        if hashlib.sha256(state).hexdigest() != files[STATE_FILE].sha256:
+            raise CheckpointError(f"{STATE_FILE} is damaged: its SHA-256 is not the one that was written.")
+        parts = [name for name in files if SHARD_FILE.fullmatch(name)]
+        contents = unflatten(parse_json(state, STATE_FILE), tensors, ShardFiles(directory, held), parts)
+        return {key: value if key in in_parts else load_stored(value) for key, value in contents.items()}
+    except (CheckpointError, OSError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
 
 
 def read_for_all(
@@ -51,11 +100,11 @@ def _read_share(
     """
     rank, size = ranks.rank, ranks.size
     if size == 1:
-        return store.read_checkpoint(source, in_parts), {}
+        return read_checkpoint(source, in_parts), {}
     error, files = None, {}
     if rank == 0:
         try:
-            files = store.check_sizes(source)
+            files = check_sizes(source)
         except CheckpointError as caught:
             error = caught
     error, files = ranks.broadcast((error, files))
@@ -66,12 +115,12 @@ def _read_share(
     try:
         # one reader for each file, so that no byte is read or hashed twice in the job
         readers = {name: _reader(name, size, in_parts) for name in files if SHARD_FILE.fullmatch(name)}
-        own = {name: files[name] for name, reader in readers.items() if reader == rank}
+        own = [name for name, reader in readers.items() if reader == rank]
         # a file whose tensors belong to other ranks now is read for its hash alone
         keep = [name for name in own if not _is_shared(name, in_parts) or _file_rank(name) == rank]
-        held = store.read_parts(source, own, keep)
+        held = _read_parts(source, files, own, keep)
         if rank == 0:
-            contents = store.read_rest(source, files, held, in_parts)
+            contents = _read_rest(source, files, held, in_parts)
     except CheckpointError as caught:
         error = caught
     # before any of it is used, so that rank 0 can choose another checkpoint for all

@@ -1,7 +1,6 @@
 """Sharded tensors in checkpoints: the shard that each process saves, and reads by slices."""
 
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,9 +45,6 @@ def shard_block(tensor: Tensor) -> ShardBlock | None:
 def file_name(file: str, rank: int) -> str:
     """Return the name of the file in which a rank keeps its shards of what belongs to `file`."""
     return f"{file}-{rank:05d}.safetensors"
-
-
-SHARD_FILE = re.compile(r"(model|tensors)-[0-9]{5,}\.safetensors")
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -102,7 +98,7 @@ class StoredTensor:
         parts: Sequence[tuple[str, Numbers, Numbers]],
         mark: Mapping[str, Any],
     ) -> None:
-        """`parts`: file, offset and shape of each shard; `mark`: its mark in the state (see format.py).
+        """`parts`: file, offset and shape of each shard; `mark`: its mark in the state (see codec.py).
 
         Raises ValueError if they do not make up the whole tensor.
         """

@@ -4,11 +4,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from ..checkpoints import commit
+from ..checkpoints import commit, find, storage
 from ..checkpoints.commit import Owner
 from ..checkpoints.reading import read_for_all
 from ..processes.collectives import Collectives
-from ..runs import store
 
 
 @runtime_checkable
@@ -60,11 +59,11 @@ class DirectoryFormat:
 
     def name(self, step: int) -> str:
         """Return `step-00001200`."""
-        return store.directory_name(step)
+        return find.directory_name(step)
 
     def write(self, path: Path, contents: Mapping[str, Any], ranks: Collectives, owner: Owner) -> None:
         """Write the shards of each of `ranks`, and the manifest last."""
-        store.write(path, contents, ranks=ranks, owner=owner)
+        commit.write(path, contents, ranks=ranks, owner=owner)
 
     def read(self, path: Path, ranks: Collectives, names: Collection[str], in_parts: Collection[str]) -> dict[str, Any]:
         """Verify and read a directory, or a file of another program, such as a state dict of `torch.save`."""
@@ -72,4 +71,4 @@ class DirectoryFormat:
 
     def remove(self, path: Path, run: str) -> None:
         """Delete the directory, if this run's id is in its manifest."""
-        commit.remove(path, run)
+        storage.remove(path, run)

@@ -7,9 +7,10 @@ import torch
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError
+from ..checkpoints import reading
 from ..optimization import kernels
 from ..processes.environment import numeric_variables
-from ..runs import store
+from ..runs import places
 from .left_out import (
     BUILT,
     LEFT_OUT,
@@ -95,8 +96,8 @@ def contents_after_workers(trainer: "Trainer", weights_only: bool) -> dict[str, 
     """
     if weights_only:
         return contents(trainer, weights_only)
-    newest = store.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
-    saved = store.read_checkpoint(newest) if newest is not None else {}
+    newest = places.newest_in(trainer.run_dir) if trainer.run_dir is not None else None
+    saved = reading.read_checkpoint(newest) if newest is not None else {}
     if saved.get("global_step") != trainer.global_step or "optimizer_states" not in saved:
         raise TaskError(
             "The run's optimizers ended with its processes, and it kept no complete checkpoint of its last step "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import CheckpointError
 from ...tasks.hyperparameters import IN_PROCESS
-from ..checkpoints.format import flatten
+from ..checkpoints.codec import flatten
 
 if TYPE_CHECKING:
     from ...tasks.hyperparameters import Hyperparameters

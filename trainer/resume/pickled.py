@@ -6,7 +6,7 @@ from typing import IO, Any, TypeVar
 
 import torch
 
-from ..checkpoints import commit
+from ..checkpoints.storage import whole_file
 
 File = TypeVar("File", bound=IO[bytes])
 
@@ -20,7 +20,7 @@ def pickled(contents: Mapping[str, Any], file: File) -> File:
 
 def write_pickled(target: Path, contents: Mapping[str, Any]) -> None:
     """Write a new file, whole or not at all. Raises CheckpointError if that fails."""
-    with commit.whole_file(target) as partial:
+    with whole_file(target) as partial:
         try:
             torch.save(dict(contents), partial)
         except RuntimeError as error:  # of torch's writer, on a full disk for one

@@ -14,9 +14,8 @@ from ...base.errors import CheckpointError, ConfigError, did_you_mean
 from ...base.targets import rebuild_targets
 from ...base.torch_private import mark_stepped, schedulers_within
 from ...tasks.hyperparameters import AttributeDict, Hyperparameters
-from ..checkpoints import foreign
+from ..checkpoints import foreign, reading
 from ..optimization import kernels
-from ..runs import store
 from ..state import State
 from . import convert, fingerprint
 from .contents import PLATEAU_WAITS, STEPS_FIRST
@@ -456,7 +455,7 @@ def rebuild_task(
 
     source: the checkpoint, or its contents.
     """
-    saved = dict(source) if isinstance(source, Mapping) else store.read_any(source)
+    saved = dict(source) if isinstance(source, Mapping) else reading.read_any(source)
     task = _build_from_checkpoint(kind, saved, "", hparams_file, replaced)
     task.configure_model()
     if isinstance(source, Path) and source.is_file():
@@ -482,7 +481,7 @@ def rebuild_data_module(
     kind: type[DataModuleType], path: Path, hparams_file: str | Path | None, replaced: Mapping[str, Any]
 ) -> DataModuleType:
     """Build a data module from a checkpoint's hyperparameters; see `DataModule.load_from_checkpoint`."""
-    saved = store.read_any(path)
+    saved = reading.read_any(path)
     made = _build_from_checkpoint(kind, saved, "datamodule_", hparams_file, replaced)
     state = saved.get("datamodule") or saved.get(kind.__qualname__)  # the latter in a file of Lightning's
     if state:

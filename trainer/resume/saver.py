@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...base.errors import CheckpointError, ConfigError, LegatoError
-from ...base.run_names import not_writable, require_local, run_directory_gone
-from ..checkpoints import manifest
+from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_directory_gone
+from ..checkpoints import find, manifest
 from ..checkpoints.background import Writer
-from ..checkpoints.commit import Owner, make_folder
+from ..checkpoints.commit import Owner
 from ..checkpoints.progress import SAVES
+from ..checkpoints.storage import make_folder
 from ..runs import record as run_record
-from ..runs import store
 from ..runs.lock import RunLock
 from .checkpoint_format import CheckpointFormat, DirectoryFormat
 from .contents import contents, contents_after_workers
@@ -162,7 +162,7 @@ class Saver:
         text, source = trainer.config_text, run.source
         if text is None or trainer.run_dir is None or run.stage != "fit" or not run.goes_on or source is None:
             return
-        if trainer.global_step > store.checkpoint_step(source) and not run_record.is_stored(trainer.run_dir, text):
+        if trainer.global_step > find.checkpoint_step(source) and not run_record.is_stored(trainer.run_dir, text):
             run_record.store_config(trainer.run_dir, text, trainer.given_config)
 
     def save_after_error(self, path: Path, weights_only: bool = False) -> bool:
@@ -218,7 +218,7 @@ class Saver:
     def _owns(self, folder: Path) -> bool:
         """Return whether only this run writes to a folder: true of its own, and those of Checkpoint callbacks."""
         known = [callback.dirpath for callback in self.trainer.checkpoint_callbacks]
-        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / store.FOLDER)
+        known.append(None if self.trainer.run_dir is None else self.trainer.run_dir / CHECKPOINTS)
         return os.path.realpath(folder) in [os.path.realpath(path) for path in known if path is not None]
 
     def check(self) -> None:
@@ -231,7 +231,7 @@ class Saver:
 
     def own_in(self, folder: Path) -> set[str]:
         """Return the names of this run's checkpoints in a folder."""
-        return {path.name for path in store.checkpoints_in(folder) if self._wrote(path)}
+        return {path.name for path in find.checkpoints_in(folder) if self._wrote(path)}
 
     def _wrote(self, path: Path) -> bool:
         try:

@@ -1,6 +1,6 @@
 """Removal of runs and checkpoints: what Legato has written goes, and nothing else.
 
-A run is a folder whose `.run` and `status.json` name the same run. A checkpoint goes by `commit.remove`, which checks
+A run is a folder whose `.run` and `status.json` name the same run. A checkpoint goes by `Folder.remove`, which checks
 that this run wrote it and that it holds no other file. Of the rest regular files of known names go, then the folders
 that are empty. Links are neither followed nor deleted.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 
 from ...base.errors import CheckpointError
 from ...base.run_names import CHECKPOINTS, EVALUATIONS, EVENT_FILES, IDENTITY, OLD_EVENTS, identity_of
-from ..checkpoints import commit
 from ..checkpoints.manifest import load_manifest
+from ..checkpoints.storage import Folder
 from .lock import LOCK, RANKS
 from .record import FILES, README, RECORD
 from .status import STATUS, read_status
@@ -69,10 +69,11 @@ def _evaluations(directory: Path) -> Iterator[Path]:
 def _remove_checkpoints(folder: Path, identity: str) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
-    commit.sweep(folder)
+    checkpoints = Folder(folder)
+    checkpoints.sweep()
     for path in _entries(folder):
         with suppress(CheckpointError):
-            commit.remove(path, identity)
+            checkpoints.remove(path.name, identity)
     _remove_empty(folder)
 
 

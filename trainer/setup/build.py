@@ -26,7 +26,7 @@ from ...base.arguments import (
 from ...base.errors import CheckpointError, ConfigError, DataError, TaskError, describe_kind, did_you_mean
 from ...base.messages import let_be_seen, mark_output
 from ...base.quantities import parse_duration
-from ...base.run_names import EVALUATIONS, name_problem, require_local
+from ...base.run_names import EVALUATIONS, identity_of, name_problem, require_local
 from ...base.torch_private import spare_compiler, take_public_ways
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint import Checkpoint
@@ -37,6 +37,7 @@ from ...tasks.data_hooks import DataHooks
 from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ..accelerators import name_of
+from ..checkpoints import find
 from ..checkpoints.manifest import load_manifest
 from ..closure import use_closure
 from ..contention import Contention
@@ -87,11 +88,11 @@ from ..resume.checkpoint_format import CheckpointFormat
 from ..resume.left_out import add_left_out
 from ..resume.saver import new_identity
 from ..run import DOING_OF_STAGE, Call, JoinedCall, Request, Run
+from ..runs import places
 from ..runs import record as run_record
-from ..runs import store
 from ..runs.directory import is_run
+from ..runs.places import FRESH, StoredRun
 from ..runs.status import finite_only
-from ..runs.store import FRESH, StoredRun
 from ..strategies import STRATEGIES
 from ..strategies.strategy import Strategy
 from .model_checks import require_dense_gradients, require_parameters, require_sendable
@@ -185,7 +186,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     # that was killed
     trainer.saver.join(trainer.run_dir)
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
-        store.write_identity(trainer.run_dir, trainer.saver.run_id)
+        places.write_identity(trainer.run_dir, trainer.saver.run_id)
     point = evaluated_point(call, saved)
     record_start(call, source, point)
     set_owners(call)
@@ -304,7 +305,7 @@ def find_directory(call: Call, request: Request) -> tuple[Path | None, bool, dic
                 decided.is_chosen = request.source_is_chosen
                 decided.goes_on = is_same_run(decided.directory, decided.source)
                 same = trainer.saver.run_id if trainer.fits_continue and trainer.global_step else ""
-                decided.identity = same or store.identity_of(decided.directory) or new_identity()
+                decided.identity = same or identity_of(decided.directory) or new_identity()
             except (ConfigError, CheckpointError) as error:
                 decided.problem = error
         decided = strategy.collectives.broadcast(decided)
@@ -372,7 +373,7 @@ def decide_directory(
     """
 
     def check(path: Path) -> bool:
-        return path not in damaged and bool(store.check_sizes(path))
+        return path not in damaged and bool(find.check_sizes(path))
 
     root, identity = Path(trainer.default_root_dir), ""
     stored = request.resume if isinstance(request.resume, StoredRun) else None
@@ -380,7 +381,7 @@ def decide_directory(
         assert stored.directory is not None
         trainer.saver.hold(stored.directory, request.stage)
         found, source = stored.to_resume(check, folders_elsewhere(trainer, request.task))
-        identity = store.identity_of(stored.directory)
+        identity = identity_of(stored.directory)
         request.source_is_chosen = True
         if found is None:
             trainer.saver.release(stored.directory)
@@ -388,9 +389,9 @@ def decide_directory(
         named, folders = named_checkpoint(trainer, stored.word if stored else request.resume), list[Path]()
         if named == "auto":
             folders = folders_elsewhere(trainer, request.task)
-            before = map(store.identity_of, reversed(store.versions_to_resume(root, trainer.run_name)))
+            before = map(identity_of, reversed(places.versions_to_resume(root, trainer.run_name)))
             identity = next(filter(None, before), "")
-        found, source = store.find(root, trainer.run_name, named, trainer.saver, check, folders)
+        found, source = places.find(root, trainer.run_name, named, trainer.saver, check, folders)
         if stored is not None:
             stored.require(found)
         request.source_is_chosen = source is not None and source != Path(named or "")
@@ -404,7 +405,7 @@ def decide_directory(
         directory = evaluation_directory(trainer, request.stage, source) or trainer.new_run_dir()
         # A run that starts again because it left no complete checkpoint is still that run, and may overwrite its files.
         if directory is not None and request.stage == "fit":
-            store.write_identity(directory, identity or new_identity())
+            places.write_identity(directory, identity or new_identity())
     if directory is not None and trainer.given_dir is None:  # a given one is locked by its owner, or it is a trial's
         trainer.saver.hold(directory, request.stage)
     return directory, source
@@ -421,10 +422,10 @@ def evaluation_directory(trainer: "Trainer", stage: str, source: Path | None) ->
         return None
     root = Path(trainer.default_root_dir).resolve()
     above = (one for one in source.resolve().parents if root in one.parents and is_run(one))
-    elsewhere = (one for one in reversed(store.versions(root, trainer.run_name)) if is_same_run(one, source))
+    elsewhere = (one for one in reversed(places.versions(root, trainer.run_name)) if is_same_run(one, source))
     run = next(above, None) or next(elsewhere, None)
     try:
-        return None if run is None else store.create(run / EVALUATIONS, stage)
+        return None if run is None else places.create(run / EVALUATIONS, stage)
     except ConfigError as error:
         log.info("This evaluation has a directory of its own. %s", error)
         return None
@@ -436,7 +437,7 @@ def is_same_run(directory: Path | None, source: Path | None) -> bool:
         return False
     if directory.resolve() in source.resolve().parents:
         return True
-    identity = store.identity_of(directory)
+    identity = identity_of(directory)
     return bool(identity) and source.is_dir() and load_manifest(source).run == identity
 
 
@@ -453,7 +454,7 @@ def folders_elsewhere(trainer: "Trainer", task: Task) -> list[Path]:
     return [Path(str(one.dirpath)) for one in found if not one.save_weights_only]
 
 
-def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Path:
+def find_weights(trainer: "Trainer", request: Request, check: find.Check) -> Path:
     """Return the checkpoint that an evaluation takes its weights from."""
     if isinstance(request.weights, StoredRun):
         request.task.trainer = trainer  # which configure_callbacks may ask
@@ -466,7 +467,7 @@ def find_weights(trainer: "Trainer", request: Request, check: store.Check) -> Pa
         raise CheckpointError(f"There is no checkpoint at {path}.{hint} From the command line {FRESH}")
     if path.is_file():
         return path
-    found = store.resolve(path, check)
+    found = find.resolve(path, check)
     request.source_is_chosen = found != path
     return found
 
@@ -995,7 +996,7 @@ def open_loggers(run: Run) -> None:
     # of a run that goes on once there is a checkpoint with steps of this start: see `Saver.store_config`
     if trainer.config_text is not None and not run.goes_on:
         weights = run.source if run.stage != "fit" else None
-        store.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
+        places.write_config(trainer.run_dir, trainer.config_text, trainer.given_config, weights)
     if run.stage == "fit" and trainer.records_starts:
         run.status.begin(trainer.run_dir, progress(trainer))
     # also where processes were started again before there was a checkpoint: what they had logged is void

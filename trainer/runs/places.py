@@ -1,40 +1,20 @@
-"""Checkpoint directories: complete or absent, without pickle; search for them in run directories.
-
-    step-00001200/
-    |-- model.safetensors      contents["state_dict"], under the task's own parameter names
-    |-- tensors.safetensors    every other tensor
-    |-- model-00002.safetensors, tensors-00002.safetensors
-    |                          rank 2's shards of sharded tensors (shards.py)
-    |-- state.json             everything else, with marks in place of tensors (format.py)
-    `-- manifest.json          sizes and SHA-256 sums of the files; written last: the commit mark
-
-Atomic writes are in commit.py, background saves in background.py, files of other programs in
-foreign.py.
-"""
+"""Which run directory a call works in, and which checkpoint it begins from."""
 
 import copy
-import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from ...base.errors import CheckpointError, ConfigError
-from ...base.run_names import CHECKPOINTS as CHECKPOINTS
-from ...base.run_names import CONFIG, IDENTITY, VERSION, name_problem, require_local
-from ...base.run_names import identity_of as identity_of
-from ..checkpoints import commit, manifest
-from ..checkpoints.commit import NO_OWNER, STEP_NAME, Owner
-from ..checkpoints.foreign import read_contents
-from ..checkpoints.format import MODEL, OTHERS, FileSum, file_sum, flatten, read_verified, unflatten
-from ..checkpoints.shards import SHARD_FILE, ShardFiles, load_stored
-from ..processes.collectives import SINGLE, Collectives
+from ...base.run_names import CHECKPOINTS, CONFIG, IDENTITY, VERSION, identity_of, name_problem, require_local
+from ..checkpoints import manifest
+from ..checkpoints.codec import unflatten
+from ..checkpoints.find import Check, checkpoint_step, checkpoints_in, newest_complete, resolve, verify
 from ..processes.environment import requeued_job
 from . import record as run_record
 from .lock import belongs_to_training
@@ -44,86 +24,6 @@ if TYPE_CHECKING:
     from ..resume.saver import Saver
 
 log = logging.getLogger("legato")
-
-FOLDER = "checkpoints"
-"""Folder of the checkpoints in a run directory."""
-Check = Callable[[Path], object]
-"""Raises CheckpointError for an incomplete checkpoint: `verify`, or `check_sizes` if it is read afterwards. May return
-False for one that was found damaged before."""
-
-
-def directory_name(step: int) -> str:
-    """Return the name of a step's checkpoint."""
-    return f"step-{step:08d}"
-
-
-def write(
-    directory: Path,
-    contents: Mapping[str, Any],
-    *,
-    extra_files: commit.ExtraFiles | None = None,
-    ranks: Collectives = SINGLE,
-    owner: Owner = NO_OWNER,
-) -> None:
-    """Write a checkpoint, replacing an existing one of this name atomically.
-
-    Every one of `ranks` calls this, with the same contents: of a DTensor each writes its shard, and rank 0 the rest.
-    `extra_files` maps further file names to functions that write the file at a given path. Raises CheckpointError if a
-    value cannot be stored, the disk is too full or writing fails; nothing is left behind then.
-    """
-    require_local(directory, "The checkpoint to write")
-    flat = flatten(contents)
-    flat.assign_writers(ranks)
-    commit.commit(Path(os.path.abspath(directory)), flat, extra_files, ranks, owner)
-
-
-def read_checkpoint(directory: Path, in_parts: Collection[str] = ()) -> dict[str, Any]:
-    """Verify a checkpoint and return its contents, tensors on the host.
-
-    Under the keys `in_parts` a sharded tensor is a `StoredTensor`, read when sliced. Raises CheckpointError with the
-    file and the problem.
-    """
-    files = check_sizes(directory)
-    parts = [name for name in files if SHARD_FILE.fullmatch(name)]
-    return read_rest(directory, files, read_parts(directory, {name: files[name] for name in parts}, parts), in_parts)
-
-
-def read_parts(directory: Path, files: Mapping[str, FileSum], keep: Collection[str]) -> dict[str, dict[str, Tensor]]:
-    """Verify files with shards, each read once; return the tensors of those to `keep`."""
-    held = {}
-    for name, expected in files.items():
-        if name in keep:
-            held[name] = read_verified(directory / name, expected)
-        else:
-            _verify(directory, name, expected)
-    return held
-
-
-def read_rest(
-    directory: Path,
-    files: Mapping[str, FileSum],
-    held: dict[str, dict[str, Tensor]],
-    in_parts: Collection[str] = (),
-) -> dict[str, Any]:
-    """Verify and read the files that one process reads for all; see `read_checkpoint`.
-
-    `held`: tensors of files that are in memory.
-    """
-    names = {MODEL: manifest.MODEL_FILE, OTHERS: manifest.TENSORS_FILE}
-    for name, expected in files.items():
-        if name not in (*names.values(), manifest.STATE_FILE) and not SHARD_FILE.fullmatch(name):
-            _verify(directory, name, expected)
-    tensors = {key: read_verified(directory / name, files[name]) for key, name in names.items()}
-    try:
-        state = (directory / manifest.STATE_FILE).read_bytes()
-        if hashlib.sha256(state).hexdigest() != files[manifest.STATE_FILE].sha256:
-            raise CheckpointError(f"{manifest.STATE_FILE} is damaged: its SHA-256 is not the one that was written.")
-        tree = manifest.parse_json(state, manifest.STATE_FILE)
-        parts = [name for name in files if SHARD_FILE.fullmatch(name)]
-        found = unflatten(tree, tensors, ShardFiles(directory, held), parts)
-        return {key: value if key in in_parts else load_stored(value) for key, value in found.items()}
-    except (CheckpointError, OSError) as error:
-        raise CheckpointError(f"{directory}: {error}") from error
 
 
 def read_callback(directory: Path, state_key: str) -> Any:
@@ -137,113 +37,6 @@ def read_callback(directory: Path, state_key: str) -> Any:
         return unflatten({"state": found}, {})["state"]
     except (CheckpointError, OSError, AttributeError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-
-
-def read_any(path: Path) -> dict[str, Any]:
-    """Read the checkpoint that `resolve` finds at a path, or a foreign file there; see `foreign.read_contents`."""
-    return read_contents(path, ()) if path.is_file() else read_checkpoint(resolve(path))
-
-
-def verify(directory: Path) -> None:
-    """Check every file against the manifest; raises CheckpointError with the file and the problem."""
-    for name, expected in check_sizes(directory).items():
-        _verify(directory, name, expected)
-
-
-def check_sizes(directory: Path) -> dict[str, FileSum]:
-    """Return the manifest's entries, after a check of the files' sizes; raises what `verify` raises."""
-    if not directory.is_dir():
-        raise CheckpointError(f"There is no checkpoint at {directory}: it is not a directory.")
-    files = manifest.load_manifest(directory).files
-    for name, expected in files.items():
-        size = manifest.regular_size(directory, name)
-        if size != expected.size:
-            raise CheckpointError(f"{directory}: {name} has {size:,} bytes, {expected.size:,} were written.")
-    return files
-
-
-def _verify(directory: Path, name: str, expected: FileSum) -> None:
-    try:
-        damaged = file_sum(directory / name) != expected
-    except OSError as error:
-        raise CheckpointError(f"{directory}: {name} cannot be read: {error.strerror}.") from error
-    if damaged:
-        raise CheckpointError(f"{directory}: {name} is damaged: its SHA-256 is not the one that was written.")
-
-
-def checkpoints_in(root: Path) -> list[Path]:
-    """Return the committed checkpoints of a folder (those with a manifest), oldest step first."""
-    return [path for path in _steps(root) if path.name[0] != "." and (path / manifest.MANIFEST).is_file()]
-
-
-def newest_complete(root: Path, check: Check = verify) -> Path | None:
-    """Return the newest checkpoint of a folder that passes `check`; warn of every newer one and its problem.
-
-    If a process died while it replaced a checkpoint, that may be the old one under its temporary name, until the next
-    `sweep` or save restores it.
-    """
-    for path in reversed(_steps(root)):
-        try:
-            if check(path) is False:
-                continue
-        except CheckpointError as error:
-            log.warning("The checkpoint %s is passed over, it is not whole. %s", path.name, error)
-        else:
-            return path
-    return None
-
-
-def _steps(root: Path) -> list[Path]:
-    """Return checkpoints, and those that a dying process was replacing, oldest step first."""
-    if not root.is_dir():
-        return []
-    found: dict[str, Path] = {}
-    for path in sorted(root.iterdir()):  # ".step-..." sorts first and yields to "step-..."
-        name = path.name.removeprefix(".").removesuffix(f".{commit.REPLACED}")
-        if path.name not in (name, commit.temporary_path(root / name, commit.REPLACED).name) or path.is_symlink():
-            continue
-        files = path / manifest.MANIFEST, path / manifest.STATE_FILE
-        if path.is_dir() and (STEP_NAME.fullmatch(name) or all(file.is_file() for file in files)):
-            found[name] = path
-    return sorted(found.values(), key=checkpoint_step)
-
-
-def checkpoint_step(path: Path) -> int:
-    """Return the step in a checkpoint's name, its temporary one too; under any other name its own, -1 if unreadable."""
-    name = path.name.strip(".").split(".")[0]
-    if STEP_NAME.fullmatch(name):
-        return int(name.removeprefix("step-"))
-    try:
-        found = manifest.parse_json((path / manifest.STATE_FILE).read_bytes(), manifest.STATE_FILE)["global_step"]
-    except (CheckpointError, OSError, KeyError, TypeError):
-        return -1
-    return found if isinstance(found, int) else -1
-
-
-def resolve(path: Path, check: Check = verify) -> Path:
-    """Return the checkpoint at a path: itself, or the newest of a folder or run directory that passes `check`.
-
-    Raises CheckpointError with the paths that were tried.
-    """
-    require_local(path, "The checkpoint")
-    # "." has no name, and so no place beside it
-    path = path if path.name else path.absolute()
-    # the second: a process died while it replaced the checkpoint
-    for itself in (path, commit.temporary_path(path, commit.REPLACED)):
-        if (itself / manifest.MANIFEST).is_file():
-            return itself
-    if path.is_file():
-        raise CheckpointError(
-            f"{path} is a file; a Legato checkpoint is a directory with a {manifest.MANIFEST}. Files of other "
-            f"programs are read by fit(ckpt_path=...), load_from_checkpoint, validate, test and predict."
-        )
-    for folder in (path / FOLDER, path):
-        if (found := newest_complete(folder, check)) is not None:
-            return found
-    raise CheckpointError(
-        f"There is no complete checkpoint at {path}: expected a directory with a {manifest.MANIFEST}, or one with "
-        f"{directory_name(1200)}-like directories, itself or in {FOLDER}/."
-    )
 
 
 def versions(root: Path, name: str) -> list[Path]:

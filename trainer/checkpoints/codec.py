@@ -1,0 +1,334 @@
+"""Nested values as JSON and named tensors, and back; never by pickle.
+
+What JSON lacks becomes `{"__legato__": KIND, "value": ...}`, a tensor such a mark with its file and its name there.
+"""
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...base.errors import CheckpointError
+from ..processes.collectives import Collectives
+from .shards import ShardBlock, ShardFiles, StoredTensor, file_name, shard_block
+from .tensors import DTYPE_NAMES, flat_bytes
+
+MARK = "__legato__"
+DEPTH = 100  # levels of nesting; a value that contains itself ends here too
+MODEL, OTHERS = "model", "tensors"
+KNOWN_EVERYWHERE = frozenset(DTYPE_NAMES)
+"""Dtypes that every release of safetensors reads; others are stored as real numbers or bytes, with a mark."""
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+ValuePath = tuple[str, ...]
+
+
+class Kind(NamedTuple):
+    """Type of value that JSON lacks."""
+
+    of: type[Any]
+    pack: Callable[[Any], Any]
+    unpack: Callable[[Any], Any]
+    packed: type[Any] = str
+    """Type of what `pack` returns."""
+    items: type[Any] | None = None
+    """Type of each item of that list; None: any."""
+
+
+def _mapping_of(pairs: list[Any]) -> dict[Any, Any]:
+    mapping: dict[Any, Any] = {}
+    for key, value in pairs:
+        if not isinstance(key, Hashable) or isinstance(key, Tensor) or key in mapping:
+            raise ValueError("a key that is no key or appears twice")
+        mapping[key] = value
+    return mapping
+
+
+def _items(mapping: Mapping[Any, Any]) -> list[Any]:
+    return list(mapping.items())
+
+
+def _complex_of(texts: list[str]) -> complex:
+    real, imaginary = texts
+    return complex(float(real), float(imaginary))
+
+
+def _timedelta_of(numbers: list[int]) -> timedelta:
+    days, seconds, microseconds = numbers
+    return timedelta(days, seconds, microseconds)
+
+
+KINDS = {
+    "int": Kind(int, hex, lambda text: int(text, 16)),
+    "float": Kind(float, repr, float),
+    "complex": Kind(complex, lambda number: [repr(number.real), repr(number.imag)], _complex_of, list, str),
+    "bytes": Kind(
+        bytes, lambda data: base64.b64encode(data).decode(), lambda text: base64.b64decode(text, validate=True)
+    ),
+    "tuple": Kind(tuple, list, tuple, list),
+    "set": Kind(set, list, set, list),
+    "frozenset": Kind(frozenset, list, frozenset, list),
+    "size": Kind(torch.Size, list, torch.Size, list, int),
+    "items": Kind(dict, _items, _mapping_of, list, list),
+    "counter": Kind(Counter, _items, lambda pairs: Counter(_mapping_of(pairs)), list, list),
+    "dtype": Kind(torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), DTYPES.__getitem__),
+    "device": Kind(torch.device, str, torch.device),
+    "timedelta": Kind(timedelta, lambda time: [time.days, time.seconds, time.microseconds], _timedelta_of, list, int),
+    "path": Kind(PurePath, str, Path),
+}
+SUBCLASSED = ("int", "float", "path")
+"""Kinds of which a subclass is stored as its base: an IntEnum, a float of NumPy, a PosixPath."""
+
+
+@dataclass
+class FlatState:
+    """Nested value split into JSON and tensors."""
+
+    tree: Any
+    """Strict JSON with marks in place of tensors."""
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
+    """Tensor file (`model`, `tensors`) -> name in it -> tensor, not copied, and possibly sharing memory."""
+    parts: dict[str, dict[str, ShardBlock]] = field(default_factory=lambda: {MODEL: {}, OTHERS: {}})
+    """The same for this process's parts of sharded tensors."""
+    marks: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    """Marks of those tensors in the tree."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors and parts."""
+        tensors = sum(tensor.nbytes for tensors in self.tensors.values() for tensor in tensors.values())
+        return tensors + sum(part.block.nbytes for parts in self.parts.values() for part in parts.values())
+
+    def assign_writers(self, ranks: Collectives) -> None:
+        """Assign a writer to every part, the first rank that has it, and to the rest rank 0; every rank calls it.
+
+        The marks record the files of the parts.
+        """
+        regions = {
+            (file, name): (part.offset, tuple(part.block.shape))
+            for file, parts in self.parts.items()
+            for name, part in parts.items()
+            if part.block.numel()
+        }
+        regions_by_rank = ranks.gather_objects(regions)
+        for (file, name), mark in self.marks.items():
+            writers: dict[Any, int] = {}
+            for rank, held in enumerate(regions_by_rank):
+                if (file, name) in held:
+                    # on a mesh with a replicated axis several ranks hold the same region
+                    writers.setdefault(held[file, name], rank)
+            mark["parts"] = [[rank, *map(list, region)] for region, rank in writers.items()]
+            if writers.get(regions.get((file, name))) != ranks.rank:
+                del self.parts[file][name]
+        if ranks.rank > 0:
+            self.tensors = {file: {} for file in self.tensors}
+
+
+# --- taking apart -----------------------------------------------------------------------------------------------------
+def flatten(contents: Mapping[str, Any]) -> FlatState:
+    """Split a nested value; the tensors of `contents["state_dict"]` keep their names, in a file of their own.
+
+    Raises CheckpointError with the path of a value that is neither JSON nor a tensor.
+    """
+    flat = FlatState({})
+    flat.tree = _encode(dict(contents), (), flat)
+    return flat
+
+
+def _encode(value: Any, path: ValuePath, flat: FlatState) -> Any:
+    if len(path) > DEPTH:
+        raise CheckpointError(f"{_dotted(path[:4])}... is nested more than {DEPTH} deep; does it contain itself?")
+    if value is None or isinstance(value, bool):  # before int, of which bool is a subclass
+        return value
+    if isinstance(value, str):  # str Enum included: JSON has only its text
+        return str.__str__(value)
+    if isinstance(value, StoredTensor):  # stays in the files of another checkpoint
+        return dict(value.mark)
+    if isinstance(value, (Tensor, ShardBlock, np.ndarray, np.generic)):
+        return _encode_tensor(value, path, flat)
+    # beyond 64 bits other readers lose digits, and Python refuses very long decimals
+    if isinstance(value, int) and value.bit_length() < 64:
+        return int(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return float(value)
+    if isinstance(value, list):
+        return [_encode(item, (*path, str(place)), flat) for place, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, flat)
+    kind = next((name for name, kind in KINDS.items() if type(value) is kind.of), None)
+    kind = kind or next((name for name in SUBCLASSED if isinstance(value, KINDS[name].of)), None)
+    if kind is None:
+        raise _refusal(value, path)
+    return {MARK: kind, "value": _encode(KINDS[kind].pack(value), path, flat)}
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: ValuePath, flat: FlatState) -> Any:
+    inner = {key: _encode(item, (*path, str(key)), flat) for key, item in value.items()}
+    if all(isinstance(key, str) for key in inner) and MARK not in inner and not isinstance(value, Counter):
+        return {str.__str__(key): item for key, item in inner.items()}
+    for key in inner:
+        if isinstance(key, (Tensor, np.ndarray)):
+            raise _refusal(key, (*path, "a key"))
+    items = [[_encode(key, (*path, "a key"), flat), item] for key, item in inner.items()]
+    return {MARK: "counter" if isinstance(value, Counter) else "items", "value": items}
+
+
+def _encode_tensor(value: Any, path: ValuePath, flat: FlatState) -> dict[str, Any]:
+    """Return the mark of a tensor, of this process's part of one, or of a NumPy value."""
+    kind, part = "tensor", value if isinstance(value, ShardBlock) else None
+    if isinstance(value, (np.ndarray, np.generic)):
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        try:  # of a copy: contiguous, writable, in this machine's byte order
+            value = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
+        except TypeError:
+            raise CheckpointError(
+                f"{_dotted(path)} is a numpy {value.dtype}; a checkpoint holds numbers, bools, text and tensors."
+            ) from None
+    part = part or shard_block(value)
+    file, name = (MODEL, path[1:]) if path[0] == "state_dict" and len(path) > 1 else (OTHERS, path)
+    unique = ".".join(name).encode("utf-8", "replace").decode("utf-8")  # safetensors has no lone surrogates
+    while unique in flat.tensors[file] or (file, unique) in flat.marks or unique == "__metadata__":
+        unique += "'"  # "a.b" and "a" -> "b" give the same name
+    mark: dict[str, Any] = {MARK: kind, "file": file, "name": unique}
+    dtype = (value if part is None else part.block).dtype
+    dtype_name = str(dtype).removeprefix("torch.")
+    if part is not None:
+        if dtype not in KNOWN_EVERYWHERE:
+            raise CheckpointError(
+                f"{_dotted(path)} is on several processes and is {dtype_name}, which cannot be stored in parts."
+            )
+        mark |= {MARK: "parts", "dtype": dtype_name, "shape": list(part.shape)}
+        flat.parts[file][unique], flat.marks[file, unique] = part, mark
+        return mark
+    # a wrapper subclass (of quantization, say) has no memory of its own whose bytes could be written
+    wrapped = type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    if wrapped or value.layout != torch.strided or value.is_quantized or value.is_meta:
+        kind = type(value).__name__ if wrapped else "meta tensor" if value.is_meta else f"{value.layout} tensor"
+        raise CheckpointError(
+            f"{_dotted(path)} is a {kind}; a checkpoint holds plain, dense tensors: convert it first."
+        )
+    tensor = value.detach().resolve_conj().resolve_neg()
+    if dtype not in KNOWN_EVERYWHERE:
+        mark |= {"dtype": dtype_name, "shape": list(tensor.shape)}
+        tensor = torch.view_as_real(tensor) if dtype.is_complex else flat_bytes(tensor)
+    flat.tensors[file][unique] = tensor
+    return mark
+
+
+# --- putting together -------------------------------------------------------------------------------------------------
+class _Unclaimed(dict[tuple[str, str], Any]):
+    """Tensors and parts without a mark so far: (file, name) -> tensor."""
+
+    files: ShardFiles | None = None
+    some_parts = False
+    """Whether the files may hold parts without a mark."""
+
+
+def unflatten(
+    tree: Any,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    files: ShardFiles | None = None,
+    parts: Iterable[str] | None = (),
+) -> dict[str, Any]:
+    """Rebuild a value from what `flatten` returned, with the names of files that hold `parts`; None: some of their
+    parts.
+
+    A sharded tensor becomes a `StoredTensor`. Raises CheckpointError if something does not match.
+    """
+    # Each tensor must be claimed by one mark: one that nothing mentions tells of files that do not belong together.
+    left = _Unclaimed({(file, name): tensor for file, named in tensors.items() for name, tensor in named.items()})
+    if files is not None:
+        left.files, left.some_parts = files, parts is None
+        left.update(dict.fromkeys(place for file in parts or () for place in files.names(file)))
+    try:
+        contents = _decode(tree, (), left)
+    except RecursionError:
+        raise CheckpointError("state.json is nested too deeply to be a checkpoint's.") from None
+    if not isinstance(contents, dict) or not all(isinstance(key, str) for key in contents):
+        raise CheckpointError(f"state.json must hold an object with names as keys, got {type(contents).__name__}.")
+    if left:
+        file, name = next(iter(left))
+        file = file.removesuffix(".safetensors")
+        raise CheckpointError(f"{file}.safetensors holds {name!r}, which state.json does not mention.")
+    return contents
+
+
+def _decode(node: Any, path: ValuePath, left: _Unclaimed) -> Any:
+    if isinstance(node, list):
+        return [_decode(item, (*path, str(place)), left) for place, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    if MARK not in node:
+        return {key: _decode(item, (*path, key), left) for key, item in node.items()}
+    kind = node[MARK]
+    try:
+        if kind in ("tensor", "array", "scalar"):
+            return _decode_tensor(kind, node, left)
+        if kind == "parts":
+            return _decode_parts(node, left)
+        if node.keys() != {MARK, "value"} or not isinstance(kind, str):
+            raise ValueError(f"no such mark: {str(node)[:80]}")
+        return KINDS[kind].unpack(_typed(KINDS[kind].packed, _decode(node["value"], path, left), KINDS[kind].items))
+    except (CheckpointError, RecursionError):
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"state.json is damaged at {_dotted(path)}: {str(error)[:200]}.") from error
+
+
+def _decode_tensor(kind: str, node: dict[str, Any], left: _Unclaimed) -> Any:
+    if not {"file", "name"} <= node.keys() <= {MARK, "file", "name", "dtype", "shape"}:
+        raise ValueError(f"no such mark: {str(node)[:80]}")
+    place = (node["file"], node["name"])
+    if place not in left:
+        raise ValueError(f"{place[0]}.safetensors holds no tensor {place[1]!r}, or it is used twice")
+    tensor = left.pop(place)
+    if "dtype" in node:
+        dtype, shape = DTYPES[node["dtype"]], _typed(list, node["shape"], int)
+        tensor = torch.view_as_complex(tensor) if dtype.is_complex else tensor.view(dtype)
+        if tensor.dtype != dtype:
+            raise ValueError(f"{place[1]!r} is stored as {tensor.dtype}, marked as {dtype}")
+        tensor = tensor.view(shape)
+    if kind == "tensor":
+        return tensor
+    array = tensor.numpy()
+    if kind == "scalar" and array.ndim:
+        raise ValueError(f"{place[1]!r} is marked as a scalar and has shape {array.shape}")
+    return array if kind == "array" else array[()]
+
+
+def _decode_parts(node: dict[str, Any], left: _Unclaimed) -> StoredTensor:
+    if node.keys() != {MARK, "file", "name", "dtype", "shape", "parts"} or left.files is None:
+        raise ValueError(f"no such mark: {str(node)[:80]}")
+    name, shape, parts = _typed(str, node["name"]), tuple(_typed(list, node["shape"], int)), []
+    for rank, offset, size in _typed(list, node["parts"], list):
+        file = file_name(_typed(str, node["file"]), _typed(int, rank))
+        if not left.some_parts:
+            del left[file, name]
+        parts.append((file, tuple(_typed(list, offset, int)), tuple(_typed(list, size, int))))
+    return StoredTensor(left.files, name, shape, DTYPES[node["dtype"]], parts, node)
+
+
+def _typed(kind: type[Any], value: Any, items: type[Any] | None = None) -> Any:
+    """Return a value of exactly this type, whose items are of a type, too."""
+    if type(value) is not kind or (items is not None and any(type(item) is not items for item in value)):
+        raise TypeError(f"expected {kind.__name__}, got {str(value)[:40]}")
+    return value
+
+
+def _dotted(path: ValuePath) -> str:
+    return ".".join(path) or "the checkpoint"
+
+
+def _refusal(value: Any, path: ValuePath) -> CheckpointError:
+    name = type(value).__name__
+    return CheckpointError(
+        f"{_dotted(path)} is {'an' if name[0].lower() in 'aeiou' else 'a'} {name}; a checkpoint holds JSON values and "
+        f"tensors. Leave it out of the state, or turn it into numbers, text, lists, dicts or tensors."
+    )

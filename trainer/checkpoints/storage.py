@@ -1,0 +1,213 @@
+"""Folder of checkpoints: a checkpoint is complete under its name, or it is not there, whenever the process dies.
+
+`step-00001200` is written as `.step-00001200.partial` beside it, every file synced, the manifest last, and renamed. An
+existing one is first renamed to `.step-00001200.replaced` and deleted last; one that is removed is first renamed to
+`.partial`. So at every moment the old or the new one is complete, under its own name or as `.replaced`, and leftovers
+of an interrupted process have fixed names, which the next save cleans up.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ...base.errors import CheckpointError
+from ...base.quantities import format_bytes
+from ...base.run_names import require_local
+from . import manifest
+from .hashed import FileSum, HashedFile, write_bytes
+
+STEP_NAME = re.compile(r"step-([0-9]{8,})")
+PARTIAL, REPLACED = "partial", "replaced"
+_LEFTOVER = re.compile(rf"\.({STEP_NAME.pattern})\.({PARTIAL}|{REPLACED})")
+_SLACK = 64 << 10  # bytes for headers, the manifest and folders
+
+
+def temporary_path(checkpoint: Path, kind: str) -> Path:
+    """Return the temporary name of one kind for a checkpoint."""
+    return checkpoint.with_name(f".{checkpoint.name}.{kind}")
+
+
+class Folder:
+    """Folder of a file system that all ranks see.
+
+    A save is `require_free_name` and `open_stage` on rank 0, `create` on every rank for each of its files, and
+    `publish` on rank 0: the commit.
+    """
+
+    # Checkpoints are named by text, and no caller knows of the renames, so that an object store, which has none, can
+    # have the same methods.
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+    def require_free_name(self, name: str) -> None:
+        """Raise CheckpointError for a name of something that is no checkpoint."""
+        path = self.path / name
+        if not name:
+            raise CheckpointError(f"A checkpoint needs a name of its own, got {str(path)!r}.")
+        if not os.path.lexists(path):
+            return
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not is_folder or not ((path / manifest.MANIFEST).exists() or manifest.are_file_names(os.listdir(path))):
+            raise CheckpointError(f"{path} exists and is not a checkpoint, so it is not replaced. Choose another name.")
+
+    def open_stage(self, name: str, needed: int, sweeps: bool) -> None:
+        """Make the place where a checkpoint of about `needed` bytes is written.
+
+        `sweeps`: clean up after all interrupted saves in this folder, to which nobody else writes.
+        """
+        make_folder(self.path)
+        self._clean_up(name)
+        if sweeps and STEP_NAME.fullmatch(name):
+            self.sweep()
+        free_space_check(self.path, needed)
+        os.mkdir(self._temporary(name, PARTIAL))
+
+    def create(self, name: str, file: str) -> HashedFile:
+        """Open a new file of the checkpoint that is being written."""
+        stage = self._temporary(name, PARTIAL)
+        if not stage.is_dir():
+            raise CheckpointError(
+                f"{stage} is not there: a checkpoint to which every process writes needs a folder that all of them "
+                f"share. Set default_root_dir to one."
+            )
+        return HashedFile(stage / file)
+
+    def publish(self, name: str, files: Mapping[str, FileSum], run: str) -> None:
+        """Write the manifest and give the checkpoint its name; raises OSError where that fails."""
+        stage, old, target = self._temporary(name, PARTIAL), self._temporary(name, REPLACED), self.path / name
+        write_bytes(HashedFile(stage / manifest.MANIFEST), manifest.dump_manifest(files, run))
+        # names before the rename: a file system may keep a rename through a power cut and lose what it points to
+        sync_folder(stage)
+        if target.exists():
+            self._rename(target, old)
+        self._rename(stage, target)
+        _delete(old)
+
+    def discard(self, name: str) -> None:
+        """Delete what was written for a checkpoint that is given up."""
+        with suppress(OSError):
+            self._clean_up(name)
+
+    # --- cleaning up ------------------------------------------------------------------------------------------------
+    def sweep(self) -> None:
+        """Clean up after interrupted saves and removals; no save may be under way."""
+        entries = os.listdir(self.path) if self.path.is_dir() else []
+        for name in sorted({leftover[1] for entry in entries if (leftover := _LEFTOVER.fullmatch(entry))}):
+            with _naming(self.path / name):
+                self._clean_up(name)
+
+    def remove(self, name: str, run: str | None = None) -> None:
+        """Delete a checkpoint, of `run` if given; raises CheckpointError for anything else.
+
+        A checkpoint is a directory, not a link, with a valid manifest and no file that is missing from it.
+        """
+        path, gone = self.path / name, self._temporary(name, PARTIAL)
+        manifest.require_removable(path, run)
+        with _naming(path):
+            # first, or the checkpoint that was replaced before would later be restored
+            _delete(self._temporary(name, REPLACED))
+            _delete(gone)
+            self._rename(path, gone)
+            _delete(gone)
+
+    def _clean_up(self, name: str) -> None:
+        old, path = self._temporary(name, REPLACED), self.path / name
+        if (old / manifest.MANIFEST).exists() and not path.exists():
+            self._rename(old, path)  # the process died between the two renames of a replacement
+        _delete(self._temporary(name, PARTIAL))
+        _delete(old)
+
+    def _temporary(self, name: str, kind: str) -> Path:
+        return self.path / f".{name}.{kind}"
+
+    def _rename(self, old: Path, new: Path) -> None:
+        os.rename(old, new)
+        sync_folder(self.path)
+
+
+def remove(checkpoint: Path, run: str | None = None) -> None:
+    """Delete the checkpoint at a path; see `Folder.remove`."""
+    Folder(checkpoint.parent).remove(checkpoint.name, run)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} could not be removed or tidied up: {error}.") from error
+
+
+def _delete(path: Path) -> None:
+    """Delete a temporary name, the manifest first; two processes or threads may do so at once."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    with suppress(FileNotFoundError):
+        # from now on the rest is no checkpoint, wherever the process dies
+        (path / manifest.MANIFEST).unlink(missing_ok=True)
+        shutil.rmtree(path)
+
+
+# --- files and folders ------------------------------------------------------------------------------------------------
+def make_folder(path: Path) -> None:
+    """Make a folder and its missing parents, and sync each."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        with suppress(FileExistsError):
+            os.mkdir(path)
+        sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Sync a folder, and so the names in it."""
+    # fsync of a file does not sync its name, which is in the folder
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def free_space_check(root: Path, needed_bytes: int) -> None:
+    """Raise CheckpointError if a save does not fit in the free space of a folder."""
+    while not root.exists() and root != root.parent:
+        root = root.parent
+    free = shutil.disk_usage(root).free
+    if free < needed_bytes + _SLACK:
+        raise CheckpointError(
+            f"A checkpoint needs {format_bytes(needed_bytes)} in {root}, where {format_bytes(free)} are free; nothing "
+            f"was written. Free some space, keep fewer checkpoints, or put the run on another disk."
+        )
+
+
+def require_new(target: Path) -> None:
+    """Raise CheckpointError if something has this name."""
+    require_local(target, "The file to write")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is there already, and is not replaced. Choose another name.")
+
+
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """Yield a path to write, with the suffix of `target`; after the context it is `target`, whole, or nothing is there.
+
+    Raises CheckpointError where an OSError comes.
+    """
+    partial = target.with_name(f".{target.stem}.{PARTIAL}{target.suffix}")
+    try:
+        make_folder(target.absolute().parent)
+        yield partial
+        partial.rename(target)
+        sync_folder(target.absolute().parent)
+    except OSError as error:
+        raise CheckpointError(f"{target} could not be written: {error.strerror or error}.") from error
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,58 @@
+"""Tensors in the safetensors format."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ...base.errors import CheckpointError
+from .hashed import FileSum, HashedFile
+
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.int64: "I64", torch.int32: "I32",
+    torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Dtypes that every release of safetensors reads."""
+
+
+def write_tensors(file: HashedFile, tensors: Mapping[str, Tensor]) -> FileSum:
+    """Write and sync a new safetensors file; tensors on a device or not contiguous are copied one by one.
+
+    The library's writer refuses tensors that share memory (tied weights), and leaves a second pass for the hash.
+    """
+    # the largest items first, so that every tensor is aligned for readers that map the file
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in order:
+        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text += b" " * (-len(text) % 8)  # the format wants the data to begin at a multiple of 8 bytes
+    with file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in order:
+            if tensors[name].nbytes:
+                file.write(flat_bytes(tensors[name].cpu()).numpy().data)
+    return file.sum
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's bytes as a uint8 tensor; no copy if it is contiguous."""
+    # `contiguous` accepts any stride where a size is 0 or 1, and the second `view` does not
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Read a safetensors file into memory of this process; raises CheckpointError if it is none."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            # Cloned: the library maps the file. A mapped tensor would fail when the file goes away on a network disk,
+            # and has any alignment, which changes the last bits of some kernels' results.
+            return {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    except (SafetensorError, OSError, ArithmeticError, LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read as a safetensors file: {error}") from error
