@@ -153,7 +153,7 @@ FULL_DISK = """
                 pass
 
     storage.remove(root / find.directory_name(0))
-    storage.free_space_check = fill
+    check, storage.free_space_check = storage.free_space_check, fill
     writer = background.Writer()
     for save in (commit.write, writer.save):
         try:
@@ -163,6 +163,7 @@ FULL_DISK = """
         except CheckpointError as error:
             assert "No space left on device" in str(error) and str(root) in str(error), error
         (root / "others").unlink()
+    storage.free_space_check = check
     assert sorted(path.name for path in root.iterdir()) == [find.directory_name(step) for step in range(1, saved)]
     assert reading.read_checkpoint(find.newest_complete(root))["w"][0] == saved - 1
     commit.write(root / find.directory_name(99), {"w": torch.ones(10)})

@@ -1,6 +1,5 @@
 """One run at a time writes to a run directory; who has died, however it was, does not keep it."""
 
-import errno
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ import legato as lg
 from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
 from legato.trainer.runs import lock as run_lock
-from legato.trainer.runs.lock import LOCK, RunLock
+from legato.trainer.runs.lock import HOLDER, LOCK, RunLock, belongs_to_training, is_held
 
 STARTING = 60.0
 """Seconds that a process may take to start on a busy machine."""
@@ -166,81 +165,92 @@ def test_a_run_that_has_lost_its_folder_writes_no_more(tmp_path: Path) -> None:
     class Robbed(lg.Callback):
         def on_train_batch_start(self, trainer: lg.Trainer, task: Any, batch: Any, batch_idx: int) -> None:
             if batch_idx == 3:
-                (trainer.run_dir / LOCK).write_text('{"host": "far", "pid": 7, "stage": "fit", "since": "now"}')
+                far_holder(trainer.run_dir)
 
     callbacks = [Checkpoint(every_n_train_steps=1, save_top_k=-1), Robbed()]
     trainer = make_trainer(tmp_path, callbacks=callbacks, enable_checkpointing=True)
-    with pytest.raises(CheckpointError, match=r"has lost its folder: .* by process 7 on far \(fit, since now\)"):
+    with pytest.raises(CheckpointError, match=r"has lost its folder: .* by process 7 on far \(fit, since today\)"):
         trainer.fit(Tiny(), make_loader())
     assert len(list(tmp_path.rglob("step-*"))) == 3
 
 
-# --- as on a network file system --------------------------------------------------------------------------------------
+# --- seen from outside ------------------------------------------------------------------------------------------------
+def far_holder(folder: Path, **values: Any) -> None:
+    """Leave what a run on another machine has in a folder, in the form that filelock and Legato write."""
+    holder = {"host": "far", "machine": "another", "pid": 7, "started": "1", "stage": "fit", "since": "today", **values}
+    lines = ["filelock/2", f"pid={holder['pid']}", f"host={holder['host']}", "mode=lease", "token=abc"]
+    lines += [f"duration={run_lock.LEASE!r}", "start=1", ""]
+    (folder / LOCK).unlink(missing_ok=True)
+    (folder / LOCK).write_text("\n".join(lines))
+    (folder / HOLDER).write_text(json.dumps(holder))
+
+
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything takes a hundredth of its time."""
-    monkeypatch.setattr(run_lock, "is_local", lambda folder: False)
-    for name in ("HEARTBEAT", "DEAD_AFTER", "RELEASE_WAIT", "CONTEST_WAIT", "END_WAIT"):
-        monkeypatch.setattr(run_lock, name, getattr(run_lock, name) / 25)
-
-
-def no_flock(*arguments: Any) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine counts as dead after moments."""
+    monkeypatch.setattr(run_lock, "LEASE", 1.5)
+    monkeypatch.setattr(run_lock, "END_WAIT", 0.3)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("network")
-@pytest.mark.parametrize("flock", [True, False])
-def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flock: bool
-) -> None:
-    if not flock:
-        monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
-    far = {"host": "far", "pid": 7, "started": "1", "boot": "another", "space": "", "stage": "fit", "since": "today"}
-    (tmp_path / LOCK).write_text(json.dumps(far))
+@pytest.mark.usefixtures("short_lease")
+def test_a_run_on_another_machine_keeps_it_as_long_as_it_lives(tmp_path: Path) -> None:
+    far_holder(tmp_path)
     over = threading.Event()
 
     def live() -> None:
-        while not over.wait(run_lock.HEARTBEAT):
+        while not over.wait(0.2):
             os.utime(tmp_path / LOCK)
 
     thread = threading.Thread(target=live)
     thread.start()
-    lock = RunLock(tmp_path, "fit")
     try:
         with pytest.raises(ConfigError, match=r"by process 7 on far \(fit, since today\)"):
-            lock.take()
+            RunLock(tmp_path, "fit").take()
+        assert is_held(tmp_path)
     finally:
         over.set()
         thread.join()
+    lock = RunLock(tmp_path, "fit")
     lock.take()  # it has died
     beat = (tmp_path / LOCK).stat().st_mtime_ns
     assert wait_until(lambda: (tmp_path / LOCK).stat().st_mtime_ns > beat)
     lock.check()
     lock.release()
     assert not list(tmp_path.iterdir())
-    assert "legato-lock" not in [thread.name for thread in threading.enumerate()]
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("filelock-lease")]
 
 
-@pytest.mark.usefixtures("network")
-def test_without_flock_the_process_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
+def test_a_holder_on_this_machine_that_stands_still_keeps_it(tmp_path: Path) -> None:
+    """As one that SIGSTOP stops, or a laptop that sleeps: it touches the file no more, and is alive."""
     first, second = RunLock(tmp_path, "fit"), RunLock(tmp_path, "fit")
     first.take()
+    os.utime(tmp_path / LOCK, (0, 0))
+    assert is_held(tmp_path)
     with pytest.raises(ConfigError, match=f"by process {os.getpid()} on"):
         second.take()
-    dead = {**first.record, "started": "1"}  # another process with this number
+    first.check()
     first.release()
-    (tmp_path / LOCK).write_text(json.dumps(dead))
     second.take()
     second.release()
 
 
+@pytest.mark.parametrize("pid", [2**22 - 1, os.getpid()])
+def test_a_dead_process_of_this_machine_does_not_keep_it(tmp_path: Path, pid: int) -> None:
+    """Nor another process that has its number now."""
+    lock = RunLock(tmp_path, "fit")
+    lock.take()
+    holder = json.loads((tmp_path / HOLDER).read_text())
+    lock.release()
+    far_holder(tmp_path, **{**holder, "pid": pid, "started": "1"})
+    assert not is_held(tmp_path)
+    assert belongs_to_training(tmp_path)
+    lock.take()
+    lock.release()
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("network")
-def test_of_several_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_lock.fcntl, "flock", no_flock)
-    monkeypatch.setattr(run_lock, "CONTEST_WAIT", 1.5)
+def test_of_several_at_once_one_has_it(tmp_path: Path) -> None:
     locks, had = [RunLock(tmp_path, f"fit {number}") for number in range(6)], []
 
     def take(lock: RunLock) -> None:
@@ -259,9 +269,16 @@ def test_of_several_at_once_one_has_it(tmp_path: Path, monkeypatch: pytest.Monke
     had[0].release()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_lease")
+@pytest.mark.parametrize("name", [LOCK, HOLDER])
 @pytest.mark.parametrize("text", ["", "no json", "[]", "{}", '{"pid": "x", "host": 3}', '{"pid": -1}', "\0" * 5000])
-def test_what_stands_in_the_file_is_not_believed(tmp_path: Path, text: str) -> None:
-    (tmp_path / LOCK).write_text(text)
+def test_what_stands_in_the_files_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    monkeypatch.setattr(run_lock, "END_WAIT", 3.0)  # filelock looks at a marker that it cannot read for 2 s
+    (tmp_path / name).write_text(text)
+    os.utime(tmp_path / name, (0, 0))
     lock = RunLock(tmp_path, "fit")
     lock.take()
     lock.release()

@@ -71,12 +71,9 @@ class Saver:
             lock.take(patient)
             self.locks[folder] = lock
 
-    def join(self, folder: Path | None) -> None:
-        """Register as a process of the run that holds the lock of a folder, unless this one does."""
+    def remember_run_dir(self, folder: Path | None) -> None:
+        """Remember which folder the run directory is, by which a later one of its name is told from it."""
         self._run_dir = None if folder is None else folder.stat()
-        if folder is not None and (folder := folder.resolve()) not in self.locks:
-            self.locks[folder] = RunLock(folder, "rank")
-            self.locks[folder].join()
 
     def hold_for_all(self, folder: Path, patient: bool = False) -> None:
         """Lock one more folder on rank 0, which may be another process than before; every rank calls it."""

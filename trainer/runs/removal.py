@@ -14,7 +14,7 @@ from ...base.errors import CheckpointError
 from ...base.run_names import CHECKPOINTS, EVALUATIONS, EVENT_FILES, IDENTITY, OLD_EVENTS, identity_of
 from ..checkpoints.manifest import load_manifest
 from ..checkpoints.storage import Folder
-from .lock import LOCK, RANKS
+from .lock import HOLDER, LOCK
 from .record import FILES, README, RECORD
 from .status import STATUS, read_status
 
@@ -53,7 +53,7 @@ def remove_run(directory: Path) -> None:
     """
     for evaluation in _evaluations(directory):
         _remove_known_files(evaluation)
-        _remove_files(evaluation, (LOCK, RANKS))
+        _remove_files(evaluation, (LOCK, HOLDER))
         _remove_empty(evaluation, evaluation.parent)
     _remove_empty(directory / EVALUATIONS)
     _remove_checkpoints(directory / CHECKPOINTS, identity_of(directory))

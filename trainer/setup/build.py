@@ -184,7 +184,7 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
         call.agreement.require_same = call.script_collectives.require_same
     # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
     # that was killed
-    trainer.saver.join(trainer.run_dir)
+    trainer.saver.remember_run_dir(trainer.run_dir)
     if call.stage == "fit" and trainer.is_global_zero and trainer.run_dir is not None:
         places.write_identity(trainer.run_dir, trainer.saver.run_id)
     point = evaluated_point(call, saved)
