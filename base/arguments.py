@@ -268,10 +268,13 @@ def _counts_devices(value: Any) -> bool:
 
 
 TORCH_OPTIONS = {
+    "comm_hook": "A subclass of DDPStrategy registers its hook: see docs/how-to/own-strategy.md.",
+    "comm_hook_options": "A subclass of DDPStrategy registers its hook: see docs/how-to/own-strategy.md.",
     "device_ids": "trainer.devices names the devices.",
     "output_device": "The outputs meet on the first of trainer.devices.",
     "dim": "Batches are scattered along their first dimension.",
     "process_group": "Call torch.distributed.init_process_group before fit: its group is the one that is used.",
+    "static_graph": "Leave it out: the graph of each step is taken as it comes.",
 }
 """Arguments of torch's DataParallel and DistributedDataParallel that strategies lack, and what serves instead."""
 INSTEAD = {

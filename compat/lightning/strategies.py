@@ -465,14 +465,25 @@ class DDPStrategy(OwnBackward, DistributedDataParallel, ParallelStrategy):
             )
         super().__init__(
             **options_of_ddp(**kwargs),
-            comm_hook=_comm_hook_word(ddp_comm_hook, ddp_comm_wrapper),
-            comm_hook_options=_power_sgd_options(ddp_comm_state),
             process_group_backend=process_group_backend,
             timeout=(timeout or DEFAULT_TIMEOUT).total_seconds(),
         )
         self.take_parts(accelerator, cluster_environment, checkpoint_io, precision_plugin)
         self.start_method = start_method
         self.given |= _devices_of(parallel_devices)
+        self._comm_state = ddp_comm_state
+        self._comm_hook = ddp_comm_wrapper(ddp_comm_hook) if ddp_comm_wrapper and ddp_comm_hook else ddp_comm_hook
+
+    def make_reducer(self) -> None:
+        """Wrap the module by torch's DDP, and register the communication hook on that."""
+        super().make_reducer()
+        if self.ddp is not None and self._comm_hook is not None:
+            self.ddp.module.register_comm_hook(self._comm_state, self._comm_hook)
+
+    @property
+    def leaves_default_group(self) -> bool:  # type: ignore[override]
+        """Whether the default group has no collectives but the program's; hooks without a state use it."""
+        return self._comm_hook is None and super().leaves_default_group
 
 
 def options_of_ddp(
@@ -482,8 +493,13 @@ def options_of_ddp(
     gradient_as_bucket_view: bool = False,
     static_graph: bool = False,
 ) -> dict[str, Any]:
-    """Return options of DistributedDataParallel; jsonargparse reads from this signature what a config may name."""
-    return dict(locals())
+    """Return options of DistributedDataParallel; jsonargparse reads from this signature what a config may name.
+
+    `static_graph` only makes torch faster; Legato takes the graph of each step as it comes.
+    """
+    options = dict(locals())
+    del options["static_graph"]
+    return options
 
 
 class FSDPStrategy(OwnBackward, FullyShard, ParallelStrategy):
@@ -683,35 +699,6 @@ def read_strategy(wanted: Any) -> Any:
     if word == "dp":
         raise UnsupportedError(f"strategy={wanted!r} went out with Lightning 2.0: say strategy='ddp'.")
     return wanted  # Legato's own names, and the message about one that is not known
-
-
-def _comm_hook_word(hook: Callable[..., Any] | None, wrapper: Callable[..., Any] | None) -> Any:
-    """Return Legato's word for one of torch's communication hooks."""
-    name = None if hook is None else getattr(hook, "__name__", type(hook).__name__)
-    outer = None if wrapper is None else getattr(wrapper, "__name__", type(wrapper).__name__)
-    words = {
-        "allreduce_hook": "allreduce",
-        "fp16_compress_hook": "fp16_compress",
-        "bf16_compress_hook": "bf16_compress",
-        "powerSGD_hook": "power_sgd",
-        "batched_powerSGD_hook": "batched_power_sgd",
-    }
-    wrapped = {"fp16_compress_wrapper": "fp16_compress", "bf16_compress_wrapper": "bf16_compress"}
-    if outer in wrapped and name in (None, "allreduce_hook"):
-        return wrapped[outer]
-    if (name is not None and name not in words) or outer is not None:
-        raise UnsupportedError(
-            f"DDPStrategy(ddp_comm_hook={name}, ddp_comm_wrapper={outer}): there are torch's hooks {', '.join(words)}, "
-            f"each by itself."
-        )
-    return words.get(name or "")
-
-
-def _power_sgd_options(state: object | None) -> dict[str, Any] | None:
-    if state is None:
-        return None
-    names = ("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback")
-    return {name: getattr(state, name) for name in names if hasattr(state, name)}
 
 
 def _devices_of(devices: list[torch.device] | None) -> dict[str, Any]:

@@ -257,12 +257,19 @@ def test_words_of_strategies(word, found):
     assert isinstance(pl.strategies.StrategyRegistry.get("fsdp"), FSDPStrategy)
 
 
-def test_the_hook_of_ddp_is_torchs():
+@pytest.mark.slow
+def test_a_hook_of_ddp_is_called(tmp_path):
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-    assert DDPStrategy(ddp_comm_hook=default_hooks.fp16_compress_hook).comm_hook == "fp16_compress"
-    with pytest.raises(UnsupportedError, match="bf16_compress_hook"):
-        DDPStrategy(ddp_comm_hook=lambda state, bucket: None)
+    def leaves_a_mark(state, bucket):
+        (tmp_path / "called").touch()
+        return default_hooks.allreduce_hook(state, bucket)
+
+    strategy = DDPStrategy(
+        ddp_comm_hook=leaves_a_mark, ddp_comm_wrapper=default_hooks.fp16_compress_wrapper, start_method="spawn"
+    )
+    pl.Trainer(**SILENT, strategy=strategy, devices=2, max_steps=1).fit(Small(), loader())
+    assert (tmp_path / "called").exists()
 
 
 class Own(pl.strategies.Strategy):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from ddp_cases import DATA, QUIET, TWO, Net, Spare, close, fit, flat, in_one, loader, trained
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import legato as lg
-from legato.base.errors import ConfigError, TaskError
+from legato.base.errors import ConfigError
 from legato.callbacks import Checkpoint, EarlyStopping
 from legato.trainer.processes.environment import run_workers
 
@@ -81,11 +82,7 @@ KNOBS = [
     {"bucket_cap_mb": 0.0001},
     {"find_unused_parameters": True},
     {"gradient_as_bucket_view": True},
-    {"static_graph": True},
     {"broadcast_buffers": False},
-    {"comm_hook": "allreduce"},
-    {"comm_hook": "fp16_compress"},
-    {"comm_hook": "power_sgd", "comm_hook_options": {"start_powerSGD_iter": 3, "matrix_approximation_rank": 8}},
 ]
 
 
@@ -97,7 +94,29 @@ def test_every_knob_of_ddp_trains_the_same_weights():
 
     expected = in_one(Net(), samples=17)
     for knobs, weights in zip(KNOBS, run_workers(work, 2), strict=True):
-        assert close(weights, expected, 2e-3 if "comm_hook" in knobs else 1e-6), knobs
+        assert close(weights, expected), knobs
+
+
+class Compressed(lg.strategies.DDPStrategy):
+    """Sends gradients in half precision, by torch's own hook."""
+
+    name = "compressed"
+
+    def make_reducer(self):
+        super().make_reducer()
+        if self.ddp is not None:
+            self.ddp.module.register_comm_hook(self.collectives.group, default_hooks.fp16_compress_hook)
+
+
+def test_a_subclass_registers_a_communication_hook():
+    def work():
+        return [
+            trained(Net(), samples=17, devices=2, strategy=kind()) for kind in (lg.strategies.DDPStrategy, Compressed)
+        ]
+
+    plain, compressed = run_workers(work, 2)
+    assert close(compressed, plain, 2e-3)
+    assert not torch.equal(compressed, plain)
 
 
 VARIANTS = {
@@ -204,9 +223,6 @@ class SometimesSpare(Spare):
         return super().training_step(batch, batch_idx) + extra
 
 
-STATIC = {"name": "ddp", "static_graph": True}
-
-
 class Skips(Net):
     def training_step(self, batch, batch_idx):
         label = batch[1]
@@ -221,39 +237,12 @@ def test_unused_parameters_and_left_out_batches_are_as_in_one_process():
             trained(SometimesSpare(), devices=2, strategy=find),
             trained(Skips(), **TWO, accumulate_grad_batches=2),
             trained(Skips(), devices=2, strategy=find),
-            trained(Skips(), devices=2, strategy=STATIC),
-            trained(Spare(), samples=17, devices=2, strategy=STATIC),
         ]
 
-    sometimes, *skips, spare = run_workers(work, 2)
-    assert close(spare, in_one(Spare(), samples=17))  # a process without a batch leaves out what its first step did
+    sometimes, *skips = run_workers(work, 2)
     assert close(sometimes, in_one(SometimesSpare()))
     assert close(skips[0], in_one(Skips(), accumulate_grad_batches=2))
     assert close(skips[1], in_one(Skips()))
-    assert close(skips[2], in_one(Skips()))
-
-
-class LeavesOutFirst(Spare):
-    def training_step(self, batch, batch_idx):
-        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
-
-
-def test_a_step_with_other_parameters_than_the_first_one_is_told_where_the_graph_is_static():
-    def refused(task):
-        with pytest.raises(TaskError) as caught:
-            fit(task, devices=2, strategy=STATIC)
-        return str(caught.value)
-
-    def work():
-        return refused(SometimesSpare(used_in=0)), refused(SometimesSpare(used_in=1)), refused(LeavesOutFirst())
-
-    without, new, late = run_workers(work, 2)
-    assert without.startswith("Step 2 gave rank 0 no gradient for spare.0.weight, spare.0.bias, which had one in the")
-    assert new.startswith("Step 2 gave rank 0 a gradient for spare.0.")
-    assert "which had none in the first step. static_graph=true expects" in new
-    assert "leave it out" in without
-    assert late.startswith("Step 2 gave rank 0 no gradient for spare.0.weight, spare.0.bias, spare.1.weight, ")
-    assert "(all, where that had no batch)" in late
 
 
 def share_memory(gradients):
@@ -264,7 +253,7 @@ def test_gradients_as_views_of_buckets_have_the_same_bits():
     """Also with none for some parameters, in a step without a batch on a process, and added up over batches."""
     find = {"find_unused_parameters": True}
     cases = [
-        (Net, {"static_graph": True}, {}),
+        (Net, {}, {}),
         (SometimesSpare, find, {}),
         (SometimesSpare, find, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
     ]
@@ -289,26 +278,10 @@ def test_gradients_as_views_of_buckets_have_the_same_bits():
 
 def test_what_cannot_work_is_refused_by_name():
     def refused(**options):
-        accumulate = options.pop("accumulate_grad_batches", 1)
         with pytest.raises(ConfigError) as caught:
-            fit(Net(), devices=2, strategy={"name": "ddp", **options}, accumulate_grad_batches=accumulate)
+            fit(Net(), devices=2, strategy={"name": "ddp", **options})
         return str(caught.value)
 
     assert "expected a positive number of seconds" in refused(timeout=0)
-    assert "Did you mean 'fp16_compress'" in refused(comm_hook="fp16_compres")
-
-    def work():
-        return [
-            refused(comm_hook="bf16_compress"),
-            refused(comm_hook="batched_power_sgd"),
-            refused(comm_hook="power_sgd", comm_hook_options={"rank": 3}),
-            refused(comm_hook="allreduce", comm_hook_options={"rank": 3}),
-            refused(static_graph=True, accumulate_grad_batches=2),
-        ]
-
-    bf16, batched, options, others, static = run_workers(work, 2)
-    assert "comm_hook='bf16_compress' needs CUDA devices, this run has cpu" in bf16
-    assert "comm_hook='batched_power_sgd' needs CUDA devices" in batched
-    assert "{'rank': 3} do not fit power_sgd" in options
-    assert "comm_hook='allreduce' takes none" in others
-    assert "static_graph takes one batch a process and step, here are up to 2" in static
+    assert "A subclass of DDPStrategy registers its hook" in refused(comm_hook="fp16_compress")
+    assert "the graph of each step is taken as it comes" in refused(static_graph=True)

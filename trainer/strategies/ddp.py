@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
+from ...base.errors import ConfigError, TaskError, first_names
 from ...base.torch_private import forward_of, multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
 from ..optimization.precision import nothing
 from ..processes.collectives import Collectives
-from ..processes.environment import Place
 from ..processes.sync import Phase
 from .averaging import FlatAverage, TreeAverage
 from .bitwise.batch_norm import synchronize
@@ -30,25 +29,19 @@ from .strategy import trainable
 if TYPE_CHECKING:
     from ...tasks.task import Task
 
-CommHook = Literal["allreduce", "fp16_compress", "bf16_compress", "power_sgd", "batched_power_sgd"]
-CUDA_HOOKS = ("bf16_compress", "batched_power_sgd")
-"""torch has these for CUDA only: the one asks for NCCL, the other synchronizes the CUDA device."""
 UNUSED = re.compile(r"Expected to have finished reduction.*did not receive grad for rank \d+:([ \d]+)", re.DOTALL)
 """DDP's message for parameters without gradient, which it lists by their indices."""
-NOT_STATIC = (
-    "static_graph=true expects each step of a rank to use the parameters that its first one used (all, where that had "
-    "no batch): leave it out; if only some batches use them all, set find_unused_parameters=true for strategy ddp."
-)
-CHANGED = "training graph has changed"
-"""Words of DDP's message for a gradient that the first step of a static graph did not have."""
 
 
 class DDPStrategy(GroupStrategy):
-    """One process for each device. The arguments are DistributedDataParallel's and init_process_group's."""
+    """One process for each device. The arguments are DistributedDataParallel's and init_process_group's.
+
+    A subclass registers a communication hook of torch's, or of its own, on `self.ddp.module` in `make_reducer`.
+    """
 
     name = "ddp"
 
-    def __init__(  # noqa: PLR0913 (DistributedDataParallel's and init_process_group's arguments, besides ours)
+    def __init__(
         self,
         *,
         elastic: bool = False,
@@ -58,34 +51,22 @@ class DDPStrategy(GroupStrategy):
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         gradient_as_bucket_view: bool = False,
-        static_graph: bool = False,
-        comm_hook: CommHook | None = None,
-        comm_hook_options: dict[str, Any] | None = None,
         process_group_backend: str | None = None,
         init_method: str | None = None,
         timeout: float | Mapping[Phase, float] = 1800.0,
     ) -> None:
         """`elastic`: the run goes on when processes die, and others may join it; with fewer than `min_processes` it
         saves a checkpoint and ends. `join`: "host:port" of the elastic run that this one joins. `timeout`: the
-        seconds that a rank waits for another, or those of each phase: startup, step, checkpoint. `static_graph`:
-        torch takes the graph of a rank's first step for that of all; where `training_step` leaves the first batch
-        out, every parameter is part of it. `comm_hook_options`: for PowerSGDState; without a backend, nccl on CUDA,
-        else gloo.
+        seconds that a rank waits for another, or those of each phase: startup, step, checkpoint. Without a backend,
+        nccl on CUDA, else gloo.
         """
         super().__init__(process_group_backend, init_method, timeout)
         self.module_options: dict[str, Any] = {
             "bucket_cap_mb": bucket_cap_mb,
             "broadcast_buffers": broadcast_buffers,
             "gradient_as_bucket_view": gradient_as_bucket_view,
-            "static_graph": static_graph,
         }
         self.finds_unused = find_unused_parameters
-        if comm_hook is not None and comm_hook not in CommHook.__args__:  # type: ignore[attr-defined]
-            known = CommHook.__args__  # type: ignore[attr-defined]
-            raise ConfigError(
-                f"comm_hook={comm_hook!r} is not known.{did_you_mean(comm_hook, known)} There are: {known}."
-            )
-        self.comm_hook, self.comm_hook_options = comm_hook, comm_hook_options or {}
         if elastic:
             from ..elastic.members import ElasticProcesses
 
@@ -101,10 +82,10 @@ class DDPStrategy(GroupStrategy):
         """Return the options of an elastic run. Raises ConfigError for arguments that it excludes."""
         if min_processes < 1:
             raise ConfigError(f"min_processes={min_processes!r}: expected at least 1.")
-        if self.process_group_backend not in (None, "gloo") or self.comm_hook is not None:
+        if self.process_group_backend not in (None, "gloo"):
             raise ConfigError(
                 "elastic=true has a gradient reduction of its own, over gloo: a process cannot leave a broken NCCL or "
-                "MPI group. Leave process_group_backend and comm_hook out."
+                "MPI group. Leave process_group_backend out."
             )
         listen = "127.0.0.1:0"
         if self.init_method is not None:
@@ -119,22 +100,12 @@ class DDPStrategy(GroupStrategy):
     @property
     def needs_every_gradient(self) -> bool:  # type: ignore[override]
         """Whether torch's DDP waits for a gradient of every parameter."""
-        return not (self.finds_unused or self.module_options["static_graph"])
+        return not self.finds_unused
 
     @property
     def leaves_default_group(self) -> bool:  # type: ignore[override]
         """Whether the default process group has no collectives but the script's."""
         return self.collectives.group is not None
-
-    def join(self, place: Place, devices: Sequence[torch.device], precision: str | int) -> None:
-        """Open the process group and take the device of the local rank."""
-        kind = devices[0].type
-        if self.comm_hook in CUDA_HOOKS and kind != "cuda":
-            raise ConfigError(
-                f"comm_hook={self.comm_hook!r} needs CUDA devices, this run has {kind}; take fp16_compress or "
-                f"power_sgd."
-            )
-        super().join(place, devices, precision)
 
     def _backend(self) -> str:
         """Return the backend of the process group: gloo for elastic runs, whose processes leave broken groups."""
@@ -142,11 +113,6 @@ class DDPStrategy(GroupStrategy):
 
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Prepare the placed task for training. Raises ConfigError for options that exclude each other."""
-        if one_order and self.comm_hook is not None:
-            raise ConfigError(
-                f"comm_hook={self.comm_hook!r} rounds gradients on their way, so that their bits depend on the number "
-                f"of processes; reproducible: bitwise does not allow that. Leave one of the two out."
-            )
         if self.elastic.changes and not task.automatic_optimization:
             raise ConfigError(
                 "elastic=true needs automatic optimization: where training_step updates the weights itself, a step in "
@@ -192,31 +158,19 @@ class DDPStrategy(GroupStrategy):
         return AveragingReducer(task.parameters(), FlatAverage(task, ranks.size, ranks.group))
 
     def _wrap(self, task: "Task") -> "DDPReducer":
-        batches = -(-self.layout.replicas // self.layout.processes) * task.trainer.accumulate_grad_batches
-        if self.module_options["static_graph"] and batches > 1:
-            raise ConfigError(
-                f"static_graph takes one batch a process and step, here are up to {batches}, and torch counts the "
-                f"gradients of one. Start a process for each replica without accumulation, or leave static_graph out."
-            )
         options = {name: value for name, value in self.module_options.items() if value is not None}
-        steps = self._steps_of(task)
-        if self.module_options["static_graph"]:
-            steps.static_graph = StaticGraph(task)
         with warnings.catch_warnings(), no_compiler_for_ddp():
             # torch 2.13 deprecates broadcast_buffers for a name that older releases do not have
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
             warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=DeprecationWarning)
             module = DistributedDataParallel(
-                steps,
+                self._steps_of(task),
                 device_ids=self._device_ids(),
                 process_group=self.collectives.group,
                 find_unused_parameters=self.finds_unused,
                 **options,
             )
-        if self.comm_hook is not None:
-            state, hook = find_comm_hook(self.comm_hook, self.comm_hook_options, self.collectives.group)
-            module.register_comm_hook(state, hook)
-        return DDPReducer(task, module, self.collectives, self.precision.scaler is not None, steps.static_graph)
+        return DDPReducer(task, module, self.collectives, self.precision.scaler is not None)
 
     def _steps_of(self, task: "Task") -> "DDPSteps":
         return DDPSteps(task, self.buffers)
@@ -246,12 +200,7 @@ class DDPStrategy(GroupStrategy):
         self, loss: Tensor, last: bool = True, inputs: Sequence[Tensor] | None = None, retain_graph: bool = False
     ) -> None:
         """Add the gradient of `loss`; with the `last` one of a step DDP averages them over the processes."""
-        try:
-            super().backward(loss, last, inputs, retain_graph)
-        except RuntimeError as error:
-            if self.ddp is not None and self.ddp.static_graph is not None and CHANGED in str(error):
-                raise self.ddp.describe_new_gradients(self.ddp.static_graph) from error
-            raise
+        super().backward(loss, last, inputs, retain_graph)
         if last and not retain_graph:
             self.reducer.complete()
 
@@ -276,7 +225,6 @@ class DDPReducer(Reducer):
         module: DistributedDataParallel,
         collectives: Collectives,
         is_scaled: bool,
-        static_graph: "StaticGraph | None",
     ) -> None:
         """`is_scaled`: losses are multiplied by the factor of 16-mixed."""
         super().__init__(task.parameters())
@@ -289,7 +237,6 @@ class DDPReducer(Reducer):
         self.nothing: Tensor | None = None
         """Zero loss that stands in when training_step returns None."""
         self.check_reduced, self.forward = reduction_check(module), forward_of(module)
-        self.static_graph = static_graph
 
     def set_sync(self, last: bool) -> None:
         """Choose whether the next forward and its backward send gradients."""
@@ -310,8 +257,6 @@ class DDPReducer(Reducer):
     def complete(self) -> None:
         """Check that all gradients were sent, and make means of samples out of them."""
         self.require_reduced()
-        if self.static_graph is not None:
-            self.static_graph.close()
         if self.is_scaled:
             self.undo_division()
 
@@ -324,32 +269,11 @@ class DDPReducer(Reducer):
             if found is None:
                 raise
             unused = [self.names[int(index)] for index in found.group(1).split()]
-            what = f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} no gradient for "
-            names = first_names(unused)
-            if self.static_graph is not None:
-                raise TaskError(f"{what}{names}, which had one in the first step. {NOT_STATIC}") from error
             raise TaskError(
-                f"{what}{names}. Freeze what no loss uses (requires_grad_(False)) or remove it; if only some batches "
-                f"use it, set find_unused_parameters=true for strategy ddp."
+                f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} no gradient for "
+                f"{first_names(unused)}. Freeze what no loss uses (requires_grad_(False)) or remove it; if only some "
+                f"batches use it, set find_unused_parameters=true for strategy ddp."
             ) from error
-
-    def describe_new_gradients(self, graph: "StaticGraph") -> TaskError:
-        """Return the error for gradients that the first step of a static graph did not have."""
-        new = [
-            name
-            for name, parameter in self.task.named_parameters()
-            if parameter.grad is not None and parameter not in graph.used
-        ]
-        what = f"a gradient for {first_names(new)}, which had none" if new else "more gradients than there were"
-        return TaskError(
-            f"Step {self.task.global_step + 1} gave rank {self.collectives.rank} {what} in the first step. {NOT_STATIC}"
-        )
-
-    def close(self) -> None:
-        """Take the hooks off the parameters."""
-        super().close()
-        if self.static_graph is not None:
-            self.static_graph.close()
 
     def undo_division(self) -> None:
         """Under 16-mixed multiply the gradients themselves: a larger loss would overflow on more processes only."""
@@ -366,27 +290,12 @@ class DDPReducer(Reducer):
         return nothing
 
 
-class StaticGraph:
-    """The parameters that got a gradient in the first step of this rank: all that later ones may use, and must."""
-
-    def __init__(self, task: "Task") -> None:
-        self.used = set[nn.Parameter]()
-        self.hooks = [one.register_post_accumulate_grad_hook(self.used.add) for one in trainable(task)]
-
-    def close(self) -> None:
-        """End the search, after the first step."""
-        for hook in self.hooks:
-            hook.remove()
-        self.hooks.clear()
-
-
 class DDPSteps(nn.Module):
     """Module whose forward calls a step of the task, for DDP to wrap."""
 
     def __init__(self, task: "Task", buffers: ReplicaBuffers) -> None:
         super().__init__()
         self.task, self.replica_buffers = task, buffers
-        self.static_graph: StaticGraph | None = None
 
     def __call__(self, name: str, *arguments: Any) -> Any:  # past nn.Module's: nobody has hooks on this one
         """Return what the step `name` returns; where that is None, or for "nothing", a loss without effect."""
@@ -399,29 +308,13 @@ class DDPSteps(nn.Module):
         return getattr(self.task, name)(*arguments)
 
     def nothing(self) -> Tensor:
-        """Return a loss whose gradient is zero for every parameter that is trained, or that a static graph has."""
-        used = self.static_graph.used if self.static_graph is not None else ()
+        """Return a loss whose gradient is zero for every parameter that is trained."""
         # 0 times a parameter, not zeros: DDP's reducer counts gradients by hooks, which only a graph calls
-        nothing = [(one * 0.0).sum().float() for one in trainable(self.task) if not used or one in used]
-        return torch.stack([one.to(nothing[0].device) for one in nothing]).sum()  # parts may live on several devices
+        nothing = [(parameter * 0.0).sum().float() for parameter in trainable(self.task)]
+        return torch.stack([zero.to(nothing[0].device) for zero in nothing]).sum()  # parts may live on several devices
 
 
 class _Nothing(NamedTuple):
     """Output that stands in for that of a step that returned None, or of a rank without a batch."""
 
     loss: Tensor
-
-
-def find_comm_hook(name: str, options: dict[str, Any], group: Any) -> tuple[Any, Any]:
-    """Return state and function of one of torch's DDP communication hooks."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    if name.endswith("power_sgd"):
-        try:
-            state = powerSGD_hook.PowerSGDState(process_group=group, **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"comm_hook_options={options!r} do not fit {name}: {error}") from error
-        return state, powerSGD_hook.batched_powerSGD_hook if name.startswith("batched") else powerSGD_hook.powerSGD_hook
-    if options:
-        raise ConfigError(f"comm_hook_options are for power_sgd; comm_hook={name!r} takes none.")
-    return group, getattr(default_hooks, f"{name}_hook")

@@ -58,8 +58,8 @@ def test_options_may_be_added_to_a_strategy_given_by_name() -> None:
     found = check.load_config(["base.yaml", "trainer.strategy=ddp"])
     assert found.values["trainer"]["strategy"] == "ddp"
     write("more.yaml", "trainer: {strategy: ddp}\n")
-    found = check.load_config(["base.yaml", "more.yaml", "trainer.strategy.static_graph=true"])
-    assert found.values["trainer"]["strategy"] == {"name": "ddp", "static_graph": True}
+    found = check.load_config(["base.yaml", "more.yaml", "trainer.strategy.gradient_as_bucket_view=true"])
+    assert found.values["trainer"]["strategy"] == {"name": "ddp", "gradient_as_bucket_view": True}
 
 
 @pytest.mark.slow
