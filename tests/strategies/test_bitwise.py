@@ -58,11 +58,6 @@ def test_the_cases_are_worth_their_name(undisturbed):
 
 
 @pytest.mark.slow
-def test_data_parallel_has_the_bits_of_one_device(undisturbed, tmp_path):
-    assert_same(run_all(tmp_path, NAMES, 3, strategy="data_parallel"), undisturbed)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3, 8])
 def test_any_number_of_processes_has_the_bits_of_one(processes, undisturbed, tmp_path):
     assert_same(start(run_all, processes, tmp_path, NAMES), undisturbed)

@@ -16,7 +16,6 @@ from legato.trainer.data.sampling import Layout
 from legato.trainer.data.transfer import to_device
 from legato.trainer.metrics.log import Metrics
 from legato.trainer.processes.environment import Place
-from legato.trainer.strategies.data_parallel.copies import copy_to_device
 from legato.trainer.strategies.data_parallel.data_parallel import DataParallelStrategy
 from legato.trainer.strategies.single import SingleStrategy
 
@@ -321,43 +320,6 @@ def test_evaluation_outputs_come_in_the_order_of_the_samples():
     assert predicted["output"].is_inference()
 
 
-# --- several replicas -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("devices", [[CPU, CPU], [CPU, OTHER_CPU], [CPU, OTHER_CPU, torch.device("cpu", 2)]])
-def test_each_device_takes_whole_replicas(devices):
-    def run(strategy, devices):
-        task = Classifier(dropout=0.5, norm=True)
-        optimizer, seen = task.configure_optimizers(), []
-        with attached(task, devices, replicas=3, strategy=strategy):
-            for step in range(2):
-                optimizer.zero_grad()
-                for replica in range(3):
-                    torch.manual_seed(10 * step + replica)
-                    strategy.buffers.open_replica(replica)
-                    seen.append(strategy.device)
-                    loss = strategy.training_step((make_batch(4, seed=10 * step + replica), 0), last=replica == 2)
-                    strategy.backward(loss)
-                strategy.buffers.close_step()
-                assert strategy.device == devices[0]
-                strategy.optimizer_step(optimizer)
-            assert not device_threads()
-        return task.state_dict(), seen
-
-    expected, _ = run(SingleStrategy(), [CPU])
-    weights, seen = run(DataParallelStrategy(), devices)
-    assert same_bits(weights, expected)
-    assert seen == [devices[replica % len(devices)] for replica in range(3)] * 2
-
-
-def test_a_copy_on_another_device_feeds_the_tasks_parameters():
-    task = Classifier()
-    copy = copy_to_device(task, OTHER_CPU)
-    assert not list(copy.parameters())
-    copy.training_step(make_batch(4), 0).backward()
-    plain = Classifier()
-    plain.training_step(make_batch(4), 0).backward()
-    assert same_bits(gradients(task), gradients(plain))
-
-
 # --- refusals -------------------------------------------------------------------------------------------------------
 def test_what_copies_cannot_do_is_refused():
     manual = Classifier()
@@ -368,7 +330,7 @@ def test_what_copies_cannot_do_is_refused():
         (manual, {}, "automatic_optimization=False"),
         (compiled, {}, "cannot run compiled steps"),
         (Classifier(), {"compile": True}, "cannot run compiled steps"),
-        (Classifier(), {"reproducible": "bitwise"}, "needs replicas of at least 2"),
+        (Classifier(), {"reproducible": "bitwise"}, "splits each batch, so the bits"),
     ):
         with pytest.raises(ConfigError, match=message), attached(task, 2, **options):
             pass

@@ -66,8 +66,6 @@ def test_a_run_gives_what_one_device_gives(options, tmp_path):
         assert ours.keys() == expected.keys()
         for name, value in expected.items():
             torch.testing.assert_close(ours[name], value, msg=name)
-        if "replicas" in options:  # whole batches: the same bits
-            assert all(torch.equal(ours[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("reproducible", ["off", "order"])

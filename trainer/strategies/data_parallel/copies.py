@@ -42,13 +42,6 @@ def copy_to_devices(module: ModuleType, devices: Sequence[torch.device]) -> list
     return copies
 
 
-def copy_to_device(module: ModuleType, device: torch.device) -> ModuleType:
-    """Return a shallow copy of `module` on one other device; its gradients reach the module's parameters."""
-    tensors = {id(tensor): tensor.to(device, non_blocking=True) for tensor in [*module.parameters(), *module.buffers()]}
-    copied: ModuleType = copy_modules(module, tensors)
-    return copied
-
-
 class _Broadcast(Function):
     """Hand the same tensors to several copies; add up their gradients in the order of the copies.
 

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 from ....base.errors import ConfigError
 from ....base.torch_private import is_compiled
 from ...data.sampling import Layout
-from ...data.transfer import count_samples, to_device
-from ..bitwise.buffers import ReplicaBuffers
+from ...data.transfer import count_samples
 from ..strategy import Strategy
 from .chunks import chunk_sizes, combine, combine_losses, split
-from .copies import LogRecorder, copy_to_device, copy_to_devices, find_metrics, keep_buffers, share_metrics
+from .copies import LogRecorder, copy_to_devices, find_metrics, keep_buffers, share_metrics
 
 if TYPE_CHECKING:
     from ....tasks.task import Task
@@ -129,54 +128,41 @@ def _add_note(error: BaseException, note: str) -> None:
 class DataParallelStrategy(Strategy):
     """One process, a thread for each device.
 
-    With one replica (the default) every batch is split over the devices. With more, batches stay whole and device d of
-    D runs replicas d, d + D, ... of a step; one device computes while the next one's kernels are being launched.
+    Every batch is split over the devices, whatever the number of replicas.
 
-    Random numbers: threads share the generators of the host (Python's, NumPy's, torch's for the CPU). With
-    `reproducible: off` the threads run at once; with `order` they do so on accelerators, where each device draws from
-    its own generator, keyed by step, replica and chunk. Everywhere else the chunks take turns, so that the draws of a
-    replica's forward come in one order. Another number of devices divides the draws of a batch in another way.
+    Random numbers: on accelerators the threads run at once, and each device draws from its own generator, keyed by
+    step, replica and chunk. CPU devices share the generators of the host (Python's, NumPy's, torch's), so there the
+    chunks take turns, unless `reproducible` is "off", and the draws of a batch come in one order. Another number of
+    devices divides the draws of a batch in another way.
     """
 
     name = "data_parallel"
 
     def __init__(self) -> None:
         # before super().__init__(), which assigns `device`, a property here
-        self.chunk_device = torch.device("cpu")
+        self.root = torch.device("cpu")
         self.threads: DeviceThreads | None = None
         super().__init__()
-        self.whole_batches = False
-        self.whole_evaluation = False
-        self.at_once = False
         self.metrics: list[tuple[str, str, Any]] = []
         self.metrics_lock = threading.Lock()
         self.checked_steps: set[str] = set()
 
     @property
     def device(self) -> torch.device:
-        """The device of the thread that asks; outside of the threads, that of the present replica."""
-        return (self.threads.current_device() if self.threads is not None else None) or self.chunk_device
+        """The device of the thread that asks; outside of the threads, the first one."""
+        return (self.threads.current_device() if self.threads is not None else None) or self.root
 
     @device.setter
     def device(self, device: torch.device) -> None:
-        self.chunk_device = device
+        self.root = device
 
     # --- the task ---------------------------------------------------------------------------------------------------
     def setup(self, task: "Task", optimizers: Sequence[Optimizer], layout: Layout, one_order: bool = False) -> None:
         """Prepare the task and a thread for each device; raises ConfigError for what several devices cannot do."""
         super().setup(task, optimizers, layout, one_order)
-        local_replicas = len(layout.owned(self.data_ranks.rank))
-        reproducible = task.trainer.reproducible
-        on_cpu = self.devices[0].type == "cpu"
         if len(self.devices) > 1:
-            self._refuse_what_copies_cannot_do(task, split_training=bool(optimizers) and local_replicas == 1)
-        self.whole_batches = local_replicas > 1
-        # as on one device: a metric over whole batches has the same bits there
-        self.whole_evaluation = reproducible == "bitwise" or (self.whole_batches and on_cpu)
-        self.at_once = reproducible == "off" or (reproducible == "order" and not on_cpu)
-        self.cuts_batches = len(self.devices) > 1 and not self.whole_batches
-        if self.whole_batches:
-            self.buffers = _BuffersByDevice(self, task)
+            self._refuse_what_copies_cannot_do(task)
+        self.cuts_batches = len(self.devices) > 1
         self.metrics = find_metrics(task)
         self.checked_steps = set()
         self._close_threads()
@@ -193,7 +179,7 @@ class DataParallelStrategy(Strategy):
             self.threads.close()
             self.threads = None
 
-    def _refuse_what_copies_cannot_do(self, task: "Task", split_training: bool) -> None:
+    def _refuse_what_copies_cannot_do(self, task: "Task") -> None:
         where = f"strategy data_parallel on {len(self.devices)} devices"
         if not task.automatic_optimization:
             raise ConfigError(
@@ -205,41 +191,25 @@ class DataParallelStrategy(Strategy):
                 f"{where} cannot run compiled steps: they stay tied to the weights on one device, not to the copies. "
                 f"Use strategy ddp, or compile: false."
             )
-        if split_training and task.trainer.reproducible == "bitwise":
+        if task.trainer.reproducible == "bitwise":
             raise ConfigError(
-                f"{where} with replicas: 1 splits each batch, so the bits of a gradient would depend on the number of "
-                f"devices; reproducible: bitwise needs replicas of at least 2 (for instance {len(self.devices)}, one a "
-                f"device), or strategy ddp."
+                f"{where} splits each batch, so the bits of its results would depend on the number of devices; "
+                f"reproducible: bitwise does not allow that. Use strategy ddp, or reproducible: order."
             )
 
     # --- the step ---------------------------------------------------------------------------------------------------
     def training_step(self, arguments: Sequence[Any], last: bool) -> Any:
-        """Run training_step on the batch's chunks, or on the whole batch on the replica's device."""
+        """Run training_step on the batch's chunks and return what it would return for the whole batch."""
         with self.precision.forward_context():
-            if self.whole_batches:
-                return self._run_whole("training_step", arguments)
             return self._run_split("training_step", arguments)
 
     def evaluation_step(self, name: str, arguments: Sequence[Any]) -> Any:
         """Run the step `name` on the batch's chunks and return their outputs together, in order."""
         with self.precision.forward_context():
-            if self.whole_evaluation:
-                return self._run_whole(name, arguments)
             return self._run_split(name, arguments)
 
-    def _run_whole(self, name: str, arguments: Sequence[Any]) -> Any:
-        task, device, root = self.task, self.chunk_device, self.devices[0]
-        assert task is not None
-        if device == root:
-            return getattr(task, name)(*arguments)
-        copy = copy_to_device(task, device)
-        share_metrics(copy, self.metrics, root, self.metrics_lock)
-        with device_context(device):
-            output = _step_of(copy, task, name)(*to_device(arguments, device))
-        return to_device(output, root)
-
     def _run_split(self, name: str, arguments: Sequence[Any]) -> Any:
-        task, root = self.task, self.devices[0]
+        task, root = self.task, self.root
         assert task is not None
         assert self.threads is not None
         if len(self.devices) == 1:
@@ -262,7 +232,7 @@ class DataParallelStrategy(Strategy):
             partial(_run_chunk, _step_of(copy, task, name), [chunk, *others], device, key)
             for copy, chunk, device, key in zip(copies, chunks, self.devices, keys, strict=False)
         ]
-        outputs = self.threads.run(jobs, self.at_once)
+        outputs = self.threads.run(jobs, at_once=root.type != "cpu" or task.trainer.reproducible == "off")
         keep_buffers(task, copies[0])
         for recorder, size in zip(recorders, sizes, strict=True):
             recorder.replay(task, size)
@@ -270,24 +240,6 @@ class DataParallelStrategy(Strategy):
             self.checked_steps.add(name)
             _warn_of_lost_attributes(name, attributes, copies[0].__dict__)
         return (combine_losses if name == "training_step" else combine)(outputs, sizes, root)
-
-
-class _BuffersByDevice(ReplicaBuffers):
-    """Replica buffers that also set the strategy's device to that of the replica under way."""
-
-    def __init__(self, strategy: DataParallelStrategy, task: "Task") -> None:
-        super().__init__(task)
-        self.strategy = strategy
-
-    def open_replica(self, index: int) -> None:
-        """Deal the replicas of a step out over the devices."""
-        self.strategy.device = self.strategy.devices[index % len(self.strategy.devices)]
-        super().open_replica(index)
-
-    def close_step(self) -> None:
-        """Go back to the device of the task."""
-        self.strategy.device = self.strategy.devices[0]
-        super().close_step()
 
 
 def _run_chunk(step: Any, arguments: list[Any], device: torch.device, key: int | None) -> Any:
