@@ -27,7 +27,6 @@ MANY_PARAMETERS = {
     "tasks/task.py: log": "Lightning's signature",
     "tasks/task.py: log_dict": "Lightning's signature",
     "callbacks/checkpoint.py: __init__": "Lightning's arguments, each a key of the config",
-    "trainer/strategies/ddp.py: __init__": "DistributedDataParallel's and init_process_group's, all keys of the config",
     "trainer/strategies/mesh/mesh.py: __init__": "the axes, fully_shard's and init_process_group's, all keys",
 }
 
