@@ -1,22 +1,31 @@
 """Lightning's public module tree on Legato: in a program written for it, put `legato.compat.` before `lightning`.
 
-`pytorch_lightning` is `legato.compat.lightning.pytorch`. `names.py` is the table of all public names; `tree.py` makes
-the modules from it. `install()`, or the command `legato lightning train.py`, lets `import lightning` mean this package.
+`pytorch_lightning` is `legato.compat.lightning.pytorch`. The packages `pytorch` and `fabric` re-export what the modules
+beside them implement. `install()`, or the command `legato lightning train.py`, lets
+`import lightning` mean this package.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .stand_in import install as install
-from .tree import fill
 
-if TYPE_CHECKING:  # what type checkers know; of the other names, and the modules made from the table, they know nothing
-    from .callbacks.callback import Callback as Callback
-    from .module import LightningDataModule as LightningDataModule
-    from .module import LightningModule as LightningModule
-    from .trainer import Trainer as Trainer
-    from .utilities import seed_everything as seed_everything
+if TYPE_CHECKING:
+    from .fabric import Fabric as Fabric
+    from .pytorch import Callback as Callback
+    from .pytorch import LightningDataModule as LightningDataModule
+    from .pytorch import LightningModule as LightningModule
+    from .pytorch import Trainer as Trainer
+    from .pytorch import seed_everything as seed_everything
 
-    def __getattr__(name: str) -> Any: ...
+__all__ = ["Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
+__version__ = "2.6.6"
 
 
-fill(__name__)
+def __getattr__(name: str) -> Any:
+    # on first use: `legato lightning` imports this package before it is known whether the script needs torch
+    if name in ("pytorch", "fabric"):
+        return import_module(f".{name}", __name__)
+    if name in __all__:
+        return getattr(import_module(".fabric" if name == "Fabric" else ".pytorch", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

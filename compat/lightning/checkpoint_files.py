@@ -16,7 +16,7 @@ from ...trainer.resume.convert import as_lightning
 from ...trainer.resume.left_out import LEFT_OUT, OMEGACONF, as_omegaconf, find_hyperparameters
 from ...trainer.resume.pickled import pickled, write_pickled
 from .file_functions import alone_in, in_place_of
-from .names import VERSION
+from .inner import VERSION
 
 load_file, save_file = torch.load, torch.save
 

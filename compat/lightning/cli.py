@@ -1,4 +1,4 @@
-"""LightningCLI: a command line for a module, a data module and a trainer, by jsonargparse where it is installed."""
+"""LightningCLI: a command line for a module, a data module and a trainer, by jsonargparse."""
 
 import re
 import sys
@@ -16,31 +16,22 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...callbacks.callback import Callback as CallbackOfLegato
-from .callbacks import early_stopping, monitors, rich_progress, training
 from .callbacks.callback import Callback
 from .checkpoint_files import load
 from .exceptions import MisconfigurationException
+from .inner import ROOT, VERSION
 from .instantiation import instantiate_module as instantiate_module
-from .instantiation import made_of, require_jsonargparse
+from .instantiation import require_jsonargparse
 from .module import INSTANTIATOR, LightningDataModule, LightningModule, hyperparameters_of
-from .names import VERSION
 from .rank_zero import rank_zero_warn
 from .trainer import Trainer
-from .tree import ROOT, lightnings_path, stands_for_lightning
 from .utilities import is_overridden, seed_everything
 
-try:
-    import jsonargparse
-    from jsonargparse import ArgumentParser, Namespace
-except ModuleNotFoundError:
-    jsonargparse, ArgumentParser, Namespace = None, object, dict
+require_jsonargparse()
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function  # noqa: E402
 
-
-OWN_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
+CLASS_PATH = re.compile(rf"\b{re.escape(ROOT)}(\.\w+)+")
 """The path of a class of this package, in a config that is written."""
-
-LOADED = early_stopping, monitors, rich_progress, training
-"""Modules of callbacks, loaded since jsonargparse finds a class by its bare name only where it is there already."""
 
 
 class ReduceLROnPlateau(torch.optim.lr_scheduler.ReduceLROnPlateau):
@@ -70,7 +61,6 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
         default_env: bool = False,
         **kwargs: Any,
     ) -> None:
-        require_jsonargparse()
         super().__init__(*args, description=description, env_prefix=env_prefix, default_env=default_env, **kwargs)
         self.callback_keys: list[str] = []
         self.optimizer_keys: dict[str, tuple[Any, str]] = {}
@@ -118,7 +108,8 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
     def dump(self, *args: Any, **kwargs: Any) -> str:
         """Return a config as text, in which classes of this package have Lightning's paths where these mean it."""
         text: str = super().dump(*args, **kwargs)
-        return OWN_PATH.sub(lambda found: lightnings_path(found[0]), text) if stands_for_lightning() else text
+        stands_for_lightning = getattr(sys.modules.get("lightning"), "__name__", None) == ROOT
+        return CLASS_PATH.sub(lambda match: lightnings_path(match[0]), text) if stands_for_lightning else text
 
     def _add_made_later(self, kinds: Any, key: str, first: str) -> None:
         options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {first}}
@@ -126,6 +117,16 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
             self.add_subclass_arguments(kinds, key, **options)
         else:
             self.add_class_arguments(kinds, key, sub_configs=True, **options)
+
+
+def lightnings_path(path: str) -> str:
+    """Return the shortest path below `lightning` of a public class of this package; any other path as it is."""
+    module, _, name = path.rpartition(".")
+    value = getattr(sys.modules.get(module), name, None)
+    for package in sorted(package for package in sys.modules if f"{package}.".startswith(f"{ROOT}.pytorch.")):
+        if value is not None and vars(sys.modules[package]).get(name) is value:
+            return f"lightning{package.removeprefix(ROOT)}.{name}"
+    return path
 
 
 class SaveConfigCallback(Callback):
@@ -163,10 +164,7 @@ class SaveConfigCallback(Callback):
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             options = {"overwrite": self.overwrite, "multifile": self.multifile}
-            try:
-                self.parser.save(self.config, str(path), skip_unset=False, **options)
-            except TypeError:  # before jsonargparse 4.50 it had another name
-                self.parser.save(self.config, str(path), skip_none=False, **options)
+            self.parser.save(self.config, str(path), skip_unset=False, **options)
         if trainer.is_global_zero:
             self.save_config(trainer, pl_module, stage)
         self.already_saved = True
@@ -196,7 +194,6 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
-        require_jsonargparse()
         self.model_class, self.datamodule_class, self.trainer_class = model_class, datamodule_class, trainer_class
         self.save_config_callback, self.save_config_kwargs = save_config_callback, save_config_kwargs or {}
         self.trainer_defaults, self.seed_everything_default = trainer_defaults or {}, seed_everything_default
@@ -227,7 +224,7 @@ class LightningCLI:
         kwargs.setdefault("dump_header", [f"lightning.pytorch=={VERSION}"])
         parser = self.parser_class(**kwargs)
         help_text = "Path to a configuration file in json or yaml format."
-        parser.add_argument("-c", "--config", action=jsonargparse.ActionConfigFile, help=help_text)
+        parser.add_argument("-c", "--config", action=ActionConfigFile, help=help_text)
         return parser
 
     def setup_parser(
@@ -313,11 +310,7 @@ class LightningCLI:
 
     def config_of(self, key: str) -> dict[str, Any]:
         """Return the values of the command line for the module or the data module, as they are in a YAML file."""
-        options = {"skip_link_targets": False, "format": "yaml"}
-        try:
-            text = self.parser.dump(self.config, skip_unset=False, **options)
-        except (TypeError, ValueError):  # before jsonargparse 4.50 it had another name
-            text = self.parser.dump(self.config, skip_none=False, **options)
+        text = self.parser.dump(self.config, skip_unset=False, skip_link_targets=False, format="yaml")
         values = self._get(yaml.safe_load(text), key) or {}
         if "class_path" not in values:
             return dict(values)
@@ -347,7 +340,7 @@ class LightningCLI:
 
     def instantiate_classes(self) -> None:
         """Make module, data module and trainer."""
-        self.config_init = made_of(self.parser, self.config, self._instantiators())
+        self.config_init = self.parser.instantiate(self.config, instantiators=self._instantiators())
         self.datamodule, self.model = self._get(self.config_init, "data"), self._get(self.config_init, "model")
         self._give_model_optimizers()
         self.trainer = self.instantiate_trainer()
@@ -445,7 +438,7 @@ def accepts(function: Callable[..., Any], name: str) -> bool:
 
 def class_of(function: Callable[..., Any]) -> type:
     """Return a class whose arguments are those of a function, and which is what that returns."""
-    found: type = jsonargparse.class_from_function(function)
+    found: type = class_from_function(function)
     return found
 
 

@@ -1,32 +1,20 @@
-"""Objects from the configs of a LightningCLI, by jsonargparse where it is installed."""
+"""Objects from the configs of a LightningCLI, by jsonargparse."""
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
-
-from .placeholders import UnsupportedError
 
 ModuleType = TypeVar("ModuleType")
 
 
 def require_jsonargparse() -> None:
-    """Raise UnsupportedError where jsonargparse is not installed."""
+    """Raise ModuleNotFoundError where jsonargparse is not installed, with what to do."""
     try:
         import jsonargparse  # noqa: F401
     except ModuleNotFoundError:
-        raise UnsupportedError(
-            'LightningCLI needs jsonargparse: pip install "jsonargparse[signatures]". Without it `legato fit '
-            "CONFIG.yaml task.lr=0.1 trainer.max_epochs=2` does the same with a config of Legato's (`_target_` for "
-            "class_path)."
+        raise ModuleNotFoundError(
+            "LightningCLI needs jsonargparse: pip install 'legato[lightning]'. Without it `legato fit CONFIG.yaml "
+            "task.lr=0.1 trainer.max_epochs=2` does the same with a config of Legato's (`_target_` for class_path).",
+            name="jsonargparse",
         ) from None
-
-
-def made_of(parser: Any, config: Any, instantiators: Sequence[tuple[Any, type, bool]] = ()) -> Any:
-    """Return a config with objects instead of their descriptions, by the name that jsonargparse has for it."""
-    if hasattr(parser, "instantiate"):
-        return parser.instantiate(config, instantiators=list(instantiators))
-    for function, kind, subclasses in instantiators:
-        parser.add_instantiator(function, kind, subclasses=subclasses)
-    return parser.instantiate_classes(config)
 
 
 def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> ModuleType:
@@ -41,5 +29,5 @@ def instantiate_module(class_type: type[ModuleType], config: dict[str, Any]) -> 
     else:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
         values = {"class_path": path, "dict_kwargs": values}
-    made: ModuleType = made_of(parser, parser.parse_object({"module": values})).module
+    made: ModuleType = parser.instantiate(parser.parse_object({"module": values})).module
     return made

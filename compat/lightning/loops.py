@@ -570,3 +570,9 @@ class PredictionLoop(Loop):
     def skip(self) -> bool:
         """Whether there is nothing to predict."""
         return sum(self.max_batches) == 0
+
+
+def check_finite_loss(loss: Any) -> None:
+    """Raise ValueError for a loss that is not finite."""
+    if isinstance(loss, Tensor) and not loss.isfinite().all():
+        raise ValueError(f"The loss returned in training_step is {loss}.")

@@ -13,15 +13,14 @@ from ...base.errors import ConfigError, LegatoError
 from ...base.messages import STDERR
 from .file_functions import give_back_files, way_out
 from .stand_in import install
-from .tree import resolved
 
 FROZEN_RUNPY = "<frozen runpy>"
 USAGE = "legato lightning SCRIPT.py [arguments], or legato lightning -m MODULE [arguments]"
 HELP = f"""usage: {USAGE}
 
 Runs a program that was written for PyTorch Lightning, unchanged: in it, and in every process that it starts, lightning,
-lightning.pytorch and pytorch_lightning mean Legato. The arguments are the program's. The last line says which names
-were replaced, and which of them differ: docs/from-lightning.md."""
+lightning.pytorch and pytorch_lightning mean Legato. The arguments are the program's. What differs:
+docs/from-lightning.md."""
 
 
 def run_lightning(arguments: Sequence[str]) -> None:
@@ -58,7 +57,6 @@ def run_lightning(arguments: Sequence[str]) -> None:
         raise SystemExit(1) from None
     finally:
         give_back_files()
-    print(summary(), file=STDERR, flush=True)
 
 
 def _from_script(traceback: TracebackType | None) -> TracebackType | None:
@@ -84,11 +82,3 @@ def of_legato(error: BaseException, words: Sequence[str]) -> str:
         f"`python {' '.join(words)}` runs it under Lightning itself; docs/from-lightning.md says what differs. Please "
         f"report it with the lines above."
     )
-
-
-def summary() -> str:
-    """Return a line that says which names of Lightning the program used, and which of them differ."""
-    names = sorted({path.rpartition(".")[2] for path in resolved})
-    differ = sorted({path.rpartition(".")[2] for path, entry in resolved.items() if entry.text and entry.home})
-    told = f"legato: {', '.join(names) if names else 'nothing'} of Lightning stood for Legato's"
-    return told + (f"; different: {', '.join(differ)} (docs/from-lightning.md)." if differ else ".")

@@ -45,7 +45,6 @@ from .callbacks.rich_progress import RichProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
 from .exceptions import MisconfigurationException, require_checkpoint
-from .inner_functions import ModuleMode
 from .loggers import (
     CSVLogger,
     DummyLogger,
@@ -232,8 +231,8 @@ class Trainer(TrainerAttributes):
     """Whether a train_dataloader that is called again has gone on giving loaders."""
     untrained: set[str]
     """Files of modules that were saved before any run: a fit begins with their weights, at step 0."""
-    modes_before: ModuleMode
-    """Training modes of the module when its training begins."""
+    modes_before: dict[str, bool]
+    """Training modes of the parts of the module when its training begins, by name."""
 
     def __init__(  # noqa: PLR0913 (Lightning's arguments)
         self,
@@ -294,7 +293,7 @@ class Trainer(TrainerAttributes):
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
-        self.untrained, self.modes_before, self._made = set(), ModuleMode(), True
+        self.untrained, self.modes_before, self._made = set(), {}, True
 
     def _show_arguments(self, arguments: dict[str, Any], algorithm: str | None) -> None:
         """Have what a program asks for under fast_dev_run, though nothing is written, and what a fit will choose."""
@@ -419,7 +418,8 @@ class Trainer(TrainerAttributes):
 
     def validation_check(self) -> Callable[[], bool] | None:
         """Return the loop's check of when to validate, where a program has replaced it; restore training modes."""
-        self.modes_before.restore(self.lightning_module)
+        for name, part in self.lightning_module.named_modules():
+            part.training = self.modes_before.get(name, part.training)
         return self.fit_loop.epoch_loop.own_check()
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
@@ -506,7 +506,7 @@ class Trainer(TrainerAttributes):
 
     def _hide_evaluation_modes(self) -> None:
         """Leave Legato's loop no module to put into training mode: under Lightning each keeps its own."""
-        self.modes_before.capture(self.lightning_module)
+        self.modes_before = {name: part.training for name, part in self.lightning_module.named_modules()}
         for part in self.lightning_module.modules():
             part.training = True
 

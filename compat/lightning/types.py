@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType as ModuleType
-from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...trainer.optimization.optimizers import SchedulerConfig
 
+TBroadcast = TypeVar("TBroadcast")
+TReduce = TypeVar("TReduce")
 UntypedStorage = torch.UntypedStorage
 RedOpType: Any = ReduceOp.RedOpType
 PATH = str | Path

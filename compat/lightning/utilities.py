@@ -319,6 +319,35 @@ class _Listed:
         return self.items[index]
 
 
+class UnrepeatedDistributedSampler(DistributedSampler[Any]):
+    """Deals out samples to processes, none of them twice: some have one more than others."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not has_len(self.dataset):
+            raise TypeError("The given dataset must implement the `__len__` method.")
+        self.total_size = len(self.dataset)  # type: ignore[arg-type]
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.arange(self.total_size)
+        if self.shuffle:
+            order = torch.randperm(self.total_size, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+
+class UnrepeatedDistributedSamplerWrapper(UnrepeatedDistributedSampler):
+    """Deals out the samples of another sampler to processes, none of them twice."""
+
+    def __init__(self, sampler: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sampler, *args, **kwargs)
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler: Any = self.dataset
+        samples = list(sampler)
+        return (samples[index] for index in super().__iter__())
+
+
 # --- modules --------------------------------------------------------------------------------------------------------
 
 
@@ -634,10 +663,6 @@ def is_param_in_hook_signature(
     return param in names or (not explicit and found.varargs is not None) or (min_args or 1 << 30) <= len(names)
 
 
-def do_nothing_closure() -> None:
-    """Return nothing: a closure for an optimizer that needs none."""
-
-
 def main() -> None:
     """Say that no checkpoint has to be upgraded."""
     print("Legato reads checkpoints of every Lightning 2 as they are; there is nothing to upgrade.")
@@ -695,13 +720,6 @@ def is_local_file_protocol(path: str | Path) -> bool:
     return "://" not in str(path) or str(path).startswith("file://")
 
 
-def is_dir(fs: Any, path: str | Path, strict: bool = False) -> bool:
-    """Return whether a path is a folder of an fsspec filesystem; without `strict` any path of an object store is."""
-    remote = {"gs", "gcs", "s3", "s3a", "abfs", "abfss", "adl", "az"}
-    kinds = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    return bool(fs.isdir(str(path))) or (kinds & remote != set() and not strict)
-
-
 def is_shared_filesystem(strategy: Any, path: str | Path | None = None, timeout: float = 3) -> bool:
     """Return whether all machines see one folder: rank 0 writes a file there, and the others look for it.
 
@@ -732,27 +750,3 @@ def distributed_is_initialized() -> bool:
 def num_cuda_devices() -> int:
     """Return how many CUDA devices there are."""
     return torch.cuda.device_count()
-
-
-def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
-    """Return the indices of devices on which memory can be allocated; -1: of all such.
-
-    Raises ValueError for more devices than there are, RuntimeError if too few can be used.
-    """
-    if num_devices == 0:
-        return []
-    visible = torch.cuda.device_count()
-    if visible == 0 or num_devices > visible:
-        raise ValueError(f"You requested to find {num_devices} devices but there are {visible} on this machine.")
-    usable: list[int] = []
-    for index in range(visible):
-        try:
-            torch.tensor(0, device=torch.device("cuda", index))
-        except RuntimeError:
-            continue
-        usable.append(index)
-        if len(usable) == num_devices:
-            return usable
-    if num_devices != -1:
-        raise RuntimeError(f"You requested to find {num_devices} devices but only {usable} can be used.")
-    return usable

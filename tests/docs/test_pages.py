@@ -29,7 +29,6 @@ NOT_RUN = {
     "kubectl ": "needs Kubernetes",
     "python -m benchmarks": "takes minutes; tests/ has each benchmark's own test",
     "mypy": "does not find an editable install that is not its own; tests/cli/test_new.py",
-    "python -m legato.compat.lightning.page": "writes a page of the repository",
 }
 """Beginnings of commands that a test does not run, with the reason."""
 LEFT_OUT = {

@@ -454,16 +454,6 @@ def test_a_run_without_a_folder_of_its_logger_lies_where_checkpoints_do(tmp_path
     assert Path(written.log_dir) == tmp_path / "lightning_logs" / "version_0"
 
 
-def test_texts_for_hyperparameters_of_other_kinds():
-    import numpy as np
-
-    from legato.compat.lightning.fabric.utilities.logger import _sanitize_params
-
-    given = {"rate": np.float32(0.5), "layer": nn.Linear, "list": [1], "none": None, "flag": True}
-    expected = {"rate": 0.5, "layer": str(nn.Linear), "list": "[1]", "none": "None", "flag": True}
-    assert _sanitize_params(given) is given == expected
-
-
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_lists_of_a_config_are_lists_in_the_file_of_hyperparameters(kind, tmp_path):
     config = pytest.importorskip("omegaconf").OmegaConf.create({"sizes": [1, 2], "inner": {"names": ["a"]}})

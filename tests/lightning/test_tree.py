@@ -12,10 +12,11 @@ from forked import completed, run_module
 
 import legato.compat.lightning.pytorch as pl
 from legato.cli.main import main
-from legato.compat.lightning.names import EXPORTS, NAMES
-from legato.compat.lightning.placeholders import UnsupportedError
+from legato.compat import lightning as compat
+from legato.compat.lightning.placeholders import Placeholder, UnsupportedError
 from legato.compat.lightning.script import of_legato
-from legato.compat.lightning.tree import ABOVE, MODULES, find_entry, names_of, resolve
+
+FOLDER = Path(compat.__file__).parent
 
 
 def public_names(path):
@@ -56,7 +57,8 @@ def test_no_public_name_is_missing(lightning):
         if any(part.startswith("_") or part in NO_MODULES for part in parts):
             continue
         module = ".".join(parts)
-        missing += [f"{module}.{name}" for name in sorted(public_names(path)) if find_entry(module, name) is None]
+        names = vars(import_module(f"legato.compat.lightning.{module}"))
+        missing += [f"{module}.{name}" for name in sorted(public_names(path)) if name not in names]
     assert missing == []
 
 
@@ -66,7 +68,10 @@ def test_no_module_is_missing(lightning):
         parts = path.relative_to(lightning).with_suffix("").parts
         parts = parts[:-1] if parts[-1] == "__init__" else parts
         if not any(part in NO_MODULES or part.startswith("__") for part in parts):
-            missing += [".".join(parts)] if ".".join(parts) not in MODULES else []
+            try:
+                import_module(".".join(("legato.compat.lightning", *parts)))
+            except ModuleNotFoundError:
+                missing.append(".".join(parts))
     assert missing == []
 
 
@@ -81,47 +86,53 @@ def test_inner_workings_can_be_imported_and_not_used():
         exec("from legato.compat.lightning.pytorch.callbacks import NoSuch")
 
 
-def test_each_entry_says_what_it_must():
-    for module, entries in NAMES.items():
-        for name, entry in entries.items():
-            assert entry.kind in ("same", "better", "adapter", "placeholder"), name
-            assert (entry.kind == "placeholder") == (not entry.home), f"{module}.{name}"
-            if entry.kind in ("better", "placeholder"):
-                assert entry.text.endswith("."), f"{module}.{name} says nothing, or no sentence"
+TREE = sorted(
+    f"legato.compat.lightning.{'.'.join(path.relative_to(FOLDER).parts[:-1])}"
+    for tree in ("pytorch", "fabric")
+    for path in (FOLDER / tree).rglob("__init__.py")
+)
 
 
-@pytest.mark.parametrize("module", sorted(MODULES))
-def test_each_module_can_be_imported_with_all_its_names(module):
-    found = import_module(f"legato.compat.lightning.{module}")
-    for name in names_of(module):
-        assert getattr(found, name) is getattr(found, name), name
-    assert set(names_of(module)) <= set(dir(found))
+@pytest.mark.parametrize("name", [name for name in TREE if not name.endswith("demos")])
+def test_a_star_import_brings_the_public_names(name):
+    package = import_module(name)
+    assert not {"alias_below", "inner_name", "placeholders", "sys"} & set(package.__all__)
+    names = {}
+    exec(f"from {name} import *", names)
+    assert set(package.__all__) <= set(names)
 
 
-def test_names_that_are_passed_on_are_the_same_objects():
-    for module, names in EXPORTS.items():
-        for name in names.split():
-            home, _ = find_entry(module, name)
-            assert resolve(module, name) is resolve(home, name) or find_entry(module, name)[1].kind == "placeholder"
+def test_a_name_exists_once():
+    """The paths below a package are the package itself, so that two names of its modules must not differ."""
+    from legato.compat.lightning.pytorch import callbacks, utilities
+    from legato.compat.lightning.pytorch.callbacks import progress, timer
+    from legato.compat.lightning.pytorch.utilities import rank_zero
 
-
-def test_modules_have_the_names_that_they_import_elsewhere():
-    from argparse import Namespace
-    from importlib import import_module as find
-
-    from jsonargparse import Namespace as NamespaceOfParser
-
-    from legato.compat.lightning import pytorch
-    from legato.compat.lightning.pytorch.callbacks.progress import rich_progress
-
-    assert resolve("pytorch.cli", "Namespace") is NamespaceOfParser
-    assert resolve("pytorch.loggers.csv_logs", "Namespace") is Namespace
-    assert resolve("pytorch.callbacks.callback", "Tensor") is find("torch").Tensor
-    assert resolve("pytorch.trainer.trainer", "os") is find("os")
-    assert resolve("pytorch.callbacks.model_checkpoint", "pl") is pytorch
-    assert rich_progress.Console is find("rich.console").Console
+    assert callbacks is progress is timer
+    assert rank_zero.rank_zero_info is utilities.rank_zero_info
     with pytest.raises(AttributeError, match="no public name 'os'"):
-        resolve("pytorch.callbacks", "os")
+        callbacks.os  # noqa: B018
+
+
+UNCHANGED = """
+import builtins, io, os, pathlib, shutil, sys
+import torch
+
+owners = builtins, io, os, pathlib.Path, shutil, torch
+before = [dict(vars(owner)) for owner in owners], list(sys.meta_path), list(sys.path)
+import legato.compat.lightning.pytorch
+import legato.compat.lightning.pytorch.cli
+after = [dict(vars(owner)) for owner in owners], list(sys.meta_path), list(sys.path)
+assert after[1:] == before[1:]
+for owner, old, new in zip(owners, before[0], after[0]):
+    assert [name for name in old if old[name] is not new[name]] == [], owner
+"""
+
+
+@pytest.mark.slow
+def test_an_import_changes_nothing_for_others():
+    done = subprocess.run([sys.executable, "-c", UNCHANGED], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_modules_say_where_the_package_lies():
@@ -130,22 +141,25 @@ def test_modules_say_where_the_package_lies():
 
 
 def test_a_placeholder_can_be_named_subclassed_and_not_used():
-    placeholders = [(module, name) for module in NAMES for name, entry in NAMES[module].items() if not entry.home]
-    assert placeholders
-    for module, name in placeholders:
-        found = getattr(import_module(f"legato.compat.lightning.{module}"), name)
-        assert isinstance(found, type)
-        assert not isinstance(3, found)
-        assert found | None
-        derived = type("Derived", (found,), {})
-        with pytest.raises(UnsupportedError, match=name):
-            found()
+    absent = {
+        f"{package}.{name}": value
+        for package in TREE
+        for name, value in vars(import_module(package)).items()
+        if isinstance(value, Placeholder)
+    }
+    assert len(absent) > 40
+    for path, value in absent.items():
+        assert not isinstance(3, value)
+        assert value | None
+        assert value.way_out.endswith("."), path
+        derived = type("Derived", (value,), {})
+        with pytest.raises(UnsupportedError, match=value.__name__):
+            value()
         with pytest.raises(UnsupportedError):
             derived(1, a=2)
 
 
 def test_packages_and_modules():
-    assert "pytorch.callbacks" in ABOVE
     with pytest.raises(ModuleNotFoundError):
         import_module("legato.compat.lightning.pytorch.callbacks.nothing")
     with pytest.raises(ImportError, match="no_such"):
@@ -162,7 +176,7 @@ import os, sys
 
 assert os.path.isabs(__file__) and os.path.samefile(__file__, "train.py")
 assert pl.Trainer is L.Trainer and timer.Timer is Timer and L.__version__.startswith("2.6")
-assert L.Trainer.__module__.startswith("legato.") and sys.modules["lightning.pytorch"] is pl
+assert L.Trainer.__module__.startswith("legato.") and L.pytorch is pl
 print("ran", sys.argv[1:])
 """
 
@@ -178,7 +192,6 @@ def run(tmp_path, *called, script=SCRIPT):
 def test_a_script_runs_unchanged(tmp_path):
     done = run(tmp_path, run_module, "legato", "lightning", "train.py", "--lr", "3")
     assert done.stdout == "ran ['--lr', '3']\n"
-    assert done.stderr.startswith("legato: Timer, Trainer, seed_everything of Lightning stood for Legato's")
     done = run(tmp_path, run_module, "legato.compat.lightning", "-m", "train", "--help")
     assert done.stdout == "ran ['--help']\n"
 
@@ -213,7 +226,7 @@ legato.compat.lightning.install()
 import multiprocessing
 
 def child(queue):
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException  # imports no torch
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
     queue.put(MisconfigurationException.__module__)
 
 if __name__ == "__main__":
@@ -241,7 +254,7 @@ DEMO = """
 import lightning as L
 from lightning.pytorch.demos.boring_classes import BoringModel, BoringDataModule
 
-assert issubclass(BoringModel, L.LightningModule) and L.__name__.startswith("legato.")
+assert issubclass(BoringModel, L.LightningModule) and L.Trainer.__module__.startswith("legato.")
 options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = L.Trainer(max_epochs=1, limit_train_batches=2, limit_val_batches=1, accelerator="cpu", **options)
 trainer.fit(BoringModel(), datamodule=BoringDataModule())

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
+from types import ModuleType
 
 import cloudpickle
 import numpy as np
@@ -16,7 +17,6 @@ from torch import nn
 
 import legato.compat.lightning.pytorch.utilities as ours
 from legato.base.errors import ConfigError
-from legato.compat.lightning.names import NAMES
 from legato.compat.lightning.pytorch import LightningModule, seed_everything
 
 
@@ -402,7 +402,7 @@ legato.compat.lightning.install()
 from lightning.fabric.utilities.types import _PATH, _MAP_LOCATION_TYPE
 from lightning_fabric.utilities.types import _DEVICE
 from lightning.pytorch.utilities.types import _EVALUATE_OUTPUT, STEP_OUTPUT, OptimizerLRScheduler
-from pytorch_lightning.utilities.exceptions import MisconfigurationException, _TunerExitException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.cloud_io import get_filesystem
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
 from lightning.fabric.utilities.cloud_io import _load
@@ -429,17 +429,17 @@ def test_arguments_are_lightnings():
     import inspect
 
     differ = []
-    for module, entries in NAMES.items():
-        if not module.startswith(("pytorch.utilities", "fabric.utilities", "pytorch.core.saving")):
-            continue
-        for name, entry in entries.items():
-            if entry.kind == "placeholder" or name in NO_SIGNATURE:
+    paths = [path for path in sys.modules if path.startswith(("lightning.pytorch.utilities", "lightning.fabric.util"))]
+    for module in [path.removeprefix("lightning.") for path in [*paths, "lightning.pytorch.core.saving"]]:
+        for name, value in vars(importlib.import_module(f"lightning.{module}")).items():
+            if name not in ours.__all__ or isinstance(value, ModuleType) or name in NO_SIGNATURE:
                 continue
             try:
                 our, their = both(f"{module}.{name}")
                 first, second = (list(inspect.signature(one).parameters) for one in (our, their))
             except (TypeError, ValueError, AttributeError, ModuleNotFoundError):
-                continue  # no function, or one that Lightning passes on from elsewhere
+                continue  # no function, a placeholder, or one that Lightning passes on from elsewhere
             if first != second and first != ["args", "kwargs"]:
                 differ.append((f"{module}.{name}", first, second))
+    assert len(paths) > 20
     assert differ == []

@@ -1,9 +1,5 @@
-"""Replaces this module by the one of Legato for `pytorch_lightning`."""
+"""Gives the modules of Legato that stand for this package its name."""
 
-import sys
+from legato.compat.lightning.stand_in import take_name
 
-from legato.compat.lightning.stand_in import STANDS_FOR, install
-
-del sys.modules[__name__]
-install()
-sys.modules[__name__] = __import__(STANDS_FOR[__name__], fromlist=["*"])
+take_name(__name__)

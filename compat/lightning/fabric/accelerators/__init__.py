@@ -1,0 +1,17 @@
+"""`lightning.fabric.accelerators` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.accelerators import (
+    Accelerator, CPUAccelerator, CUDAAccelerator, MPSAccelerator, find_usable_cuda_devices,
+    register_classes as _register_classes,
+)
+from legato.compat.lightning.pytorch.accelerators import XLAAccelerator
+from legato.compat.lightning.utilities import num_cuda_devices
+from torch.cuda import is_available as is_cuda_available
+from legato.compat.lightning.inner import alias_below, inner_name
+
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    accelerator cpu cuda mps registry xla
+""")

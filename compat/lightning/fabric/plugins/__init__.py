@@ -1,0 +1,28 @@
+"""`lightning.fabric.plugins` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.plugins import (
+    ClusterEnvironment, LightningEnvironment, MPIEnvironment, SLURMEnvironment, TorchElasticEnvironment,
+    find_free_network_port,
+)
+from legato.compat.lightning.strategies import CheckpointIO, TorchCheckpointIO
+from legato.compat.lightning.inner import alias_below, inner_name, placeholders
+
+XLACheckpointIO, XLAEnvironment = placeholders(
+    __name__, "XLACheckpointIO XLAEnvironment",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+)
+KubeflowEnvironment, LSFEnvironment = placeholders(
+    __name__, "KubeflowEnvironment LSFEnvironment",
+    "A launcher's place is read from RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT: let the cluster "
+    "set these.",
+)
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    collectives collectives.collective collectives.single_device collectives.torch_collective environments
+    environments.cluster_environment environments.kubeflow environments.lightning environments.lsf environments.mpi
+    environments.slurm environments.torchelastic environments.xla io io.checkpoint_io io.torch_io io.xla precision
+    precision.amp precision.bitsandbytes precision.deepspeed precision.double precision.fsdp precision.half
+    precision.precision precision.transformer_engine precision.utils precision.xla
+""")

@@ -1,0 +1,22 @@
+"""`lightning.pytorch.accelerators` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.accelerators import (
+    Accelerator, AcceleratorRegistry, CPUAccelerator, CUDAAccelerator, MPSAccelerator, find_usable_cuda_devices,
+    get_cpu_stats, get_device_stats, get_nvidia_gpu_stats,
+)
+from legato.compat.lightning.inner import alias_below, inner_name, placeholders
+
+XLAAccelerator, TPUAccelerator = placeholders(
+    __name__, "XLAAccelerator TPUAccelerator",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+)
+HPUAccelerator, = placeholders(
+    __name__, "HPUAccelerator",
+    "Legato runs on CPU, CUDA and MPS devices, not on HPUs: say accelerator='auto'.",
+)
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    accelerator cpu cuda mps xla
+""")

@@ -1,0 +1,42 @@
+"""`lightning.pytorch.callbacks` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.callbacks.averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from legato.compat.lightning.callbacks.callback import Callback
+from legato.compat.lightning.callbacks.early_stopping import EarlyStopping, EarlyStoppingReason
+from legato.compat.lightning.callbacks.finders import BatchSizeFinder, LearningRateFinder
+from legato.compat.lightning.callbacks.model_checkpoint import Checkpoint, ModelCheckpoint
+from legato.compat.lightning.callbacks.model_summary import ModelSummary, RichModelSummary
+from legato.compat.lightning.callbacks.monitors import Interval, LearningRateMonitor, SpikeDetection, Timer
+from legato.compat.lightning.callbacks.progress import (
+    ProgressBar, TQDMProgressBar, Tqdm, convert_inf, get_standard_metrics,
+)
+from legato.compat.lightning.callbacks.rich_progress import (
+    BatchesProcessedColumn, CustomBarColumn, CustomProgress, CustomTimeColumn, MetricsTextColumn,
+    ProcessingSpeedColumn, RichProgressBar, RichProgressBarTheme,
+)
+from legato.compat.lightning.callbacks.training import (
+    BackboneFinetuning, BaseFinetuning, BasePredictionWriter, DeviceStatsMonitor, GradientAccumulationScheduler,
+    LambdaCallback, OnExceptionCheckpoint, ThroughputMonitor, WriteInterval, multiplicative,
+)
+from legato.compat.lightning.utilities import is_local_file_protocol as _is_local_file_protocol
+from legato.compat.lightning.inner import alias_below, inner_name, placeholders
+
+ModelPruning, = placeholders(
+    __name__, "ModelPruning",
+    "Call torch.nn.utils.prune in on_train_epoch_end of a callback: prune.l1_unstructured(module, 'weight', "
+    "amount), and prune.remove when training ends.",
+)
+CustomInfiniteTask, = placeholders(
+    __name__, "CustomInfiniteTask",
+    "Bars of RichProgressBar end by themselves; override configure_columns to show them otherwise.",
+)
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning
+    gradient_accumulation_scheduler lambda_function lr_finder lr_monitor model_checkpoint model_summary
+    on_exception_checkpoint prediction_writer progress progress.progress_bar progress.rich_progress
+    progress.tqdm_progress pruning rich_model_summary spike stochastic_weight_avg throughput_monitor timer
+    weight_averaging
+""")

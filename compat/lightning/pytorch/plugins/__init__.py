@@ -1,0 +1,49 @@
+"""`lightning.pytorch.plugins` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.fabric.plugins import (
+    KubeflowEnvironment, LSFEnvironment, XLACheckpointIO, XLAEnvironment,
+)
+from legato.compat.lightning.plugins import (
+    ClusterEnvironment, DoublePrecision, DoublePrecision as DoublePrecisionPlugin, FSDPPrecision,
+    FSDPPrecision as FSDPMixedPrecisionPlugin, FSDPPrecision as FSDPPrecisionPlugin, HalfPrecision,
+    HalfPrecision as HalfPrecisionPlugin, LayerSync, LightningEnvironment, MPIEnvironment, MixedPrecision,
+    MixedPrecision as MixedPrecisionPlugin, Precision, Precision as PrecisionPlugin, SLURMEnvironment,
+    TorchElasticEnvironment, TorchSyncBatchNorm,
+)
+from legato.compat.lightning.strategies import CheckpointIO, TorchCheckpointIO
+from legato.compat.lightning.types import PLUGIN_INPUT as _PLUGIN_INPUT
+from legato.compat.lightning.inner import alias_below, inner_name, placeholders
+
+AsyncCheckpointIO, = placeholders(
+    __name__, "AsyncCheckpointIO",
+    "Legato's callback Checkpoint(asynchronous=True) writes in the background; give it to callbacks.",
+)
+BitsandbytesPrecision, = placeholders(
+    __name__, "BitsandbytesPrecision",
+    "Put bitsandbytes' layers into the module in configure_model.",
+)
+DeepSpeedPrecision, = placeholders(
+    __name__, "DeepSpeedPrecision",
+    "Strategy fsdp shards parameters, gradients and optimizer states as ZeRO stage 3 does: say "
+    "Trainer(strategy='fsdp').",
+)
+TransformerEnginePrecision, = placeholders(
+    __name__, "TransformerEnginePrecision",
+    "Call transformer_engine's layers and fp8_autocast in the module, and say precision='bf16-true'.",
+)
+XLAPrecision, = placeholders(
+    __name__, "XLAPrecision",
+    "Legato runs on CPU, CUDA and MPS devices, not on TPUs: say accelerator='auto'.",
+)
+LightningDoublePrecisionModule, = placeholders(
+    __name__, "LightningDoublePrecisionModule",
+    "Say Trainer(precision='64-true'), which converts the module and its batches.",
+)
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    environments io io.async_plugin io.checkpoint_plugin io.torch_plugin io.wrapper io.xla_plugin layer_sync
+    precision precision.amp precision.bitsandbytes precision.deepspeed precision.double precision.fsdp
+    precision.half precision.precision precision.transformer_engine precision.xla
+""")

@@ -1,0 +1,20 @@
+"""`lightning.pytorch.profilers` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.profilers import PassThroughProfiler, Profiler, RegisterRecordFunction
+from legato.trainer.profiling import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from legato.compat.lightning.inner import alias_below, inner_name, placeholders
+
+XLAProfiler, = placeholders(
+    __name__, "XLAProfiler",
+    "Legato runs on CPU, CUDA and MPS devices, not on XLA; profiler='pytorch' records a trace there.",
+)
+ScheduleWrapper, = placeholders(
+    __name__, "ScheduleWrapper",
+    "Give torch.profiler.schedule(wait=1, warmup=1, active=3) as `schedule`; it counts the steps of a stage.",
+)
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    advanced base profiler pytorch simple xla
+""")

@@ -1,0 +1,12 @@
+"""`lightning.pytorch.tuner` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.tuner import Tuner
+from legato.trainer.tuning import LearningRateSweep as _LRFinder
+from legato.compat.lightning.inner import alias_below, inner_name
+
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    batch_size_scaling lr_finder tuning
+""")

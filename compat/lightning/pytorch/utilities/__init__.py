@@ -1,0 +1,60 @@
+"""`lightning.pytorch.utilities` on Legato."""
+
+# fmt: off
+
+from legato.compat.lightning.exceptions import MisconfigurationException, SIGTERMException
+from legato.compat.lightning.model_summary import (
+    LEFTOVER_PARAMS_NAME, NOT_APPLICABLE, PARAMETER_NUM_UNITS, UNKNOWN_SIZE, LayerSummary, ModelSummary,
+    get_formatted_model_size, get_human_readable_count, parse_batch_shape, summarize,
+)
+from legato.compat.lightning.module import AttributeDict
+from legato.compat.lightning.rank_zero import (
+    LightningDeprecationWarning, PossibleUserWarning, WarningCache, disable_possible_user_warnings,
+    rank_prefixed_message, rank_zero_debug, rank_zero_deprecation, rank_zero_info, rank_zero_only, rank_zero_warn,
+)
+from legato.compat.lightning.types import (
+    EVALUATE_OUTPUT as _EVALUATE_OUTPUT, METRIC as _METRIC, NUMBER as _NUMBER, PREDICT_OUTPUT as _PREDICT_OUTPUT,
+    EVAL_DATALOADERS, STEP_OUTPUT, TRAIN_DATALOADERS, BType, DistributedDataParallel, LRSchedulerConfig,
+    LRSchedulerConfigType, LRSchedulerPLType, LRSchedulerType, LRSchedulerTypeTuple, LRSchedulerTypeUnion,
+    OptimizerConfig, OptimizerLRScheduler, OptimizerLRSchedulerConfig,
+)
+from legato.compat.lightning.utilities import (
+    CPU_DEVICE, FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON, GradClipAlgorithmType, LightningEnum,
+    apply_to_collection, clean_namespace, collect_init_args, extract_batch_size, find_shared_parameters,
+    from_compiled, garbage_collection_cuda, get_filesystem, get_init_args, get_torchvision_model, grad_norm,
+    has_iterable_dataset, has_len_all_ranks, is_cuda_out_of_memory, is_cudnn_snafu,
+    is_local_file_protocol as _is_local_file_protocol, is_oom_error, is_out_of_cpu_memory, is_overridden,
+    is_param_in_hook_signature, is_picklable, is_shared_filesystem, isolate_rng, lightning_getattr,
+    lightning_hasattr, lightning_setattr, load_file as _load, main, measure_flops, move_data_to_device,
+    package_available, parse_class_init_keys, pl_worker_init_function, recursive_detach, reset_seed,
+    save_hyperparameters, seed_everything, set_shared_parameters, sized_len, suggested_max_num_workers,
+    to_uncompiled,
+)
+from legato.trainer.data.combined import CombinedLoader
+from legato.compat.lightning.inner import alias_below, inner_name, placeholders
+
+(
+    DeepSpeedLayerSummary, DeepSpeedSummary, convert_zero_checkpoint_to_fp32_state_dict, deepspeed_param_size,
+    ds_checkpoint_dir
+) = placeholders(
+    __name__, "DeepSpeedLayerSummary DeepSpeedSummary convert_zero_checkpoint_to_fp32_state_dict "
+    "deepspeed_param_size ds_checkpoint_dir",
+    "Legato has no DeepSpeed: its fsdp and zero1 strategies shard parameters and optimizer states, and their "
+    "checkpoints are whole.",
+)
+migrate_checkpoint, pl_legacy_patch = placeholders(
+    __name__, "migrate_checkpoint pl_legacy_patch",
+    "Legato reads checkpoints of every Lightning 2 as they are; upgrade older ones with Lightning itself: "
+    "python -m lightning.pytorch.utilities.upgrade_checkpoint FILE.",
+)
+find_model_local_ckpt_path, download_model_from_registry = placeholders(
+    __name__, "find_model_local_ckpt_path download_model_from_registry",
+    "Legato has no model registry: download the checkpoint and give its path as ckpt_path.",
+)
+__getattr__ = inner_name(__name__)
+alias_below(__name__, """
+    _pytree apply_func argparse cloud_io combined_loader compile consolidate_checkpoint data deepspeed distributed
+    enums exceptions grads imports memory migration migration.migration migration.utils model_helpers model_registry
+    model_summary model_summary.model_summary model_summary.model_summary_deepspeed parameter_tying parsing
+    rank_zero seed signature_utils testing testing._runif types upgrade_checkpoint warnings
+""")
