@@ -118,12 +118,13 @@ UNCHANGED = """
 import builtins, io, os, pathlib, shutil, sys
 import torch
 
-owners = builtins, io, os, pathlib.Path, shutil, torch
+owners = builtins, io, os, pathlib.Path, shutil, torch.serialization
 before = [dict(vars(owner)) for owner in owners], list(sys.meta_path), list(sys.path)
 import legato.compat.lightning.pytorch
 import legato.compat.lightning.pytorch.cli
 after = [dict(vars(owner)) for owner in owners], list(sys.meta_path), list(sys.path)
 assert after[1:] == before[1:]
+assert (torch.load, torch.save) == (torch.serialization.load, torch.serialization.save)
 for owner, old, new in zip(owners, before[0], after[0]):
     assert [name for name in old if old[name] is not new[name]] == [], owner
 """
