@@ -22,6 +22,8 @@ VERSION_CONSTANT = re.compile(r"_([A-Z]+)_(GREATER_EQUAL|LESS_EQUAL|EQUAL)_(\d+(
 """Private constants that tell of a version, such as _TORCH_GREATER_EQUAL_2_1."""
 WAY_OUT = "It is a part of Lightning's inner workings, and Legato has other ones; use the public names."
 CONSTANTS = {"_IS_INTERACTIVE": hasattr(sys, "ps1"), "_IS_WINDOWS": sys.platform == "win32"}
+PASSED_ON = "pytorch", "pytorch.utilities"
+"""Packages whose public names many modules of Lightning import, so that programs import them from there."""
 HELPERS = {"alias_below", "inner_name", "placeholders"}
 
 
@@ -41,7 +43,7 @@ def alias_below(package: str, paths: str) -> None:
 
 
 def inner_name(package: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a package: constants about versions and packages, and placeholders.
+    """Return the `__getattr__` of a package: constants about versions and packages, common names, and placeholders.
 
     Private names become placeholders; so does every name below lightning.fabric, whose classes Legato does not have.
     """
@@ -61,6 +63,10 @@ def inner_name(package: str) -> Callable[[str], Any]:
         constant = VERSION_CONSTANT.fullmatch(name)
         if constant is not None:
             return _compare(*constant.groups())
+        for home in PASSED_ON:
+            names = vars(import_module(f"{ROOT}.{home}"))
+            if name in names.get("__all__", ()):
+                return names[name]
         if name.startswith("__") or name.isupper() or not (any_name or name.startswith("_")):
             raise AttributeError(f"module {package!r} has no public name {name!r}")
         return make_placeholder(package, name, WAY_OUT)

@@ -291,8 +291,10 @@ def test_callbacks_of_a_module_come_before_those_that_save(tmp_path):
 
 
 def test_bars_by_rich_may_be_started_and_named_by_a_subclass(tmp_path):
+    from rich.console import Console
+
     from legato.compat.lightning.pytorch.callbacks import RichProgressBar
-    from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import Console, CustomProgress
+    from legato.compat.lightning.pytorch.callbacks.progress.rich_progress import CustomProgress
 
     written = io.StringIO()
 

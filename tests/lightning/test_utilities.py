@@ -17,6 +17,7 @@ from torch import nn
 
 import legato.compat.lightning.pytorch.utilities as ours
 from legato.base.errors import ConfigError
+from legato.compat.lightning.placeholders import Placeholder
 from legato.compat.lightning.pytorch import LightningModule, seed_everything
 
 
@@ -439,7 +440,7 @@ def test_arguments_are_lightnings():
                 first, second = (list(inspect.signature(one).parameters) for one in (our, their))
             except (TypeError, ValueError, AttributeError, ModuleNotFoundError):
                 continue  # no function, a placeholder, or one that Lightning passes on from elsewhere
-            if first != second and first != ["args", "kwargs"]:
+            if first != second and first != ["args", "kwargs"] and not isinstance(our, Placeholder):
                 differ.append((f"{module}.{name}", first, second))
     assert len(paths) > 20
     assert differ == []
