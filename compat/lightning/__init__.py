@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from .stand_in import install as install
 
 if TYPE_CHECKING:
+    from .callbacks.callback import Callback as Callback
     from .fabric import Fabric as Fabric
-    from .pytorch import Callback as Callback
-    from .pytorch import LightningDataModule as LightningDataModule
-    from .pytorch import LightningModule as LightningModule
-    from .pytorch import Trainer as Trainer
-    from .pytorch import seed_everything as seed_everything
+    from .module import LightningDataModule as LightningDataModule
+    from .module import LightningModule as LightningModule
+    from .trainer import Trainer as Trainer
+    from .utilities import seed_everything as seed_everything
 
 __all__ = ["Callback", "Fabric", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
 __version__ = "2.6.6"

@@ -3,10 +3,11 @@
 # fmt: off
 
 from legato.compat.lightning.cli import (
-    ActionConfigFile, ArgsType, ArgumentParser, LightningArgumentParser, LightningCLI, LRSchedulerCallable,
-    LRSchedulerType, LRSchedulerTypeTuple, LRSchedulerTypeUnion, Namespace, OptimizerCallable, ReduceLROnPlateau,
-    SaveConfigCallback, class_from_function, instantiate_class, instantiate_module,
+    ArgsType, LightningArgumentParser, LightningCLI, LRSchedulerCallable, LRSchedulerType, LRSchedulerTypeTuple,
+    LRSchedulerTypeUnion, OptimizerCallable, ReduceLROnPlateau, SaveConfigCallback, instantiate_class,
+    instantiate_module,
 )
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace, class_from_function
 from legato.compat.lightning.inner import alias_below, inner_name
 from legato.compat.lightning.instantiation import ModuleType
 
