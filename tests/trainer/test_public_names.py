@@ -20,8 +20,8 @@ NAMES = sorted(str(path.relative_to(ROOT)) for path in TREE)
 SOURCES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in TREE}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
-STAND_INS = "compat/lightning/stand_in/"
-"""What lies there is imported as `lightning`, not as a part of the package."""
+STAND_INS = tuple(f"compat/lightning/{folder}/" for folder in ("stand_in", "pytorch", "fabric"))
+"""What lies there is imported as `lightning` too, where a relative import would not find the package."""
 
 MANY_PARAMETERS = {
     "tasks/task.py: log": "Lightning's signature",
