@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cache, cached_property, partial, wraps
+from functools import cache, cached_property, partial
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from itertools import repeat
@@ -147,64 +147,29 @@ def set_group_timeout(limit: timedelta, group: Any = None) -> None:
         _c10d()._set_pg_timeout(limit, group)
 
 
-def _can_count() -> bool:
-    kind = torch.distributed.ProcessGroup
-    names = ("_get_backend", "group_name", *_UNCOUNTED)
-    found = all(hasattr(kind, name) for name in names)
-    return found and hasattr(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
-
-
-_UNCOUNTED = ("send", "recv", "recv_anysource", "monitored_barrier")
-"""Methods of a ProcessGroup that not all ranks call equally often, or that are made of such; gloo counts them, too."""
 COUNTS = Shortcut(
     "torch.distributed's Backend._get_sequence_number_for_group and ProcessGroup._get_backend",
-    "a collective of the script that not all ranks call is found only where it hangs",
-    _can_count,
+    "a collective in a training_step that replicas run in turn is not refused",
+    lambda: (
+        hasattr(torch.distributed.ProcessGroup, "_get_backend")
+        and hasattr(torch._C._distributed_c10d.Backend, "_get_sequence_number_for_group")
+    ),
 )
-_apart: dict[str, int] = {}
-"""Part of a process group's count that is no collective, by the group's name."""
 
 
-def count_collectives() -> None:
-    """Tell apart, from now on and in this process, what is no collective of all ranks."""
-    kind: Any = torch.distributed.ProcessGroup
-    for name in _UNCOUNTED if COUNTS.usable else ():
-        if not hasattr(getattr(kind, name), "__wrapped__"):
-            setattr(kind, name, _told_apart(getattr(kind, name)))
-
-
-def _told_apart(method: Any) -> Any:
-    @wraps(method)
-    def call(group: Any, *arguments: Any, **options: Any) -> Any:
-        before = _sequence_number(group)
-        try:
-            return method(group, *arguments, **options)
-        finally:
-            # gloo counts these in the same sequence as collectives
-            _apart[group.group_name] = _apart.get(group.group_name, 0) + _sequence_number(group) - before
-
-    return call
-
-
-def collectives_called(groups: Sequence[Any] | None = None) -> int:
-    """Return how many collectives this process has called in these process groups, by default in all."""
-    if not COUNTS.usable:
-        return 0
-    if groups is None:
-        groups = list(_c10d()._world.pg_map) if GROUPS.usable else []
-    return sum(_sequence_number(group) - _apart.get(group.group_name, 0) for group in groups)
-
-
-def _sequence_number(group: Any) -> int:
+def collectives_called() -> int:
+    """Return how many collectives, sends and receives this process has called on the default group; 0 without one."""
     from torch import distributed
 
+    if not COUNTS.usable or not distributed.is_initialized():
+        return 0
+    group: Any = distributed.group.WORLD
     devices = dict(pair.split(":", 1)[::-1] for pair in distributed.get_backend_config(group).split(",") if ":" in pair)
-    known = [device for backend, device in devices.items() if backend in ("gloo", "nccl")]
-    found = 0
-    for device in known:
+    count = 0
+    for device in (device for backend, device in devices.items() if backend in ("gloo", "nccl")):
         with suppress(RuntimeError):  # one that does not count
-            found += group._get_backend(torch.device(device))._get_sequence_number_for_group()
-    return found
+            count += group._get_backend(torch.device(device))._get_sequence_number_for_group()
+    return count
 
 
 GROUP_NAMES = Shortcut(

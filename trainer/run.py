@@ -34,9 +34,9 @@ from .optimization.kernels import NOTHING_COMPILED
 from .optimization.optimization import Optimization
 from .preemption import Preemption
 from .processes.collectives import SINGLE
-from .processes.script_collectives import ScriptCollectives, TrainingCollectives
+from .processes.hang import Watchdog
+from .processes.script_collectives import TrainingCollectives
 from .processes.sync import Agreement
-from .processes.watchdog import Watchdog
 from .resume.fingerprint import record_groups
 from .runs.status import RunStatus
 from .setup.training_mode import set_training_mode
@@ -204,7 +204,6 @@ class Call:
     agreement: Agreement
     metrics: Metrics
     preemption: Preemption
-    script_collectives: ScriptCollectives
     watchdog: Watchdog
     status: RunStatus
 
@@ -214,7 +213,6 @@ class Call:
         state, strategy, loop = trainer.state, trainer.strategy, LoopState(DOING_OF_STAGE[request.stage])
         # Both learn of the other ranks in `build.join`: a signal, or `self.log` in a hook, may come before.
         agreement, metrics = Agreement(SINGLE, 1, 0, state.elapsed), Metrics(SINGLE, 1, request.task)
-        script = ScriptCollectives()
         found = cls(
             trainer,
             request.stage,
@@ -230,8 +228,7 @@ class Call:
             agreement,
             metrics,
             Preemption(trainer, request.stage, agreement),
-            script,
-            Watchdog(trainer, loop, metrics, script),
+            Watchdog(trainer, loop, metrics),
             RunStatus(),
         )
         metrics.describe_place = found.describe_place
@@ -575,8 +572,8 @@ class Run(JoinedCall):
                 self.end_fit()
                 return
         self.tell_few_points()
-        if self.state.replicas > self.strategy.data_ranks.size:
-            TrainingCollectives(self.script_collectives, self.hooks, self.refuse_in_turn).start()
+        if self.strategy.leaves_default_group and self.state.replicas > self.strategy.data_ranks.size:
+            TrainingCollectives(self.hooks, self.refuse_in_turn).start()
         self.seed_hooks("on_train_start")
         self.hooks.call("on_train_start")
         self.trainer.agree()
@@ -613,8 +610,6 @@ class Run(JoinedCall):
         self.loop.remaining = "nothing"
         self.hooks.call("on_fit_end")
         self.metrics.finish()
-        if self.strategy.leaves_default_group:
-            self.trainer.agree()  # once more: on how many collectives these hooks have called
 
     def end_steps(self) -> None:
         """Check the losses of the epoch's steps, and publish the values of the newest one if it was not logged.

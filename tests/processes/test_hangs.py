@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from waiting import children, free_port, wait_until
 
 from legato.base.errors import ConfigError, DataError, DisagreementError, HangError, WorkerError
+from legato.trainer.processes import hang
 from legato.trainer.processes.environment import run_workers, warm_up
 
 TWO = {"devices": 2, "strategy": "ddp", "hang_timeout": 2.0}
@@ -53,7 +54,7 @@ class Stuck(Dataset):
         return self.data[index]
 
 
-def hang(made, task, *loaders):
+def hanging(made, task, *loaders):
     """Train until the run is ended, and return what is said."""
     with pytest.raises(HangError) as caught:
         made.fit(task, *loaders)
@@ -68,7 +69,7 @@ def stacks(made, rank):
 @pytest.mark.slow
 def test_a_sample_that_never_comes(trainer):
     made = trainer(logger=True, **TWO)
-    said = hang(made, Tiny(), DataLoader(Stuck(20), 4))
+    said = hanging(made, Tiny(), DataLoader(Stuck(20), 4))
     line = line_of(Stuck.__getitem__, "the line that is named")
     assert re.search(rf"rank 1 is in test_hangs\.py:{line} \(__getitem__\) since \d+ s, at step 3", said), said
     assert re.search(r"rank 0 waits in .* since \d+ s, at step 3", said), said
@@ -81,7 +82,7 @@ def test_a_sample_that_never_comes(trainer):
 @pytest.mark.slow
 def test_a_loader_worker_that_is_stuck(trainer):
     made = trainer(logger=True, **TWO)
-    said = hang(made, Tiny(), DataLoader(Stuck(20), 4, num_workers=1))
+    said = hanging(made, Tiny(), DataLoader(Stuck(20), 4, num_workers=1))
     line = line_of(Stuck.__getitem__, "the line that is named")
     assert f"rank 1 waits for a loader's worker, which is in test_hangs.py:{line} (__getitem__)" in said
     assert "The others wait for rank 1." in said
@@ -99,7 +100,7 @@ def test_a_collective_that_one_rank_calls_alone(trainer):
                 distributed.all_reduce(torch.ones(1), group=self.group)  # alone
 
     made = trainer(logger=True, **TWO)
-    said = hang(made, Alone(), make_loader(32))
+    said = hanging(made, Alone(), make_loader(32))
     line = line_of(Alone.on_train_batch_end, "# alone")
     assert f"rank 0 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in said
     assert re.search(r"rank 1 waits in ", said)
@@ -114,7 +115,7 @@ def test_a_validation_that_hangs(trainer):
                 time.sleep(600)
             super().validation_step(batch, batch_idx)
 
-    said = hang(trainer(**TWO), Sleeps(), make_loader(16), make_loader(32))
+    said = hanging(trainer(**TWO), Sleeps(), make_loader(16), make_loader(32))
     assert re.search(
         r"rank 0 is in test_hangs\.py:\d+ \(validation_step\) since \d+ s, at step \d, batch 2 of valid", said
     )
@@ -127,7 +128,7 @@ def test_a_process_that_is_stopped_does_not_answer(trainer):
             if self.global_rank == 1 and batch_idx == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
-    said = hang(trainer(**TWO), Stops(), make_loader(32))
+    said = hanging(trainer(**TWO), Stops(), make_loader(32))
     assert "rank 1 does not answer" in said
     assert "The others wait for rank 1." in said
 
@@ -346,42 +347,40 @@ def test_an_epoch_that_one_rank_leaves(trainer, ranks):
 
 
 class Surplus(Tiny):
-    """Rank 1 calls a collective, `how`, once more than rank 0; with `regular` both call one after each step.
+    """Rank 1 calls a collective of `size` numbers once more than rank 0; with `regular` both call one each step."""
 
-    It is seen within seconds; where it is not, `hang_timeout` ends the test with another error.
-    """
-
-    def __init__(self, how, regular=False):
+    def __init__(self, size, regular=False):
         super().__init__()
-        self.how, self.regular = how, regular
+        self.size, self.regular = size, regular
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if self.global_rank == 1 and batch_idx == 1:
-            if self.how == "all_gather":
-                self.all_gather(torch.ones(1))  # surplus
-            else:
-                distributed.all_reduce(torch.ones(100 if self.how == "large" else 1), async_op=self.how == "async")
+            distributed.all_reduce(torch.ones(self.size))  # surplus
         if self.regular:
             distributed.all_reduce(torch.ones(1))  # regular
 
-    def on_train_end(self):
-        if self.global_rank == 1 and self.how == "at the end":
-            distributed.all_reduce(torch.ones(1), async_op=True)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reproducible", ["order", "bitwise"])
+def test_a_surplus_collective_pairs_with_nothing_of_legatos(trainer, reproducible):
+    made = trainer(**TWO, reproducible=reproducible)
+    said = hanging(made, Surplus(1), make_loader(32))
+    line = line_of(Surplus.on_train_batch_end, "# surplus")
+    assert f"rank 1 waits in all_reduce, called in test_hangs.py:{line} (on_train_batch_end)" in said
+    assert "rank 0 waits in " in said
+    assert "All wait, for each other" in said
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in said
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "options"),
-    [("small", {}), ("large", {}), ("all_gather", {}), ("small", {"reproducible": "bitwise"})],
-)
-def test_a_surplus_collective_that_waits(trainer, how, options):
-    """It pairs with nothing of Legato's: all wait for good, which is seen within seconds."""
-    with pytest.raises(DisagreementError) as caught:
-        trainer(devices=2, strategy="ddp", hang_timeout=60, **options).fit(Surplus(how), make_loader(32))
-    said = str(caught.value)
-    assert re.search(r"on the default process group: rank 1: [12]; rank 0: 0\.", said), said
-    assert re.search(r"rank 1 waits in all_\w+, called in test_hangs\.py:\d+ \(on_train_batch_end\)", said), said
-    assert "rank 0 waits in " in said
+def test_ranks_that_all_wait_are_reported_early(trainer, capfd):
+    class Impatient(Surplus):
+        def on_train_start(self):
+            hang.DEADLOCKED = 1.0  # of this worker
+
+    with pytest.raises(HangError):
+        trainer(devices=2, strategy="ddp", hang_timeout=6.0).fit(Impatient(1), make_loader(32))
+    assert "the run is not ended (trainer.hang_timeout would do that)" in capfd.readouterr().err
 
 
 @pytest.mark.slow
@@ -391,44 +390,8 @@ def test_a_collective_in_a_step_that_has_no_batch_for_a_rank(trainer):
             distributed.barrier()
             return super().training_step(batch, batch_idx)
 
-    with pytest.raises(DisagreementError, match=r"this step has none for rank 1, .*\. What helps: drop_last=True"):
-        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Gathers(), make_loader(10))
-
-
-@pytest.mark.slow
-def test_a_surplus_collective_that_does_not_wait(trainer):
-    """Where ranks meet they compare how many there were."""
-    with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\. Each rank must"):
-        trainer(devices=2, strategy="ddp", hang_timeout=60, max_epochs=3).fit(Surplus("async"), make_loader(32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["small", "async"])
-def test_a_surplus_collective_that_pairs_with_the_next_one(trainer, how):
-    made = trainer(devices=2, strategy="ddp", hang_timeout=60, max_epochs=3)
-    with pytest.raises(DisagreementError, match=r"default process group: rank 1: 3; rank 0: 2\."):
-        made.fit(Surplus(how, regular=True), make_loader(32))
-
-
-@pytest.mark.slow
-def test_a_surplus_collective_after_the_last_step(trainer):
-    with pytest.raises(DisagreementError, match=r"default process group: rank 1: 1; rank 0: 0\."):
-        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Surplus("at the end"), make_loader(32))
-
-
-@pytest.mark.slow
-def test_what_some_ranks_send_to_each_other_is_no_collective(trainer):
-    class Sends(Tiny):
-        def on_train_batch_end(self, outputs, batch, batch_idx):
-            if self.global_rank == 0:
-                distributed.send(torch.ones(1), 1)
-            elif self.global_rank == 1:
-                distributed.recv(torch.ones(1), 0)
-            distributed.monitored_barrier()
-
-    made = trainer(devices=3, strategy="ddp", max_epochs=2)
-    made.fit(Sends(), make_loader(48))
-    assert made.global_step == 8
+    said = hanging(trainer(**TWO), Gathers(), make_loader(10))
+    assert re.search(r"this step has none for rank 1, .*\. What helps: drop_last=True", said)
 
 
 @pytest.mark.slow
@@ -450,7 +413,7 @@ def test_a_surplus_collective_at_the_end(trainer):
 def test_collectives_of_the_script_that_are_unlike(trainer):
     """gloo ends a process in which unlike ones meet; its thread cannot be asked."""
     with pytest.raises(WorkerError, match=r"of 2 was killed by SIGABRT.* different collectives"):
-        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Surplus("large", regular=True), make_loader(32))
+        trainer(devices=2, strategy="ddp", hang_timeout=60).fit(Surplus(100, regular=True), make_loader(32))
 
 
 SCRIPT = """

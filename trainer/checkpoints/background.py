@@ -14,9 +14,9 @@ from torch import Tensor
 from ...base.errors import CheckpointError
 from ..accelerators import has_streams
 from ..processes.collectives import SINGLE, Collectives
+from ..processes.save_progress import SAVES
 from .codec import FlatState, flatten
 from .commit import NO_OWNER, Owner, commit
-from .progress import SAVES
 
 _ALIGNMENT = 64
 

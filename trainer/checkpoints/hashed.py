@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...base.errors import CheckpointError
-from .progress import SAVES
+from ..processes.save_progress import SAVES
 
 _BLOCK = 8 << 20
 

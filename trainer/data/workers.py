@@ -1,6 +1,5 @@
 """Signal handling and error reporting in a DataLoader's worker processes."""
 
-import faulthandler
 import functools
 import os
 import signal
@@ -10,18 +9,16 @@ from contextlib import contextmanager
 from multiprocessing.queues import Queue
 from multiprocessing.reduction import ForkingPickler
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
 from ...base.errors import DataError
 from ...base.torch_private import replace_feeder_error, serves_memory, wrapped_error
 from ..processes.signals import END_SIGNALS
-from ..processes.stacks import DUMP
+from ..processes.stacks import answer_dumps
 
 WorkerInit = Callable[[int], None] | None
-
-_dump: IO[str] | None = None
 
 
 class WorkerSetup:
@@ -47,8 +44,7 @@ class WorkerSetup:
         for number in END_SIGNALS:
             if number == signal.SIGINT or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
                 signal.signal(number, self._on_signal)
-        if _dump is not None:  # inherited from the trainer by fork
-            faulthandler.register(DUMP, _dump)
+        answer_dumps()
         # a thread of multiprocessing's sends memory after the trainer has ended, and prints a traceback that nobody can
         # act on
         sys.excepthook = functools.partial(_report_unless_disconnected, sys.excepthook)
@@ -109,12 +105,6 @@ class GuardedCollate:
 def guard_collate(collate: Any) -> Any:
     """Wrap a collate_fn in GuardedCollate, unless it is one of torch's own."""
     return collate if collate in (default_collate, default_convert, None) else GuardedCollate(collate)
-
-
-def dump_stacks_to(file: IO[str] | None) -> None:
-    """Let workers forked from now on write their stacks to `file` on the signal DUMP."""
-    global _dump
-    _dump = file if DUMP else None
 
 
 @functools.cache

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
-from ..checkpoints.progress import SAVES
 from .failures import end_by_force, touch_alive_file
+from .save_progress import SAVES
 from .stacks import describe_stack, stack_of
 
 RESUME_ME = 75

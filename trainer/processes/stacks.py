@@ -1,5 +1,6 @@
 """Stacks in words: the line of the user's code, or the collective in which a thread waits for other ranks."""
 
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -20,6 +21,7 @@ _OURS = tuple(f"{_PACKAGE_FOLDER / room}{os.sep}" for room in ("trainer", "callb
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _LINE = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _SECONDS_FOR_A_DUMP = 0.5
+_dump_file: IO[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def describe_stack(stack: list[Frame], alone: bool) -> tuple[str, bool]:
         return "has no stack", False
     if innermost.is_in("/trainer/processes/rendezvous"):
         return f"waits for the other processes to join it ({innermost})", True
-    if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/watchdog") for frame in stack[:3]):
+    if any(frame.function == "_wait_for_all" and frame.is_in("/trainer/processes/hang") for frame in stack[:3]):
         return "waits for the other ranks to leave the epoch", True
     if innermost.is_backward:
         return ("is in backward" if alone else "waits in backward, for the other ranks' gradients"), not alone
@@ -108,6 +110,18 @@ def _is_outside_loader(stack: list[Frame]) -> bool:
         if frame.is_users:
             return True
     return False
+
+
+def dump_stacks_to(file: IO[str] | None) -> None:
+    """Let loader workers forked from now on write their stacks to `file` on the signal DUMP."""
+    global _dump_file
+    _dump_file = file if DUMP else None
+
+
+def answer_dumps() -> None:
+    """Write the stacks of this loader worker whenever its trainer asks, to the file that it named before the fork."""
+    if _dump_file is not None:
+        faulthandler.register(DUMP, _dump_file)
 
 
 def worker_stacks(dump: IO[str]) -> list[str]:

@@ -109,10 +109,6 @@ class Agreement:
         """Numbers that this rank adds to each agreement, equally many on every rank."""
         self.on_result: Callable[[list[float]], object] = len
         """Called with the maximum of each over the ranks."""
-        self.count: Callable[[], int] = int
-        """Returns how many collectives of its own the script has called on this rank."""
-        self.require_same: Callable[[], object] = int
-        """Is called, on every rank, where these numbers differ."""
         self.next_step, self.next_round = step + 1, 1
         self._started = time.monotonic() - elapsed
         self._met_at, self._met_step = time.monotonic(), step
@@ -134,16 +130,12 @@ class Agreement:
         now = time.monotonic()
         # of which the maximum counts: the fastest rank's steps fill the second
         pace = (step - self._met_step) / max(now - self._met_at, 1e-6)
-        count = float(self.count())
-        # all by one maximum: with the count and its negative the largest and the smallest count, which must be equal
-        numbers = [float(wants_stop), float(signal), now - self._started, pace, float(self.newest()), count, -count]
+        numbers = [float(wants_stop), float(signal), now - self._started, pace, float(self.newest())]
         return [*numbers, *self.contribute()]
 
     def apply(self, step: int, highest: Sequence[float]) -> None:
         """Apply the maxima over ranks, agreed after `step`."""
-        stop, signal_of_any, self.elapsed, pace, generation, most, least, *said = highest
-        if most != -least:
-            self.require_same()
+        stop, signal_of_any, self.elapsed, pace, generation, *said = highest
         changed = self.generation < int(generation)  # acted on between two steps, not where values are logged
         self.stop, self.signal, self.generation = bool(stop), int(signal_of_any), int(generation)
         self._steps_between = self._interval(pace, self._steps_between)

@@ -14,8 +14,8 @@ from ...base.run_names import CHECKPOINTS, not_writable, require_local, run_dire
 from ..checkpoints import find, manifest
 from ..checkpoints.background import Writer
 from ..checkpoints.commit import Owner
-from ..checkpoints.progress import SAVES
 from ..checkpoints.storage import make_folder
+from ..processes.save_progress import SAVES
 from ..runs import record as run_record
 from ..runs.lock import RunLock
 from .checkpoint_format import CheckpointFormat, DirectoryFormat

@@ -178,10 +178,6 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     call.agreement.newest = membership.newest
     for name in METRICS_CHOICES:
         setattr(call.metrics, name, getattr(trainer, name))
-    if strategy.leaves_default_group:
-        call.script_collectives.start(strategy.collectives)
-        call.agreement.count = lambda: call.script_collectives.count
-        call.agreement.require_same = call.script_collectives.require_same
     # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
     # that was killed
     trainer.saver.remember_run_dir(trainer.run_dir)
@@ -803,7 +799,7 @@ def step_collectives(call: Call, word: str) -> StepCollectives | None:
     pads = call.trainer.pads_shares and ranks.size > 1 and not call.strategy.lockstep
     if not pads or call.state.replicas % ranks.size:
         return None
-    found = StepCollectives(call.script_collectives)
+    found = StepCollectives(counts=call.strategy.leaves_default_group)
     found.seen = gathers(call.task, (f"on_{word}_epoch_end", f"on_{word}_end"))
     return found
 

@@ -1,0 +1,533 @@
+"""Hangs: what each rank does when nothing moves, and which rank failed first; both told through the ranks' store.
+
+A rank that makes no progress writes its position on a board in the store, about once a second. Whoever has to say
+something reads the board: nobody has to be asked, and nobody waits for an answer of a rank that has none.
+"""
+
+import atexit
+import faulthandler
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import distributed
+
+from ...base.errors import DisagreementError, HangError, LegatoError, WorkerError
+from ...base.torch_private import default_store
+from ..state import State
+from . import connections
+from .environment import Place, leave_process_group
+from .failures import end_process
+from .signals import INTERRUPTED, RESUME_ME
+from .stacks import Frame, describe_stack, dump_stacks_to, stack_of, stack_of_error, users_frame, worker_stacks
+from .timed_store import TimedStore
+from .transport import is_communication
+
+if TYPE_CHECKING:
+    from .sync import Timeouts
+
+log = logging.getLogger("legato")
+
+ANSWER_SECONDS = 3.0
+"""Seconds that ranks have to write on the board, and that rank 0, which has the store, stays after a failure."""
+LONGEST_STEPS = 20
+"""Multiple of the longest step so far after which a report is due."""
+STALLED = 1.0
+"""Seconds without progress after which a rank writes its position."""
+DEADLOCKED = 30.0
+"""Seconds after which a report is due where all ranks wait, one of them in a collective of the script."""
+SHOWN_STAGE = {"train": "training", "sanity_check": "the sanity check"}
+
+Position = dict[str, Any]
+"""Where a rank is; whether it waits for others; for how many seconds it has been there; at which step."""
+
+
+class Ranked(Protocol):
+    """Attributes of a strategy that a watchdog reads."""
+
+    place: Place
+    timeouts: "Timeouts"
+    elastic: Any
+
+
+class Watched(Protocol):
+    """Attributes of a trainer that a watchdog reads."""
+
+    hang_timeout: float | None
+    hang_report_seconds: float | None
+    run_dir: Path | None
+    state: State
+
+    @property
+    def strategy(self) -> Ranked:
+        """How the run is spread over processes."""
+
+
+class Doing(Protocol):
+    """Attributes of the loop that a watchdog reads: its stage, and the newest step of this process."""
+
+    doing: str
+    step: Any
+
+
+class Batches(Protocol):
+    """Attributes of the metrics that a watchdog reads: the batches of each stage, and the stage."""
+
+    batches: dict[Any, int]
+    stage: Any
+
+
+class Board:
+    """Notes of the ranks in their store. All methods raise RuntimeError where the store is gone or does not answer."""
+
+    def __init__(self, store: TimedStore, rank: int, size: int) -> None:
+        self.store, self.rank, self.size = store, rank, size
+
+    def write(self, topic: str, note: Any) -> None:
+        """Write this rank's note on a topic; None wipes it."""
+        self.store.set(f"{topic}/{self.rank}", json.dumps(note))
+
+    def read(self, topic: str) -> dict[int, Any]:
+        """Return the notes on a topic, by rank."""
+        keys = {rank: f"{topic}/{rank}" for rank in range(self.size)}
+        notes = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        return {rank: note for rank, note in notes.items() if note is not None}
+
+    def read_all(self, *topics: str) -> dict[int, Any]:
+        """Return the notes of all ranks, each on one of the topics; after ANSWER_SECONDS those that there are."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while True:
+            notes = {rank: note for topic in reversed(topics) for rank, note in self.read(topic).items()}
+            if len(notes) == self.size or time.monotonic() > deadline:
+                return notes
+            time.sleep(0.05)
+
+    def is_first(self, alarm: str) -> bool:
+        """Give an alarm; return whether no rank has given it before."""
+        return self.store.add(alarm, 1) == 1
+
+    def has(self, alarm: str) -> bool:
+        """Return whether an alarm was given."""
+        return self.store.check([alarm])
+
+
+class Watchdog:
+    """Watches this process's progress through a run in a thread, from before the rendezvous."""
+
+    def __init__(self, trainer: Watched, loop: Doing, metrics: Batches) -> None:
+        self.trainer, self.loop, self.metrics = trainer, loop, metrics
+        self.place = Place()
+        """Place of this process, set before the rendezvous."""
+        self.end_after: float | None = trainer.hang_timeout
+        """Seconds without progress after which the run ends, once start-up is over; None: never."""
+        self.report_after = float("inf") if trainer.hang_report_seconds is None else trainer.hang_report_seconds
+        self.begun = False
+        """Whether start-up is over."""
+        self.longest = 0.0
+        """Seconds of the longest step (or batch of an evaluation) so far, without the first."""
+        self.reports = 0
+        self.token = ""
+        """Word that the ranks of this run share, and no other run at the same store."""
+        self.shows_position = self.told_of_failure = False
+        """Whether this rank's position is on the board; whether it has told where it was when another rank failed."""
+        self.succeeded = False
+        """Whether the run was closed without an error."""
+        self.thread = threading.Thread(target=self._watch, name="legato-watchdog", daemon=True)
+        self.watched = threading.get_ident()
+        self.done, self.connecting = threading.Event(), threading.Lock()
+        self.stacks: Any = None
+        self.board: Board | None = None
+        self.group: Any = None
+        """The process group whose store has the board."""
+
+    def __enter__(self) -> "Watchdog":
+        self.stacks = tempfile.TemporaryFile("w+")
+        self.watched = threading.get_ident()
+        dump_stacks_to(self.stacks)
+        self.thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.done.set()
+        self.thread.join()
+        with suppress(RuntimeError):  # no new connection: rank 0, which has the store, may have ended
+            if self.succeeded and self.board is not None:
+                position = {"where": "has done its work", "waits": False, "seconds": 0.0, "at": "", "idle": False}
+                self.board.write("done", position)
+        dump_stacks_to(None)
+        self.stacks.close()
+
+    def begin(self) -> None:
+        """Mark the end of start-up: from now on `hang_timeout` counts, on all ranks."""
+        self.begun = True
+        with suppress(RuntimeError):  # while all ranks are there: in a short run the thread may not come to it
+            self._connect()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+    def _watch(self) -> None:
+        interval = min(1.0, self.report_after / 10, (self.end_after or 10.0) / 10)
+        place, since, report_at, changes = self._progress(), time.monotonic(), self.report_after, 0
+        while not self.done.wait(interval):
+            now, moment = self._progress(), time.monotonic()
+            if now != place:
+                changes += self.begun
+                # without start-up and the first step, which compiles and fills loaders
+                self.longest = max(self.longest, moment - since if changes > 2 else 0.0)
+                place, since = now, moment
+                report_at = max(self.report_after, LONGEST_STEPS * self.longest)
+            stalled = moment - since
+            # before the store is asked, which may not answer
+            if self.begun and self.end_after is not None and stalled >= self.end_after:
+                self._end(stalled)
+            reports = self.reports
+            if stalled >= report_at:
+                self._report(stalled)
+            with suppress(RuntimeError):  # the store is gone, and with it the run: another rank says why
+                self._look(stalled)
+            if self.reports > reports:
+                report_at = 2 * max(stalled, report_at)
+
+    def _look(self, stalled: float) -> None:
+        """Show this rank's position while it makes no progress, and do what alarms of other ranks ask for."""
+        board = self._connect()
+        if board is None:
+            return
+        stands = stalled >= min(STALLED, (self.end_after or STALLED) / 2)
+        if stands or self.shows_position:
+            board.write("at", self._position(stalled) if stands else None)
+            self.shows_position = stands
+        if not stands:
+            return
+        if board.has("end"):
+            self._end(stalled)
+        if board.has("failed") and not self.told_of_failure:
+            self.told_of_failure = True
+            board.write("failed", self._position(stalled, writes_stacks=True))
+        if board.has(f"report {self.reports}") or (self.reports == 0 and self._is_deadlocked(stalled, board)):
+            self._report(stalled)
+
+    def _is_deadlocked(self, stalled: float, board: Board) -> bool:
+        if stalled < max(DEADLOCKED, LONGEST_STEPS * self.longest) or board.size == 1 or not self.begun:
+            return False
+        positions = board.read("at").values()
+        waits = len(positions) == board.size and all(position["waits"] for position in positions)
+        # in their own backward all may compute, which looks alike
+        return waits and any("called in" in position["where"] for position in positions)
+
+    def _end(self, stalled: float) -> None:
+        """Write the stacks, and end the process with the positions of all ranks."""
+        own = self._position(stalled, writes_stacks=True)
+        head = f"No progress for {self.end_after:g} s (trainer.hang_timeout)."
+        message, is_first = self._message_of_all("end", own, head)
+        end_process(HangError(message), tell=is_first)
+
+    def _report(self, stalled: float) -> None:
+        """Write the stacks; log the positions of all ranks on the first one to report. The run goes on."""
+        alarm, own = f"report {self.reports}", self._position(stalled, writes_stacks=True)
+        self.reports += 1
+        head = f"No progress for {stalled:.0f} s; the run is not ended (trainer.hang_timeout would do that)."
+        message, is_first = self._message_of_all(alarm, own, head, reads=False)
+        if is_first:
+            log.warning("%s", message)
+
+    def _progress(self) -> tuple[Any, ...]:
+        """Return values that change with every step, batch and stage."""
+        state, batches = self.trainer.state, tuple(self.metrics.batches.values())
+        return self.begun, self.loop.doing, state.global_step, state.epoch, state.epoch_ended, *batches
+
+    def _connect(self) -> Board | None:
+        """Return the board, on a connection of its own: the main thread may hang on the other one."""
+        with self.connecting:
+            group = distributed.group.WORLD if distributed.is_initialized() else None
+            if group is not self.group:
+                self.board, self.group, self.reports = None, group, 0
+                store = None if group is None else default_store()
+                if store is not None:
+                    # a connection serves one call at a time
+                    prefix = distributed.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
+                    place = self.trainer.strategy.place
+                    self.board = Board(TimedStore(prefix), place.rank, place.world_size)
+            return self.board
+
+    @property
+    def _rank(self) -> int:
+        return self.place.rank if self.board is None else self.board.rank
+
+    # --- what the main thread asks ----------------------------------------------------------------------------------
+    def require_all_leave(self, batch_idx: int) -> None:
+        """Wait until every rank leaves the epoch at this step; raise DisagreementError if one stays in it.
+
+        That one waits for the others in its backward, and its own watchdog says so on the board.
+        """
+        told, stays = self._wait_for_all("leave", "left")
+        if stays:
+            others = [rank for rank, said in enumerate(told) if said is None]
+            raise DisagreementError(
+                f"on_train_batch_start returned -1 on rank {self._rank} at step {self.trainer.state.global_step + 1} "
+                f"(batch_idx {batch_idx}), but {name_ranks(others)} went on: {stays}. All ranks must leave an epoch "
+                f"together; decide by something that is the same on all of them."
+            )
+
+    def require_same_end(self, length: str) -> None:
+        """Wait until every rank is at the end of its stream; raise DisagreementError if one is not.
+
+        `length`: that of this rank's stream, which must be the same on all.
+        """
+        told, stays = self._wait_for_all("end of stream", length)
+        if stays or any(said != length for said in told):
+            every = [f"rank {rank}: {said or f'more ({stays})'}" for rank, said in enumerate(told)]
+            raise DisagreementError(
+                f"The training stream has different lengths on different ranks in epoch {self.trainer.state.epoch}: "
+                f"{'; '.join(every)}. Each rank must read all of it, of which its own batches are kept; where each "
+                f"brings its own share, set trainer.use_distributed_sampler=false."
+            )
+
+    def _wait_for_all(self, event: str, said: str) -> tuple[list[str | None], str]:
+        """Wait for every rank in this step; return each one's `said`, and the position of one that does not come."""
+        state, board = self.trainer.state, self._connect()
+        if board is None or board.size == 1 or self.trainer.strategy.elastic.changes:
+            return [said], ""
+        topic = f"{event} {state.epoch} {state.global_step} {self.token}"
+        board.write(topic, said)
+        before = {rank: position["seconds"] for rank, position in board.read("at").items()}
+        while True:
+            told, positions = board.read(topic), board.read("at")
+            # a position that was not written anew may be that of a rank which has gone on since
+            stay = [
+                f"rank {rank} {position['where']}"
+                for rank, position in positions.items()
+                if rank not in told
+                and position["waits"]
+                and position["step"] == state.global_step
+                and position["seconds"] > before.get(rank, 0.0)
+            ]
+            if stay or len(told) == board.size:
+                return [told.get(rank) for rank in range(board.size)], stay[0] if stay else ""
+            time.sleep(0.01)
+
+    def explain(self, error: BaseException) -> BaseException:
+        """Return the error to raise for one on this rank: it names each rank's position, or who failed first."""
+        if self.place.world_size == 1:
+            return error
+        explained = self._explain_collective(error)
+        with suppress(RuntimeError):  # the store is gone
+            self._connect()
+        if self.board is None or self.board.size == 1 or self.place.origin in ("alone", "legato", "script"):
+            return explained
+        return first_failure(explained, self.board)
+
+    def _explain_collective(self, error: BaseException) -> BaseException:
+        """Return the error to raise for a failed collective: one that names each rank's position, if known."""
+        late = "Timed out waiting" in str(error) or "Wait timeout" in str(error)
+        if not isinstance(error, RuntimeError) or isinstance(error, LegatoError):
+            return error
+        left = False
+        with suppress(RuntimeError):  # the store is gone
+            board = self._connect()
+            left = board is not None and bool(board.read("done"))
+        if self.board is None or not (late or (left and is_communication(error))):
+            return error
+        own = self._position(0.0, stack_of_error(error))
+        if not late:
+            head = "The ranks called different collectives: each must call the same ones in the same order."
+            return DisagreementError(self._message_of_all("failed", own, head)[0])
+        timeouts = self.trainer.strategy.timeouts
+        limit = f"{timeouts.limits[timeouts.phase].total_seconds():g} s (trainer.strategy.timeout.{timeouts.phase})"
+        head = f"Rank {self._rank} has waited {limit} in a collective for others, which is the limit."
+        return HangError(self._message_of_all("failed", own, head)[0])
+
+    # --- words ------------------------------------------------------------------------------------------------------
+    def _position(self, stalled: float, stack: list[Frame] | None = None, writes_stacks: bool = False) -> Position:
+        """Return where this rank is. `writes_stacks`: those of this process and its loader workers, to a file."""
+        alone = self.place.world_size == 1 if self.board is None else self.board.size == 1
+        stack = stack_of(self.watched) if stack is None else stack
+        where, waits = describe_stack(stack, alone=alone)
+        at = self._describe_progress(stack)
+        if writes_stacks:
+            workers = worker_stacks(self.stacks)
+            if where == "waits for a loader's worker" and (frame := users_frame(workers)) is not None:
+                where = f"waits for a loader's worker, which is in {frame}"
+            self._write_stacks(f"Rank {self._rank} {where} since {stalled:.1f} s, at {at}.\n\n", workers)
+        step = self.loop.step if self.loop.doing == "train" else None
+        position = {"where": where, "waits": waits, "seconds": stalled, "at": at}
+        # whether this rank has no batch in the step that it takes part in
+        return position | {"idle": step is not None and not step.batches, "step": self.trainer.state.global_step}
+
+    def _describe_progress(self, stack: list[Frame]) -> str:
+        """Describe the step or batch of this process, given its stack."""
+        state, doing = self.trainer.state, self.loop.doing
+        if not self.begun:
+            return "start-up"
+        at = f"step {state.global_step + 1}"
+        if doing == "train":
+            ended = any(frame.function == "end_epoch" and frame.is_in("/trainer/trainer") for frame in stack)
+            return f"the end of epoch {state.epoch}, after step {state.global_step}" if ended else at
+        stage = SHOWN_STAGE.get(doing, doing)
+        return f"{at}, batch {self.metrics.batches.get(self.metrics.stage, 0)} of {stage}"
+
+    def _write_stacks(self, header: str, workers: list[str]) -> None:
+        folder = self._folder
+        if folder is None:
+            faulthandler.dump_traceback(2, all_threads=True)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"rank-{self._rank}.txt").open("w", encoding="utf-8") as file:
+            file.write(header)
+            file.flush()
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.write("".join(f"\n{text}" for text in workers))
+
+    @property
+    def _folder(self) -> Path | None:
+        return None if self.trainer.run_dir is None else self.trainer.run_dir / "hang"
+
+    def _message_of_all(self, alarm: str, own: Position, head: str, reads: bool = True) -> tuple[str, bool]:
+        """Give an alarm with this rank's position; return a message of all positions, and whether it is the first.
+
+        Without a store that answers the message has this rank's position alone. `reads`: whether a rank that is not the
+        first reads the others' positions, too.
+        """
+        board, first = self.board, True
+        if board is None:
+            return self._message({self._rank: own}, [self._rank], head), first
+        try:
+            first = board.is_first(alarm)
+            board.write(alarm, own)
+            if not first and not reads:
+                return "", first
+            message = self._message(board.read_all(alarm, "done"), range(board.size), head)
+            # the store goes with rank 0, which therefore ends after the one that tells
+            if first:
+                board.is_first(f"{alarm} read")
+            deadline = time.monotonic() + ANSWER_SECONDS
+            while not board.has(f"{alarm} read") and time.monotonic() < deadline:
+                time.sleep(0.05)
+        except RuntimeError as error:
+            lost = f"The other ranks' positions are not known: {error}"
+            network = "The network to the machine of rank 0, or that machine, may be down."
+            message = self._message({self._rank: own}, [self._rank], f"{head}\n{lost} {network}")
+        return message, first
+
+    def _message(self, positions: Mapping[int, Position], asked: Sequence[int], head: str) -> str:
+        """Return a message: the position of each rank in `asked`, the ranks waited for, and the file of the stacks."""
+        lines = [head]
+        alike: dict[str, list[int]] = {}
+        for rank in asked:
+            position = positions.get(rank)
+            words = "does not answer: it is stopped, has ended, has no network, or holds the interpreter lock"
+            if position is not None:
+                seconds = f" since {position['seconds']:.0f} s" if position["seconds"] else ""
+                since = f"{seconds}, at {position['at']}" if position["at"] else ""
+                words = f"{position['where']}{since}"
+            alike.setdefault(words, []).append(rank)
+        size = self.place.world_size if self.board is None else self.board.size
+        process, alone = "The process" if size == 1 else "", len(asked) == 1
+        lines += [f"  {process or name_ranks(ranks)} {words}" for words, ranks in alike.items()]
+        to_blame = [rank for rank in asked if not positions.get(rank, {}).get("waits")]
+        if not alone and 0 < len(to_blame) < len(asked):
+            lines.append(f"The others wait for {name_ranks(to_blame)}.")
+        elif not alone and not to_blame:
+            lines.append("All wait, for each other: they must call the same collectives in the same order.")
+            lines += _why_unlike(positions)
+        where = "above" if self._folder is None else f"in {self._folder}{os.sep}rank-*.txt"
+        lines.append(f"The stacks of all threads are {where}. What the run has saved is whole: resume=auto continues.")
+        return "\n".join(lines)
+
+
+def _why_unlike(positions: Mapping[int, Position]) -> list[str]:
+    """Return what helps ranks that wait for each other, where their data tell it."""
+    idle = sorted(rank for rank, position in positions.items() if position["idle"])
+    if idle:
+        return [
+            f"The data do not go evenly into the batches of all ranks: this step has none for {name_ranks(idle)}, "
+            f"where training_step is not called. What helps: drop_last=True, or gathering when the epoch ends."
+        ]
+    if len({position["at"] for position in positions.values()}) > 1:
+        return ["They are at different steps: their loaders may have different lengths."]
+    return ["To have each collective compared between ranks, start with TORCH_DISTRIBUTED_DEBUG=DETAIL."]
+
+
+def name_ranks(ranks: list[int]) -> str:
+    """Return "rank 1", or "ranks 0, 2, 3"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# --- the first failure ------------------------------------------------------------------------------------------------
+def first_failure(error: BaseException, board: Board) -> BaseException:
+    """Return the error to raise on this rank, where no launcher of Legato collects failures.
+
+    It is the rank's own, of which the others are told, or one that names the first rank to fail.
+    """
+    if isinstance(error, SystemExit) and error.code in (None, 0, RESUME_ME, INTERRUPTED):
+        return error
+    if not isinstance(error, (Exception, SystemExit)):
+        return error
+    rank = f"Rank {board.rank} of {board.size}"
+    try:
+        if board.rank == 0:
+            atexit.register(_stay, board)  # runs before what was registered earlier closes the store
+        if is_communication(error):
+            return WorkerError(_name_first(board, rank), board.rank)
+        if board.is_first("failure"):
+            board.store.set("first failure", json.dumps([board.rank, _sentence(error)]))
+        board.write("knows", True)
+    except RuntimeError:  # the store is gone
+        if is_communication(error):
+            return WorkerError(
+                f"{rank} lost its connections, and rank 0, which has the ranks' store, has ended without a word: it "
+                f"may have been killed (out of memory: see `dmesg`).",
+                board.rank,
+            )
+    return error
+
+
+def _name_first(board: Board, rank: str) -> str:
+    """Return a message that names the rank that failed first."""
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not board.has("first failure") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    board.write("knows", True)
+    if not board.has("first failure"):
+        return (
+            f"{rank} lost its connection to another rank, and none has told of an error: one may have been killed (out "
+            f"of memory: see `dmesg`), or its machine."
+        )
+    first, text = json.loads(board.store.get("first failure"))
+    return (
+        f"Rank {first} of {board.size} failed first: {text} Its traceback is in its own output; rank {board.rank} only "
+        f"lost the connection to it."
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    """Return an error in one line, with the place that raised it."""
+    frame = next(iter(stack_of_error(error)), None)
+    where = "" if frame is None else f" ({frame.file}:{frame.line})"
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}{where}."
+
+
+def _stay(board: Board) -> None:
+    """Leave the group, by which the others notice, and keep the store until they know why, or for ANSWER_SECONDS."""
+    # leaving closes them only where nothing refers to a group any more
+    connections.shut_down(keep_port=_port(board.store))
+    leave_process_group()
+    with suppress(RuntimeError):
+        board.read_all("knows")
+
+
+def _port(store: Any) -> int | None:
+    """Return the port of a TCP store; None for one of files or of this process alone."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return getattr(store, "port", None)
