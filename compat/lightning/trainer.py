@@ -59,7 +59,7 @@ from .optimizers import LightningOptimizer, SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
-from .rank_zero import rank_zero_warn
+from .rank_zero import rank_zero_only, rank_zero_warn
 from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .returned import attributes_of, pack_optimizers, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -414,6 +414,7 @@ class Trainer(TrainerAttributes):
 
     def stage_of_hooks(self, stage: str) -> TrainerFn:
         """Return what `setup` and `teardown` are given as their stage, which is equal to the word."""
+        rank_zero_only.rank = self.global_rank  # what runs on rank 0 only, from the first hook of every process on
         return TrainerFn(stage)
 
     def validation_check(self) -> Callable[[], bool] | None:

@@ -10,8 +10,7 @@ import random
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
-from enum import Enum
+from dataclasses import fields, is_dataclass
 from io import BytesIO
 from pathlib import Path
 from types import FrameType
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection as apply_to_collection
+from lightning_utilities.core.enums import StrEnum
 from torch import Tensor, nn
 from torch.distributed import group as group
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
@@ -37,6 +38,8 @@ from .placeholders import UnsupportedError
 from .rank_zero import rank_prefixed_message, rank_zero_only, rank_zero_warn
 
 log = logging.getLogger("lightning.pytorch")
+
+LightningEnum = StrEnum
 
 max_seed_value, min_seed_value = (1 << 32) - 1, 0
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
@@ -123,57 +126,6 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 # --- batches and loaders --------------------------------------------------------------------------------------------
-
-
-def apply_to_collection(
-    data: Any,
-    dtype: Any,
-    function: Callable[..., Any],
-    *args: Any,
-    wrong_dtype: Any = None,
-    include_none: bool = True,
-    allow_frozen: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """Return `data` with `function` applied to each object of type `dtype` in it, at any depth.
-
-    wrong_dtype: objects that are left as they are although they are of type `dtype`.
-    include_none: False leaves out what `function` returned None for.
-    allow_frozen: return a frozen dataclass as it is instead of raising.
-    """
-
-    def applied(item: Any) -> Any:
-        return apply_to_collection(
-            item,
-            dtype,
-            function,
-            *args,
-            wrong_dtype=wrong_dtype,
-            include_none=include_none,
-            allow_frozen=allow_frozen,
-            **kwargs,
-        )
-
-    if isinstance(data, dtype) and (wrong_dtype is None or not isinstance(data, wrong_dtype)):
-        return function(data, *args, **kwargs)
-    if isinstance(data, Mapping):
-        pairs = [(key, applied(item)) for key, item in data.items()]
-        kept = [(key, item) for key, item in pairs if include_none or item is not None]
-        default = getattr(data, "default_factory", None)
-        return type(data)(default, kept) if default is not None else type(data)(kept)  # type: ignore[call-arg]
-    if isinstance(data, (list, tuple, set)):
-        items = [item for item in map(applied, data) if include_none or item is not None]
-        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
-    if is_dataclass(data) and not isinstance(data, type):
-        frozen = type(data).__dataclass_params__.frozen  # type: ignore[attr-defined]
-        if frozen and not allow_frozen:
-            raise ValueError(
-                f"apply_to_collection was given a frozen dataclass, {type(data).__name__}, which cannot be changed; "
-                f"give allow_frozen=True to leave it as it is."
-            )
-        values = {one.name: applied(getattr(data, one.name)) for one in fields(data) if one.init}
-        return data if frozen else replace(data, **values)
-    return data
 
 
 def move_data_to_device(batch: Any, device: torch.device | str | int) -> Any:
@@ -508,27 +460,6 @@ def garbage_collection_cuda() -> None:
 
 
 # --- dictionaries, arguments and names ------------------------------------------------------------------------------
-
-
-class LightningEnum(str, Enum):
-    """Enumeration of words, compared without regard to upper and lower case."""
-
-    @classmethod
-    def from_str(cls, value: str, source: str = "key") -> Any:
-        """Return the member of this name or value; None if there is none. `source`: "key", "value" or "any"."""
-        word = value.replace("-", "_").lower()
-        for member in cls:
-            names = {"key": [member.name], "value": [member.value], "any": [member.name, member.value]}[source]
-            if word in (name.lower() for name in names):
-                return member
-        return None
-
-    def __eq__(self, other: object) -> bool:
-        other = other.value if isinstance(other, Enum) else other
-        return isinstance(other, str) and self.value.lower() == other.lower()
-
-    def __hash__(self) -> int:
-        return hash(self.value.lower())
 
 
 class GradClipAlgorithmType(LightningEnum):

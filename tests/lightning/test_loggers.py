@@ -1,4 +1,4 @@
-"""Loggers of the room: Lightning's arguments, files and attributes; loggers that users write."""
+"""Loggers in Lightning compatibility mode: Lightning's arguments, files and attributes; loggers that users write."""
 
 import csv
 import importlib

@@ -1,4 +1,4 @@
-"""Profilers of the room: Lightning's arguments, words, and profilers that users write."""
+"""Profilers in Lightning compatibility mode: Lightning's arguments, words, and profilers that users write."""
 
 import importlib
 import inspect

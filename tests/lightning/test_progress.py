@@ -37,7 +37,7 @@ def counts(trainer, hook):
     for name, tracker in (("epoch", epochs.epoch_progress.current), ("batch", batches.current)):
         found[name] = (tracker.ready, tracker.started, tracker.processed, tracker.completed)
     if hook == "on_train_batch_start" or (hook == "on_train_batch_end" and trainer.accumulate_grad_batches > 1):
-        found.pop("batch")  # started, or processed, in the room a hook earlier or later
+        found.pop("batch")  # started, or processed, here a hook earlier or later
     if hook != "on_train_epoch_start":  # where Lightning still tells of the epoch before
         found["last"] = trainer.is_last_batch
     found["done"] = loop.done, epochs.done  # the last, since Lightning's counts the epoch where it is asked

@@ -1,4 +1,4 @@
-"""Signatures of Lightning's hooks and methods: those of the room are the same, parameter by parameter."""
+"""Signatures of Lightning's hooks and methods: those of compatibility mode are the same, parameter by parameter."""
 
 import functools
 import importlib

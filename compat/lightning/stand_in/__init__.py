@@ -48,21 +48,11 @@ def install() -> None:
         sys.path.insert(0, FOLDER)
     lead_python_path(FOLDER)
     take_files()
-    _share_rank()
 
 
 def is_installed() -> bool:
     """Return whether this process, or the one that started it, has called `install`."""
     return FOLDER in sys.path
-
-
-def _share_rank() -> None:
-    """Give lightning_utilities this process's rank, as importing Lightning does: loggers ask for it there."""
-    try:
-        from lightning_utilities.core import rank_zero
-    except ImportError:
-        return
-    rank_zero.rank_zero_only = import_module(f"{ROOT}.rank_zero").rank_zero_only
 
 
 if is_installed():  # in a process that the program has started, which may never import Lightning by name

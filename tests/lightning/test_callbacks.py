@@ -1,4 +1,4 @@
-"""Callbacks of the room against the real package: the same runs under both, and what a script sees of them."""
+"""Callbacks in Lightning compatibility mode beside the real package: the same runs, and what a script sees of them."""
 
 import importlib
 import io
