@@ -3,15 +3,12 @@
 import logging
 import os
 import re
-import struct
-import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..base.run_names import EVENT_FILES, OLD_EVENTS, not_writable, run_directory_gone
+from ..base.run_names import run_directory_gone
 from .folder import LogFolder, flat_params, with_prefix
 from .logger import Logger, NoExperiment
 from .pixels import finite_values, to_pixels
@@ -27,15 +24,10 @@ OWN_METRICS = re.compile(r"epoch$|lr-|throughput/|straggler/")
 LAST = "~run/"
 """The group of these metrics: TensorBoard sorts groups by name, and this comes after all letters."""
 BEST = "~best/"
-STAGE = re.compile(r"(train|val|validation|test)[/_](.+?)(?:_step|_epoch)?$")
-"""A metric's name as a stage and a quantity."""
-LAYOUT_TITLE = "Training and validation"
 
 
 class TensorBoardLogger(Logger):
     """Writes scalars against `global_step`, texts, and hyperparameters with final metrics for the HPARAMS tab.
-
-    The tab CUSTOM SCALARS has a chart for each quantity that several stages log, as `train/loss` and `val/loss`.
 
     Event files go to the run directory, whose name TensorBoard shows; with `save_dir` to `save_dir/name/version`, see
     `LogFolder`.
@@ -74,13 +66,10 @@ class TensorBoardLogger(Logger):
         self._params: dict[str, Any] = {}
         self._final: dict[str, float] = {}
         self._best: dict[str, float] = {}
-        self._pairs: dict[str, list[str]] = {}
-        """The charts that show training and validation together: their lines, by quantity."""
         self._points: dict[str, tuple[int, float]] = {}
         self._step = 0
         self._session_started = False
         self._resume_step: int | None = None
-        self._recorded: set[str] = set()
 
     @property
     def log_dir(self) -> str | None:
@@ -101,27 +90,20 @@ class TensorBoardLogger(Logger):
             self._writer.close()
         before = self._events
         if self.own_folder is None:
-            self._directory = Path(run_dir)
-            begun = self._directory / OLD_EVENTS
-            self._events = begun if begun.is_dir() else self._directory
+            self._directory = self._events = Path(run_dir)
         else:
             self.own_folder.choose(resume_step is not None)
             self._directory = self._events = self.own_folder.path
         self._events = self._events / (self.sub_dir or "")
-        if before not in (
-            None,
-            self._events,
-        ):  # another run; hyperparameters given before the first `open` belong to the first run
+        # another run; hyperparameters given before the first `open` belong to the first run
+        if before not in (None, self._events):
             self._params, self._final, self._points, self._best = {}, {}, {}, {}
         if resume_step is not None:  # points voided by the new file must be written again
             self._points = {name: point for name, point in self._points.items() if point[0] <= resume_step}
         self._events.mkdir(parents=True, exist_ok=True)
-        if resume_step is not None:
-            sort_before_now(self._events)
-        self._resume_step = resume_step
-        self._recorded = set() if resume_step is None else tags_at(self._events, resume_step)
-        self._session_started, self._pairs = False, {}
-        # TensorBoard voids steps >= purge_step; the point of the checkpoint's own step was written before it
+        self._resume_step, self._session_started = resume_step, False
+        # TensorBoard voids steps >= purge_step. The point of the checkpoint's own step was written before it; what is
+        # logged again at that step, such as a validation, is there twice.
         purge = None if resume_step is None else resume_step + 1
         self._writer = self.make_writer(purge)
 
@@ -135,36 +117,20 @@ class TensorBoardLogger(Logger):
         """Write the scalars of one step as one event, at a quarter of the cost of five `add_scalar`; skip repeats."""
         if self._writer is None:
             return
-        self._follow_folder()
+        self._require_folder()
         if not self._session_started:
             self._start_session()
-        before = self._recorded if step == self._resume_step else ()
         named = with_prefix(self.prefix, metrics)
         if self.own_metrics_last:
             named = {put_last(name): value for name, value in named.items()}
-        points = {name: (step, float(value)) for name, value in named.items() if name not in before}
+        points = {name: (step, float(value)) for name, value in named.items()}
         values = [
             {"tag": name, "simple_value": point[1]} for name, point in points.items() if self._points.get(name) != point
         ]
-        self._step, known = step, len(self._points)
+        self._step = step
         self._points.update(points)
         if values:
             self._add(values, step)
-        if len(self._points) > known or not self._pairs:
-            self._write_layout()
-
-    def _write_layout(self) -> None:
-        """Write which charts show training and validation together; TensorBoard takes the newest such record."""
-        pairs = pairs_in(self._points)
-        if pairs != self._pairs:
-            from torch.utils.tensorboard import summary
-
-            build: Any = summary.custom_scalars
-            charts = {
-                quantity: ["Multiline", [f"^{re.escape(tag)}$" for tag in tags]] for quantity, tags in pairs.items()
-            }
-            self._add(build({LAYOUT_TITLE: charts}).value)
-        self._pairs = pairs
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         """Record `params` for the first event and `metrics` for the end; without metrics all logged ones are shown."""
@@ -199,28 +165,24 @@ class TensorBoardLogger(Logger):
 
     def log_text(self, tag: str, text: str, step: int) -> None:
         """Write a text, which TensorBoard renders as Markdown."""
-        if self._is_new(f"{tag}/text_summary", step):
+        if self._writer is not None:
             self._writer.add_text(tag, text, step)
 
     def log_image(self, tag: str, image: Any, step: int) -> None:
         """Write a picture: a tensor or array of shape (H, W), (C, H, W) or (H, W, C), of bytes or of 0.0 to 1.0."""
-        if self._is_new(tag, step):
+        if self._writer is not None:
             self._writer.add_image(tag, to_pixels(image), step, dataformats="HWC")
 
     def log_figure(self, tag: str, figure: Any, step: int) -> None:
         """Write a figure of matplotlib's, and leave it open."""
-        if self._is_new(tag, step):
+        if self._writer is not None:
             self._writer.add_figure(tag, figure, step, close=False)
 
     def log_histogram(self, tag: str, values: Any, step: int) -> None:
         """Write how the finite numbers in a tensor or array are distributed."""
         found = finite_values(values)
-        if found.size and self._is_new(tag, step):
+        if found.size and self._writer is not None:
             self._writer.add_histogram(tag, found, step)
-
-    def _is_new(self, tag: str, step: int) -> bool:
-        """Return whether a value is to be written: the logger is open, and a resume finds none of this step there."""
-        return self._writer is not None and not (step == self._resume_step and tag in self._recorded)
 
     def log_best(self, name: str, value: float) -> None:
         """Record a value that the HPARAMS tab shows beside the newest ones, as `~best/name`."""
@@ -229,15 +191,14 @@ class TensorBoardLogger(Logger):
     def save(self) -> None:
         """Flush all events."""
         if self._writer is not None:
-            self._follow_folder()
+            self._require_folder()
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
         """Write hyperparameters with final metrics and close the file; later use of `experiment` opens a new one."""
         if self._writer is None or self._writer.file_writer is None:
             return
-        if self._events is not None and not os.access(self._events, os.W_OK):
-            self._let_go()
+        if self._events is not None and not self._events.is_dir():
             return
         self._start_session()
         final = with_prefix(self.prefix, self._final)
@@ -255,36 +216,10 @@ class TensorBoardLogger(Logger):
             self._add(end.value)
         self._writer.close()
 
-    def _follow_folder(self) -> None:
-        """Start a new event file, with a warning, if the folder was deleted or moved.
-
-        Raises ConfigError if the run directory is gone or not writable. TensorBoard itself would print a traceback on
-        a thread.
-        """
-        if self._events is None or os.access(self._events, os.W_OK):
-            return
-        self._let_go()
-        # asked again: a save in the background may have made the folder after the question above
-        if self._events.is_dir() and not os.access(self._events, os.W_OK):
-            raise not_writable(self._directory or self._events, f"no right to write to {self._events}")
-        if self.own_folder is None and self._directory is not None and not self._directory.is_dir():
-            raise run_directory_gone(self._directory)
-        log.warning(
-            "%s was deleted or moved while the run was writing to it. A new event file begins here.", self._events
-        )
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._events.mkdir(parents=True, exist_ok=True)
-        self._writer, self._resume_step, self._session_started = SummaryWriter(str(self._events)), None, False
-        self._pairs = {}
-
-    def _let_go(self) -> None:
-        """Drop pending events of a deleted file, since TensorBoard's thread reopens it by name for each write."""
-        from ..base.torch_private import drop_events
-
-        if drop_events(self._writer, NoExperiment()):
-            with suppress(OSError):
-                self._writer.close()
+    def _require_folder(self) -> None:
+        """Raise ConfigError if the folder was deleted or moved; TensorBoard would print a traceback on a thread."""
+        if self._events is not None and not self._events.is_dir():
+            raise run_directory_gone(self._events)
 
     def _start_session(self) -> None:
         # Written before the first point, so that a killed run shows its hyperparameters too. TensorBoard reads only the
@@ -307,69 +242,6 @@ class TensorBoardLogger(Logger):
 def put_last(name: str) -> str:
     """Return the tag of a metric: one of Legato's own is in the group that is shown last."""
     return f"{LAST}{name.removeprefix('throughput/')}" if OWN_METRICS.match(name) else name
-
-
-def pairs_in(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the tags of each quantity that several stages log, as "loss": ["train/loss", "val/loss"]."""
-    stages: dict[str, set[str]] = {}
-    tags: dict[str, list[str]] = {}
-    for name in sorted(names):
-        found = STAGE.match(name)
-        if found is not None:
-            stages.setdefault(found[2], set()).add(found[1])
-            tags.setdefault(found[2], []).append(name)
-    return {quantity: tags[quantity] for quantity in sorted(tags) if len(stages[quantity]) > 1}
-
-
-def _event_files(folder: Path) -> list[Path]:
-    """Return the event files in the order in which TensorBoard reads them."""
-    return sorted(folder.glob(f"{EVENT_FILES}*"))
-
-
-def sort_before_now(folder: Path) -> None:
-    """Rename event files that would not sort before one created now.
-
-    TensorBoard reads files in the order of their names, which begin with the second of their creation; a file that
-    voids points must come after the file with those points. A resume within the same second, or on a machine with a
-    slow clock, would break that.
-    """
-    files = _event_files(folder)
-    stamps = [re.match(rf"{re.escape(EVENT_FILES)}(\d+)(.*)", path.name) for path in files]
-    if any(stamp and int(stamp[1]) >= int(time.time()) for stamp in stamps):
-        for number, (path, stamp) in enumerate(zip(files, stamps, strict=True)):
-            if stamp:
-                path.rename(folder / f"{EVENT_FILES}{number:010d}{stamp[2]}")
-
-
-def tags_at(folder: Path, step: int) -> set[str]:
-    """Return the tags that have a point at `step` in the event files of `folder`."""
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-
-    tags: set[str] = set()
-    for path in _event_files(folder):
-        for record in _records(path):
-            try:
-                event = Event.FromString(record)
-            except DecodeError:
-                break  # TensorBoard stops here, too
-            if event.session_log.status == SessionLog.START and event.step <= step:
-                tags.clear()
-            elif event.step == step:
-                tags.update(value.tag for value in event.summary.value)
-    return tags
-
-
-def _records(path: Path) -> Iterator[bytes]:
-    """Yield the complete records of an event file: length (8 bytes), its checksum (4), data, its checksum (4)."""
-    size = os.path.getsize(path)
-    with path.open("rb") as file:
-        while len(header := file.read(12)) == 12:
-            (length,) = struct.unpack("<Q", header[:8])
-            if file.tell() + length + 4 > size:
-                return
-            yield file.read(length)
-            file.seek(4, os.SEEK_CUR)
 
 
 def _hyperparameter_summaries(params: Mapping[str, Any], metrics: Mapping[str, float]) -> Any:

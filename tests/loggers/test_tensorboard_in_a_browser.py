@@ -87,17 +87,6 @@ def test_ones_own_metrics_are_the_first_groups(board, browser):
     assert [group.split()[0] for group in groups] == ["example", "train", "val", "~best", "~run"]
 
 
-def test_training_and_validation_share_a_chart(board, browser):
-    browser.open(f"{board}/#custom_scalars")
-    browser.texts("span.category-name", lambda texts: "Training and validation" in texts)
-    if PICTURES:
-        time.sleep(5)
-        browser.picture(f"{PICTURES}/custom_scalars.png")
-    card = "tf-custom-scalar-multi-line-chart-card"
-    (shown,) = browser.texts(card, lambda texts: "Matches(2)" in "".join(texts).replace(" ", ""))
-    assert shown.startswith("loss")
-
-
 def test_the_config_keeps_its_underscores(board, browser):
     browser.open(f"{board}/#text")
     shown = browser.texts("code", lambda texts: any("_target_" in text for text in texts))
