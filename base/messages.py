@@ -6,16 +6,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, TextIO
-
-making_room: Callable[[], AbstractContextManager[Any]] = nullcontext
-"""Context in which a message is written; a progress bar clears its line in it, and redraws afterwards."""
-
-
-ERASE = "\x1b[1G\x1b[J"
-"""Erases a terminal from the cursor's line on; displays leave the cursor in the first of the lines that they draw.
-Without "\\r", at which stdout is flushed: a line must come in one piece."""
 
 
 class Nowhere(io.TextIOBase):
@@ -55,10 +47,7 @@ class Output:
 
     @property
     def _stream(self) -> TextIO:
-        found: Any = getattr(sys, self.name)
-        while isinstance(found, AboveLines):
-            found = found.stream
-        return self.nowhere if found is None else found
+        return getattr(sys, self.name) or self.nowhere
 
     def _fall_silent(self, error: Exception) -> None:
         if isinstance(error, ValueError) and not self._stream.closed:
@@ -87,17 +76,23 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-class WholeLines:
-    """Stream in place of stdout or stderr that passes on whole lines, and a part of one when it is flushed."""
+class RankOutput:
+    """Stream of a rank other than 0: begins each line with `[rank N]`.
 
-    def __init__(self, stream: TextIO) -> None:
-        self.stream, self._rest = stream, ""
+    Whole lines are passed on, each in one piece, so that lines of several processes do not mix, and a part of one when
+    it is flushed.
+    """
+
+    def __init__(self, stream: TextIO, rank: int) -> None:
+        self.stream, self.prefix, self._rest = stream, f"[rank {rank}] ", ""
+        self._in_line = False
+        """Whether the newest text did not end a line."""
 
     def write(self, text: str) -> int:
-        """Pass on what ends with a line, in one piece, so that lines of several processes do not mix."""
-        whole, end, self._rest = (self._rest + text).rpartition("\n")
+        """Pass on what ends with a line."""
+        lines, end, self._rest = (self._rest + text).rpartition("\n")
         if end:
-            self.put(whole + end)
+            self._put(lines + end)
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -109,64 +104,34 @@ class WholeLines:
         """Pass on the rest, too."""
         rest, self._rest = self._rest, ""
         if rest:
-            self.put(rest)
+            self._put(rest)
         self.stream.flush()
 
-    def put(self, text: str) -> None:
-        """Write to the stream."""
-        raise NotImplementedError
+    def _put(self, text: str) -> None:
+        lines = text.splitlines(keepends=True)
+        marked = [line if index == 0 and self._in_line else self.prefix + line for index, line in enumerate(lines)]
+        if not self._in_line and is_terminal(self.stream):
+            marked.insert(0, ERASE)
+        self._in_line = not text.endswith("\n")
+        self.stream.write("".join(marked))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["stream"], name)
 
 
-class RankOutput(WholeLines):
-    """Stream of a rank other than 0: begins each line with `[rank N]`."""
-
-    def __init__(self, stream: TextIO, rank: int) -> None:
-        super().__init__(stream)
-        self.prefix = f"[rank {rank}] "
-        self._in_line = False
-        """Whether the newest text did not end a line."""
-
-    def put(self, text: str) -> None:
-        """Write lines with their rank."""
-        lines = text.splitlines(keepends=True)
-        marked = [line if index == 0 and self._in_line else self.prefix + line for index, line in enumerate(lines)]
-        if not self._in_line and is_terminal(self.stream):
-            marked.insert(0, ERASE)  # what rank 0 has drawn; it draws it again below
-        self._in_line = not text.endswith("\n")
-        self.stream.write("".join(marked))
-
-
-class AboveLines(WholeLines):
-    """Stream of a process that draws lines in place on it: what a program prints appears above them."""
-
-    def __init__(self, stream: TextIO, make_room: Callable[[str], None]) -> None:
-        super().__init__(stream)
-        self._make_room = make_room
-
-    def put(self, text: str) -> None:
-        """Write to the stream."""
-        self._make_room(text)
-        self.stream.write(text)
-        self.stream.flush()
+ERASE = "\x1b[1G\x1b[J"
+"""Erases the bar that rank 0 has drawn on a terminal, and draws again below. Without "\\r", at which stdout is flushed:
+a line must come in one piece."""
 
 
 def mark_output(rank: int) -> Callable[[], None]:
     """Begin each line that this process prints with its rank; return the function that ends it."""
-    return replace_streams(lambda stream: RankOutput(stream, rank) if stream else None)
-
-
-def replace_streams(wrap: Callable[[Any], WholeLines | None]) -> Callable[[], None]:
-    """Replace stdout and stderr, each by `wrap` of it if that is not None; return the function that puts them back."""
-    wrapped = {name: wrap(getattr(sys, name)) for name in ("stdout", "stderr")}
-    made = {name: output for name, output in wrapped.items() if output is not None}
-    for name, output in made.items():
+    outputs = {name: RankOutput(getattr(sys, name), rank) for name in ("stdout", "stderr") if getattr(sys, name)}
+    for name, output in outputs.items():
         setattr(sys, name, output)
 
     def undo() -> None:
-        for name, output in made.items():
+        for name, output in outputs.items():
             output.flush()
             if getattr(sys, name) is output:  # else somebody has replaced it since
                 setattr(sys, name, output.stream)
@@ -231,6 +196,8 @@ class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg] # Python 3.10 
         return STDERR
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a message on a line of its own."""
-        with making_room():
+        """Write a message on a line of its own, above the bars that tqdm has drawn."""
+        tqdm = sys.modules.get("tqdm")
+        # without tqdm's lock, which would be one of processes
+        with nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode(STDERR, nolock=True):
             super().emit(record)

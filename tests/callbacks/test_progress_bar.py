@@ -11,15 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 from forked import Forked, run_source
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny import Tiny, Validated, make_loader
-from torch.utils.data import default_collate
 
 import legato as lg
-from legato.callbacks import displays, loader_wait, progress_bar
-from legato.callbacks.progress_bar import ProgressDisplay
-from legato.callbacks.progress_text import amount, duration, status_lines
+from legato.callbacks.progress_bar import ProgressDisplay, amount, duration
 
 PROGRAM = """
 import logging, sys, threading, time, torch
@@ -35,11 +30,6 @@ class Task(lg.Task):
             raise RuntimeError("as planned")
         if self.global_step == 250:
             logging.getLogger("legato").warning("a message")
-        if self.global_step == 260:
-            print("pr", end="", file=sys.stderr)
-            print("inted", file=sys.stderr)
-        if self.global_step == 270:
-            print("not ended", end="", file=sys.stderr, flush=True)
         loss = self.net(batch[0]).square().mean()
         self.log("train/loss", loss, prog_bar=True)
         time.sleep(float(sys.argv[2]))
@@ -54,7 +44,7 @@ trainer = lg.Trainer(
     max_epochs=2, accelerator="cpu", devices=1, default_root_dir=sys.argv[1], logger=False, log_every_n_steps=10,
     enable_model_summary=False, enable_checkpointing=False,
     save_code=False,
-    callbacks=[lg.callbacks.ProgressBar(int(sys.argv[5]), leave=sys.argv[4] == "leave", style=sys.argv[6])],
+    callbacks=[lg.callbacks.ProgressBar(int(sys.argv[5]), leave=sys.argv[4] == "leave")],
 )
 try:
     trainer.fit(Task(), data, data)
@@ -64,9 +54,9 @@ finally:
 """
 
 
-def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, style="auto", columns=100):
+def run_on_terminal(folder, seconds, fail_at=-1, leave="one", refresh_rate=1, columns=100):
     """Run the program with a terminal as its stderr; return its exit code and what it drew."""
-    arguments = (folder, seconds, fail_at, leave, refresh_rate, style)
+    arguments = (folder, seconds, fail_at, leave, refresh_rate)
     master, slave = pty.openpty()
     termios.tcsetwinsize(slave, (24, columns))
     process = Forked(run_source, PROGRAM, *map(str, arguments), stderr=os.ttyname(slave))
@@ -115,37 +105,23 @@ def plain(drawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("style", "columns"), [("rich", 100), ("rich", 60), ("tqdm", 60), ("tqdm", 0)])
-def test_lines_on_a_terminal(tmp_path, style, columns):
-    code, drawn = run_on_terminal(tmp_path, 0.002, style=style, columns=columns)
+def test_a_bar_on_a_terminal(tmp_path):
+    code, drawn = run_on_terminal(tmp_path, 0.002)
     assert code == 0, drawn
     shown = plain(drawn)
     steps = [int(step) for step in re.findall(r"epoch 1/2  step (\d+)/200", shown)]
     assert steps == sorted(steps)
-    assert 2 < len(steps) < 100  # ten a second, not one for each of the 200 steps
-    assert re.search(r"step \d+/200  [\d.]+k? samples/s  0:00:\d\d left", shown)
-    assert re.search(r"epoch 1/2  validation batch \d+/200", shown)
-    assert "sanity check batch 1/2" in shown
+    assert 2 < len(set(steps)) < 100  # ten a second, not one for each of the 200 steps
+    assert re.search(r"left, [\d.]+k? samples/s  train/loss", shown)
+    assert re.search(r"epoch 1/2  validation  batch \d+/200", shown)
+    assert re.search(r"sanity check  batch \d/2", shown)
     assert "█" in shown
-    left = screen(drawn)
-    assert max(map(len, left)) <= (columns or 80)
-    assert max(map(len, re.split(r"[\r\n]+", shown))) <= (columns or 80)
-    head, first, *printed, second, said, end = left  # nothing else stays
-    assert printed == ["a message", "printed", "not ended"]
+    head, first, *printed, second, said, end = screen(drawn)  # nothing else stays
+    assert printed == ["a message"]
     assert head.split() == ["epoch", "train/loss", "lr", "time"]
     assert [row.split()[0] for row in (first, second)] == ["1", "2"]
     assert re.match(r"2 epochs, 400 steps in 0:00:\d\d, [\d.]+k? samples/s$", said)
     assert end == "END"
-    assert ("\x1b[36m" in drawn) == (style == "rich")
-
-
-@pytest.mark.slow
-def test_no_colours_where_they_are_not_wanted(tmp_path, monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    code, drawn = run_on_terminal(tmp_path, 0.002, style="rich")
-    assert code == 0, drawn
-    assert "step" in drawn
-    assert not re.findall(r"\x1b\[[\d;]*3\dm", drawn)
 
 
 @pytest.mark.slow
@@ -156,9 +132,8 @@ def test_the_line_of_each_epoch_can_stay(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", ["rich", "tqdm"])
-def test_an_exception_leaves_the_terminal_in_order(tmp_path, style):
-    code, drawn = run_on_terminal(tmp_path, 0.002, fail_at=150, style=style)
+def test_an_exception_leaves_the_terminal_in_order(tmp_path):
+    code, drawn = run_on_terminal(tmp_path, 0.002, fail_at=150)
     assert code == 1
     before, after = drawn.split("END")
     assert screen(before)[-1:] != ["epoch"]
@@ -169,22 +144,21 @@ def test_an_exception_leaves_the_terminal_in_order(tmp_path, style):
 
 @pytest.mark.slow
 def test_plain_lines_where_there_is_no_terminal(tmp_path):
-    done = Forked(run_source, PROGRAM, str(tmp_path), "0", "-1", "one", "1", "auto")
+    done = Forked(run_source, PROGRAM, str(tmp_path), "0", "-1", "one", "1")
     _, errors = done.communicate(timeout=60)
     assert done.returncode == 0, errors
     assert "\r" not in errors
     assert "\x1b" not in errors
-    first, blank, head, row, message, printed, other, said, end = errors.splitlines()
-    assert re.match(r"epoch 1/2  step 1/200  .* left  train/loss [\d.e-]+$", first)
+    first, blank, head, row, message, other, said, end = errors.splitlines()
+    assert re.match(r"epoch 1/2  step 1/200  .* samples/s  train/loss [\d.e-]+$", first)
     assert (blank, head.split()[:2], message) == ("", ["epoch", "train/loss"], "a message")
-    assert printed == "printed"
-    assert [line.split()[0] for line in (row, other.removeprefix("not ended"), said, end)] == ["1", "2", "2", "END"]
+    assert [line.split()[0] for line in (row, other, said, end)] == ["1", "2", "2", "END"]
 
 
 @pytest.mark.slow
 def test_no_bar_when_refresh_rate_is_0(tmp_path):
     code, drawn = run_on_terminal(tmp_path, 0, refresh_rate=0)
-    assert (code, drawn) == (0, "a message\r\nprinted\r\nnot endedEND\r\n")
+    assert (code, drawn) == (0, "a message\r\nEND\r\n")
 
 
 @pytest.mark.slow
@@ -238,7 +212,7 @@ def test_a_notebook_has_a_bar_that_is_gone_at_the_end(tmp_path):
     assert re.search(r"\n2 epochs, \d+ steps in 0:00:\d\d", said)
     first, last = re.findall(r"\('(.*?)', '(.*?)', '(.*?)', (True|False)\)", said)
     assert first[:2] == last[:2] == ("", "")  # neither red nor with tqdm's own percentage
-    assert re.match(r" epoch 1/2  step 1/\d+  .* left  loss [\d.]+$", first[2])
+    assert re.match(r" .*left.*loss [\d.]+$", first[2])
     assert (first[3], last[3]) == ("False", "True")
 
 
@@ -250,7 +224,7 @@ def test_without_widgets_a_notebook_has_a_line_of_tqdm(play, monkeypatch, capsys
     play(Rising(), enable_progress_bar=True)
     said, drawn = capsys.readouterr()
     assert [row["rising"] for row in rows(said)] == ["2.778"]  # the last batch is short
-    assert re.search(r"epoch 1/1  step 1/5  .*rising 1", drawn)
+    assert re.search(r"epoch 1/1  step 1/5 .*rising 1", drawn)
     assert "it/s" not in drawn
 
 
@@ -338,65 +312,7 @@ def test_the_steps_of_an_epoch_are_those_that_the_run_goes(trainer, capsys):
     assert lines == ["epoch 1/3  step 1/4", "epoch 2/3  step 1/2"]
 
 
-@pytest.mark.parametrize("where", ["loader", "step", "hook"])
-def test_a_loader_that_training_waits_for_is_named_once(trainer, caplog, monkeypatch, clock, where):
-    monkeypatch.setattr(loader_wait, "LEAST_SECONDS", 0.02)
-    monkeypatch.setattr(displays.PlainLines, "seconds_between", 0.0)
-
-    class Slow(Tiny):
-        def training_step(self, batch, batch_idx):
-            clock(0.001 if where == "loader" else 0.03)
-            return super().training_step(batch, batch_idx)
-
-        def on_validation_start(self):
-            clock(0.05 if where == "hook" else 0.0)
-
-        def validation_step(self, batch, batch_idx):
-            pass
-
-    def collate(samples):
-        clock(0.01 if where == "loader" else 0.0)
-        return default_collate(samples)
-
-    quick = {"val_check_interval": 5, "limit_val_batches": 1}
-    made = trainer(callbacks=[progress_bar.ProgressBar()], max_epochs=2, **(quick if where == "hook" else {}))
-    with caplog.at_level("WARNING", "legato"):
-        made.fit(Slow(), make_loader(60, collate_fn=collate), make_loader(4))
-    told = [message for message in caplog.messages if "waits for the training loader" in message]
-    assert len(told) == (where == "loader")
-    if told:
-        share, workers = re.search(r"in (\d+) % of its time: raise its num_workers \((\d)", told[0]).groups()
-        assert int(share) == 90
-        assert workers == "0"
-
-
 # --- text -------------------------------------------------------------------------------------------------------------
-@given(
-    st.lists(st.text("abc /", min_size=1, max_size=30), min_size=1, max_size=5),
-    st.dictionaries(st.text("xyz/", min_size=1, max_size=20), st.floats(-1e9, 1e9), max_size=8),
-    st.none() | st.floats(0, 1),
-    st.integers(20, 150),
-)
-def test_lines_fit(parts, metrics, share, width):
-    lines = status_lines(parts, metrics, share, width)
-    assert len(lines) <= 2
-    assert max(map(len, lines)) <= width
-
-
-def test_the_bar_gives_way_before_metrics_do():
-    parts, metrics = ["epoch 3/10", "step 120/470", "1.2k samples/s", "0:12:31 left"], {"train/loss": 0.4321}
-    wide = status_lines(parts, metrics, 0.5, 120)
-    assert len(wide) == 1
-    assert wide[0].count("█") == 15
-    narrow = status_lines(parts, metrics, 0.5, 79)
-    assert len(narrow) == 1
-    assert narrow[0].count("█") < 15
-    assert status_lines(parts, metrics, 0.5, 76) == ["  ".join([*parts, "train/loss 0.4321"])]
-    two = status_lines(parts, {**metrics, "val/acc": 0.9}, 0.5, 79)
-    assert two[0].startswith("  ".join(parts) + "  |██")
-    assert two[1] == "train/loss 0.4321  val/acc 0.9"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
