@@ -385,7 +385,7 @@ class Run(JoinedCall):
     """The settings that results depend on bit by bit, also for a checkpoint that is saved when they are undone."""
     drift: DriftGuard
     contention: Contention
-    graphs: int | None = field(default_factory=count_graphs)
+    graphs: int = field(default_factory=count_graphs)
     """The number of graphs that torch's compiler had made when the run was made."""
 
     # --- the step ---------------------------------------------------------------------------------------------------
@@ -632,7 +632,7 @@ class Run(JoinedCall):
     @property
     def compiled_nothing(self) -> bool:
         """Whether `trainer.compile` has made no graph so far, as far as that is known."""
-        return bool(self.trainer.compile) and self.graphs is not None and count_graphs() == self.graphs
+        return bool(self.trainer.compile) and count_graphs() == self.graphs
 
     def require_loss(self) -> None:
         """Raise TaskError where no batch of a run's first epoch had a loss, warn in a later one; collective."""

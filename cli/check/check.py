@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ...base import torch_private
 from ...base.arguments import ARGUMENT_NAMES, TrainerArguments
 from ...base.errors import ConfigError, LegatoError, TaskError
 from ...base.messages import is_quiet
@@ -82,9 +81,6 @@ def try_run(arguments: TrainerArguments, task: Task, data: DataModule | None = N
     report = Report(find_refusals(original, task, data))
     if report.problems:  # the trials would fail in the same way
         return report
-    if environment.wants_public_torch():
-        torch_private.take_public_ways()
-    report.remarks.extend(torch_private.remarks())
     with temporary_folder(original, report) as folder:
         Trials(original, task, data, folder, report).run()
     check_gradients(original, task, report)

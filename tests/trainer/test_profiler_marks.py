@@ -8,7 +8,7 @@ from tiny import Tiny, make_loader
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, IterableDataset
 
-from legato.base.torch_private import forward_of, no_compiler_for_ddp, step_of
+from legato.base.torch_private import step_of
 from legato.trainer.data.loaders import iterate_loader
 
 MARKS = {"Optimizer.step#SGD.step", "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"}
@@ -37,27 +37,6 @@ def test_a_profiler_sees_them_from_when_it_runs(trainer):
     assert marks(task.profile) == MARKS
     counts = {event.key: event.count for event in task.profile.key_averages() if event.key in MARKS}
     assert counts["Optimizer.step#SGD.step"] == 3
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # of torch 2.10
-@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")  # deprecated in torch 2.13
-def test_the_forward_of_ddp_without_its_range_is_the_same():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with no_compiler_for_ddp():
-            module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
-        inputs, weight, gradients = torch.ones(4, 3), module.module.weight, []
-        for forward in (module, forward_of(module)):
-            weight.grad = None
-            forward(inputs).square().sum().backward()
-            gradients.append(weight.grad.clone())
-        assert torch.equal(gradients[0], gradients[1])
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            forward_of(module)(inputs)
-        assert "DistributedDataParallel.forward" in {event.key for event in profile.key_averages()}
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def some_optimizer():

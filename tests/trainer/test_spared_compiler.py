@@ -68,7 +68,7 @@ ONCE_IT_IS_THERE = """
 import sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from legato.trainer import torch_private
+from legato.base import torch_private
 
 def weights_after(step):
     torch.manual_seed(0)

@@ -1,9 +1,6 @@
 """Map-style DataLoaders: their order, a copy that loads this process's batches, and clear errors when workers fail."""
 
 import logging
-import os
-import re
-import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,21 +25,13 @@ from torch.utils.data import (
 
 from ...base.arguments import LOADER_OPTIONS
 from ...base.errors import DataError
-from ...base.torch_private import batches_of, came_from_samples, end_loader_workers, loader_workers, read_so_far
-from ..processes.environment import Place, find_place
-from ..processes.transport import Failure
+from ...base.torch_private import end_loader_workers
 from .randomness import KeyedDataset, seed_generators
 from .sampling import Deal, DealtBatches, EpochIndices, SampledOrder, epoch_key, mix, permutation, without
 from .steps import Dealing
 from .workers import WorkerSetup, guard_collate
 
 log = logging.getLogger("legato")
-
-SHARED_MEMORY = "/dev/shm"
-"""Directory through which worker processes hand over tensors on Linux."""
-SECONDS_TO_END = 1.0
-"""Seconds to wait until the system reports that a disconnected worker has ended."""
-
 
 _open_iterators: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
 """The loader of each iterator with worker processes."""
@@ -51,7 +40,7 @@ _open_iterators: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictiona
 def open_loader(loader: Any) -> Iterator[Any]:
     """Return an iterator over a loader, whose workers `close_loaders` ends."""
     batches: Iterator[Any] = iter(loader)
-    if loader_workers(batches):
+    if getattr(loader, "num_workers", 0):
         _open_iterators[batches] = loader
     return batches
 
@@ -69,12 +58,21 @@ def close_loaders(but: Sequence[Any] = ()) -> None:
 
 
 def iterate_loader(batches: Iterator[Any]) -> Iterator[Any]:
-    """Return an iterator over the batches of a loader's iterator, without profiler ranges, that raises clear errors.
+    """Yield the batches of a loader's iterator.
 
-    When the iterator raises, its non-persistent workers are ended: torch ends them only with the last reference to the
-    iterator, which a worker's error keeps in a cycle.
+    When it raises, its non-persistent workers are ended: torch ends them only with the last reference to the iterator,
+    which a worker's error keeps in a cycle.
     """
-    return batches_of(batches, _refuse_early, _fail)
+    try:
+        # not `yield from`, which closes the iterator with this generator: a user's own may serve another epoch
+        while (batch := next(batches, _END)) is not _END:
+            yield batch
+    except Exception:
+        end_loader_workers(batches)
+        raise
+
+
+_END = object()
 
 
 def read_loader(loader: Any) -> Iterator[Any]:
@@ -83,78 +81,37 @@ def read_loader(loader: Any) -> Iterator[Any]:
     One with a `__len__` of the user's own ends there, since it may be endless; torch's warns of one that is too small.
     """
     batches = iterate_loader(open_loader(loader))
-    torchs = isinstance(loader, DataLoader) and type(loader).__len__ is DataLoader.__len__
-    length = None if torchs else length_of(loader)
-    return batches if length is None else islice(batches, length)
+    if not (isinstance(loader, DataLoader) and type(loader).__len__ is DataLoader.__len__):
+        length = length_of(loader)
+        return batches if length is None else islice(batches, length)
+    return _require_every_batch(batches, loader) if _has_exact_length(loader) else batches
 
 
-def _fail(batches: Iterator[Any], error: Exception) -> None:
-    """End the workers; raise a DataError if one of them died."""
-    died = _error_of_a_dead_worker(batches, error)
-    end_loader_workers(batches)
-    if died is not None:
-        raise died from error
-
-
-def _refuse_early(batches: Any, end: StopIteration) -> None:
-    """Raise DataError when a StopIteration came from the dataset rather than from the loader's end."""
-    if came_from_samples(end):
-        dataset, number = read_so_far(batches)
-        raise DataError(
-            f"The dataset {type(dataset).__name__} raised StopIteration in batch {number} of its loader, "
-            f"which would pass for the end of the data: an iterator that it reads from is exhausted. Recreate it, or "
-            f"raise IndexError."
-        ) from end
-
-
-def _error_of_a_dead_worker(batches: Any, error: Exception) -> DataError | None:
-    """Return the error to raise when a worker died with a batch in transit, which surfaces as many different errors.
-
-    Torch looks for dead workers too, but does not wait until the system reports their exit.
-    """
-    workers = loader_workers(batches)
-    deadline, message = time.monotonic() + SECONDS_TO_END, str(error)
-    place = find_place() or Place()
-    of_rank = f" of rank {place.rank}" if place.world_size > 1 else ""
-    # torch 2.10 reports a full shared memory as "Resource temporarily unavailable"
-    reasons = ("No space left on device", "Resource temporarily unavailable")
-    full = any(one in message for one in reasons) and ("shared memory" in message or "</torch_" in message)
-    if workers and (full or "Bus error" in message):
-        return _shared_memory_is_full(of_rank)
-    by_torch = message.startswith("DataLoader worker (pid")
-    named = set(re.findall(r"\d+", message)) if by_torch else set[str]()  # torch expects nothing of these any more
-    suspect = isinstance(error, (OSError, EOFError)) or by_torch
-    while workers and suspect and time.monotonic() < deadline:
-        # looked at again and again, as the system tells of an exit a moment after the pipe breaks
-        for worker, is_needed in loader_workers(batches):
-            # a worker whose stream has ended may exit
-            if (is_needed or str(worker.pid) in named) and not worker.is_alive():
-                how = Failure.of_exit(worker.exitcode).what
-                return DataError(
-                    f"A batch was on its way when DataLoader worker (pid {worker.pid}){of_rank} {how}."
-                    f"{_read_by(batches)}"
-                )
-        time.sleep(0.01)
-    return None
-
-
-def _read_by(batches: Any) -> str:
-    """Return a sentence that names the user's dataset, or ""."""
-    data, _ = read_so_far(batches)
-    data = getattr(data, "_wrapped_dataset", data)
-    return "" if data is None else f" It read {type(data).__qualname__}."
-
-
-def _shared_memory_is_full(of_rank: str) -> DataError:
-    there = os.statvfs(SHARED_MEMORY) if os.path.isdir(SHARED_MEMORY) else None
-    sizes = "" if there is None else (
-        f" (it has {there.f_blocks * there.f_frsize / 2**20:,.1f} MiB, {there.f_bavail * there.f_frsize / 2**20:,.1f} "
-        f"of them free by now)"
-    )  # fmt: skip
-    return DataError(
-        f"{SHARED_MEMORY} is full{sizes}: a DataLoader worker{of_rank} had no room to hand over a batch. Make it "
-        f"larger (docker run --shm-size=8g), or lower num_workers, prefetch_factor or batch_size."
+def _has_exact_length(loader: "DataLoader[Any]") -> bool:
+    """Return whether a DataLoader reads all samples of a map-style dataset, and yields as many batches as it says."""
+    return (
+        type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+        and type(loader.batch_sampler) is BatchSampler
+        and is_plain_shuffle(loader.batch_sampler.sampler, length_of(loader.dataset)) is not None
     )
+
+
+def _require_every_batch(batches: Iterator[Any], loader: Any) -> Iterator[Any]:
+    """Yield the batches; raise DataError if there are fewer than the loader's length.
+
+    torch takes a StopIteration that the dataset raises for the end of the loader.
+    """
+    count = 0
+    for batch in batches:
+        count += 1
+        yield batch
+    if count < len(loader):
+        raise DataError(
+            f"The dataset {type(loader.dataset).__name__} raised StopIteration in batch {count} of the {len(loader)} "
+            f"of its loader, which would pass for the end of the data: an iterator that it reads from is exhausted. "
+            f"Recreate it, or raise IndexError."
+        )
 
 
 SAMPLER_STREAM = 0x73616D706C6572

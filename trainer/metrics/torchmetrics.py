@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...base.errors import DisagreementError, TaskError
-from ...base.torch_private import reductions_of, set_synced, set_updates, updates_of
+from ...base.torch_private import reductions_of, set_synced, set_updates
 from ..processes.collectives import GroupCollectives
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ class MetricStates:
         found: dict[str, dict[int, States]] = {}
         for path, metric in self.with_states.items():
             own = {name: getattr(metric, name) for name in reductions_of(metric)}
-            found[path] = {0: copied({**own, COUNT: updates_of(metric)})}
+            found[path] = {0: copied({**own, COUNT: metric.update_count})}
         return found
 
     def restore(self, snapshot: dict[str, dict[int, States]]) -> None:
@@ -159,8 +159,8 @@ class MetricStates:
         """Load merged states into every metric until the next batch, so that hooks can compute them. Collective."""
         self.merge(self.with_states.values(), collectives)
         for path, metric in self.with_states.items():
-            self.merged_updates[path] = updates_of(metric)
-            if updates_of(metric):
+            self.merged_updates[path] = metric.update_count
+            if metric.update_count:
                 set_synced(metric, False)  # merged already: torchmetrics' own sync would count it once per rank
 
     def _leave_merged(self) -> None:
@@ -168,9 +168,9 @@ class MetricStates:
         for path, count in self.merged_updates.items():
             metric = self.by_path[path]
             set_synced(metric, metric.sync_on_compute)
-            if count and not updates_of(metric):
+            if count and not metric.update_count:
                 self.kept[path] = {}
-            elif updates_of(metric) and not count:
+            elif metric.update_count and not count:
                 with torch.inference_mode(False):
                     self.kept[path] = {self.replicas[0]: states_of(metric)}
         self.merged_updates = {}
@@ -269,7 +269,7 @@ def metrics_within(metrics: Iterable[Any]) -> list[Any]:
 
 def updates_within(metric: Any) -> int:
     """Return the number of updates of a metric and its nested metrics."""
-    return sum(map(updates_of, metrics_within([metric])))
+    return sum(inner.update_count for inner in metrics_within([metric]))
 
 
 def copied(states: States) -> States:
@@ -282,7 +282,7 @@ def copied(states: States) -> States:
 
 def states_of(metric: Any) -> States:
     """Return a copy of a metric's states, on the CPU."""
-    return {**{name: _on_host(getattr(metric, name)) for name in reductions_of(metric)}, COUNT: updates_of(metric)}
+    return {**{name: _on_host(getattr(metric, name)) for name in reductions_of(metric)}, COUNT: metric.update_count}
 
 
 def load_states(metric: Any, states: States) -> None:
@@ -378,7 +378,7 @@ def _reduce_together(
     tensors = [getattr(metric, name) for metric, name in states]
     parts = [tensor.detach().reshape(-1).to("cpu", wide) for tensor in tensors]
     if operation == "mean":
-        counts = [updates_of(metric) for metric, _ in states]
+        counts = [metric.update_count for metric, _ in states]
         # zeros instead of a product: a state without an update may be infinite
         parts = [part * count if count else torch.zeros_like(part) for part, count in zip(parts, counts, strict=True)]
         parts.append(torch.tensor(counts, dtype=wide))
@@ -396,7 +396,7 @@ def _reduce_together(
 
 
 def _gather_together(states: list[tuple[Any, str]], collectives: "Collectives") -> None:
-    own = [(_on_host(getattr(metric, name)), updates_of(metric)) for metric, name in states]
+    own = [(_on_host(getattr(metric, name)), metric.update_count) for metric, name in states]
     ranks = collectives.gather_objects(own)
     for index, (metric, name) in enumerate(states):
         whole = merged_state(metric, name, [rank[index][0] for rank in ranks], [rank[index][1] for rank in ranks])
@@ -413,9 +413,9 @@ def _on_host(state: Any) -> Any:
 def _compute(metric: Any) -> float:
     # States are already reduced over ranks: disable torchmetrics' sync, and its warning on ranks without an update.
     parts = metrics_within([metric])
-    before = [(set_synced(part, False), updates_of(part)) for part in parts]
+    before = [(set_synced(part, False), part.update_count) for part in parts]
     for part in parts:
-        set_updates(part, max(1, updates_of(part)))
+        set_updates(part, max(1, part.update_count))
     try:
         value = metric.compute()
     finally:

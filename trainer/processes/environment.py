@@ -158,11 +158,6 @@ def restart_count() -> int:
     return _read_int("TORCHELASTIC_RESTART_COUNT") or _read_int("SLURM_RESTART_COUNT") or 0
 
 
-def wants_public_torch() -> bool:
-    """Return whether private names of torch must not be used (LEGATO_PUBLIC_TORCH=1; see torch_private)."""
-    return os.environ.get("LEGATO_PUBLIC_TORCH", "") not in ("", "0")
-
-
 def get_variable(name: str) -> str | None:
     """Return the value of an environment variable; None if it is not set."""
     return os.environ.get(name)

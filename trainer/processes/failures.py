@@ -43,14 +43,9 @@ def write_atomically(path: Path, content: bytes) -> None:
 def failure_of(error: BaseException, named: frozenset[str]) -> Failure:
     """Return the failure report of this worker for `error`.
 
-    The death of a loader worker reaches torch as a signal, whose handler may raise at any moment, in here too; before
-    that it may look like a broken connection.
+    The death of a loader worker reaches torch as a signal, whose handler may raise at any moment, in here too.
     """
-    from ...base.torch_private import raise_for_dead_loader_workers
-
     try:
-        if isinstance(error, (OSError, EOFError)):
-            raise_for_dead_loader_workers()
         return Failure.of_exception(error, named)
     except RuntimeError as cause:
         return Failure.of_exception(cause, named)

@@ -55,7 +55,7 @@ class Frame:
 
 def stack_of(thread: int) -> list[Frame]:
     """Return the stack of a thread of this process, innermost frame first."""
-    found, frame = [], sys._current_frames().get(thread)
+    found, frame = [], sys._current_frames().get(thread)  # noqa: SLF001 (documented)
     while frame is not None:
         found.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back

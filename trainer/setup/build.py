@@ -27,7 +27,7 @@ from ...base.errors import CheckpointError, ConfigError, DataError, TaskError, d
 from ...base.messages import let_be_seen, mark_output
 from ...base.quantities import parse_duration
 from ...base.run_names import EVALUATIONS, identity_of, name_problem, require_local
-from ...base.torch_private import spare_compiler, take_public_ways
+from ...base.torch_private import spare_compiler
 from ...callbacks.callback import Callback
 from ...callbacks.checkpoint import Checkpoint
 from ...callbacks.checkpoint_callback import CheckpointCallback
@@ -78,7 +78,6 @@ from ..processes.environment import (
     find_place,
     restart_count,
     slurm_job,
-    wants_public_torch,
 )
 from ..processes.layout_report import check_place, report_layout
 from ..processes.own_group import located
@@ -140,8 +139,6 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     Also returns the checkpoint's contents; None where there is none to start from.
     """
     trainer, strategy, state, undo = call.trainer, call.strategy, call.state, call.undo
-    if wants_public_torch():
-        take_public_ways()
     undo.callback(close_loaders, opened_loaders())  # undone last, when signals end workers again
     undo.enter_context(call.preemption.handle_signals())
     # From here on a process may wait for others for minutes: signals end it, and the watchdog says what it waits for.

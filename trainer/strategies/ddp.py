@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError, first_names
-from ...base.torch_private import forward_of, multiply_each, no_compiler_for_ddp, reduction_check
+from ...base.torch_private import multiply_each, no_compiler_for_ddp, reduction_check
 from ..accelerators import has_streams
 from ..data.sampling import Layout
 from ..elastic.store import ElasticOptions, split_address
@@ -236,7 +236,8 @@ class DDPReducer(Reducer):
         """The names of the parameters that DDP reduces, in its order."""
         self.nothing: Tensor | None = None
         """Zero loss that stands in when training_step returns None."""
-        self.check_reduced, self.forward = reduction_check(module), forward_of(module)
+        self.check_reduced = reduction_check(module)
+        self.forward: Callable[..., Any] = module.forward
 
     def set_sync(self, last: bool) -> None:
         """Choose whether the next forward and its backward send gradients."""

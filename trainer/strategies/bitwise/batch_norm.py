@@ -52,7 +52,7 @@ class Synced(NORM_BASE):  # type: ignore[misc]
         module: Any = self
         if not module.training:
             return super().forward(input)  # type: ignore[no-any-return]
-        check_input(module, super().forward, input)
+        check_input(module, input)
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         over = [axis for axis in range(values.dim()) if axis != 1]
         shape = [-1 if axis == 1 else 1 for axis in range(values.dim())]

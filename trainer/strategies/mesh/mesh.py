@@ -402,14 +402,8 @@ class MeshStrategy(GroupStrategy):
         super().abandon_step()
         self.between_steps = True
         root = as_sharded(self.steps)
-        run = None if self.task is None else self.task.trainer.current_run
-        # Unsent gradients of the batches so far lie in FSDP's own state. Where torch has no way to drop them, a last
-        # backward sends them, and what arrives is dropped.
-        if root is None or run is None or run.loop.step is None or drop_sharded_gradients(root):
-            return
-        masked.train(run, [*run.loop.step.batches, *run.loop.step.masked][:1], last=True)
-        for parameter in run.task.parameters():
-            parameter.grad = None
+        if root is not None:  # unsent gradients of the batches so far lie in FSDP's own state
+            drop_sharded_gradients(root)
 
     def repeat_step(self, arguments: Sequence[Any]) -> Any:
         """Re-run training_step for diagnostics, with the parameters gathered; every rank calls it."""

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from ....base.errors import ConfigError
-from ....base.torch_private import may_be_view
+from ....base.torch_private import is_view
 from ...data.transfer import map_tensors
 from ...optimization.kernels import modules_named
 from ...optimization.precision import Precision
@@ -84,7 +84,7 @@ def owned(module: nn.Module, inputs: Any, output: Any) -> Any:
     The hooks by which backward gathers a block's parameters are on its output; an operation in place on a view of it
     would lose them.
     """
-    return map_tensors(output, lambda one: one.clone() if one.requires_grad and may_be_view(one) else one)
+    return map_tensors(output, lambda one: one.clone() if one.requires_grad and is_view(one) else one)
 
 
 def sharded(root: nn.Module) -> Iterator[FSDPModule]:

@@ -284,7 +284,7 @@ class DDPModelParallelStrategy(DDPStrategy):
 class _SteppedByPieces(DDPSteps):
     def __init__(self, strategy: DDPModelParallelStrategy, task: "Task") -> None:
         super().__init__(task, strategy.buffers)
-        self._run_pieces = strategy._run_pieces
+        self._run_pieces = strategy._run_pieces  # noqa: SLF001 (ours)
 
     def call(self, name: str, arguments: Sequence[Any]) -> Any:
         return self._run_pieces(name, arguments)
