@@ -20,7 +20,7 @@ class ThroughputMonitor(Callback):
     """Logs `throughput/samples_per_second` (over all replicas), `throughput/steps_per_second` and `epoch`.
 
     Each is an average between two logging steps, without the time of validation. Warns once if training waits for its
-    loader for more than a quarter of that time; on CUDA only a wait in which the device has run out of work counts.
+    loader for more than a quarter of that time; on an accelerator only a wait in which it has run out of work counts.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class ThroughputMonitor(Callback):
 
 def _is_idle(device: Any) -> bool:
     """Return whether a device has nothing left to do: the program may wait for a batch while it is busy."""
-    if device.type != "cuda":
+    if device.type in ("cpu", "mps"):  # which have no streams
         return True
     import torch
 
-    return bool(torch.cuda.current_stream(device).query())
+    return bool(torch.accelerator.current_stream(device).query())
