@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .lab.replay import replay as replay
     from .tasks.data_module import DataModule as DataModule
     from .tasks.task import Task as Task
+    from .trainer import runs as runs
     from .trainer import strategies as strategies
     from .trainer.data.combined import CombinedLoader as CombinedLoader
     from .trainer.data.randomness import seed_everything as seed_everything
     from .trainer.processes.environment import rank_zero_only as rank_zero_only
     from .trainer.resume.checkpoint_format import CheckpointFormat as CheckpointFormat
-    from .trainer.runs.directory import read_metrics as read_metrics
     from .trainer.trainer import Trainer as Trainer
 
 
@@ -38,8 +38,8 @@ __all__ = [
     "lab",
     "loggers",
     "rank_zero_only",
-    "read_metrics",
     "replay",
+    "runs",
     "seed_everything",
     "strategies",
     "tasks",
@@ -53,7 +53,6 @@ _HOMES = {
     "Task": ".tasks.task",
     "Trainer": ".trainer.trainer",
     "rank_zero_only": ".trainer.processes.environment",
-    "read_metrics": ".trainer.runs.directory",
     "replay": ".lab.replay",
     "seed_everything": ".trainer.data.randomness",
 }
@@ -61,6 +60,7 @@ _ROOMS = {
     "callbacks": ".callbacks",
     "lab": ".lab",
     "loggers": ".loggers",
+    "runs": ".trainer.runs",
     "strategies": ".trainer.strategies",
     "tasks": ".tasks",
 }
@@ -72,8 +72,12 @@ if not TYPE_CHECKING:  # else any name would do for a type checker
             return getattr(import_module(_HOMES[name], __name__), name)
         if name in _ROOMS:
             return import_module(_ROOMS[name], __name__)
-        meant = {"LightningModule": "Task", "LightningDataModule": "DataModule"}.get(name)
-        instead = f"; its name here is {__name__}.{meant}" if meant else ""
+        meant = {
+            "LightningModule": "Task",
+            "LightningDataModule": "DataModule",
+            "read_metrics": "runs.open(run).metrics",
+        }
+        instead = f"; its name here is {__name__}.{meant[name]}" if name in meant else ""
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{instead}")
 
 

@@ -32,7 +32,7 @@ def test_a_run_that_logs_saves_and_loses_a_process(tmp_path, monkeypatch):
     _, sizes = scale.kill_one(MANY, tmp_path, rounds=5)
     assert sizes == [MANY, MANY - 1]
     assert json.loads((tmp_path / "saved" / "state.json").read_text())["global_step"] == 2
-    points = lg.read_metrics(next(tmp_path.rglob("metrics.jsonl")), as_frame=False)
+    points = lg.runs.open(next(tmp_path.rglob("metrics.jsonl"))).metrics
     assert [step for step in points["step"] if step < 5] == [2, 4]
 
 

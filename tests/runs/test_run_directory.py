@@ -234,21 +234,38 @@ def test_metrics_are_arrays_of_one_length(tmp_path):
     assert found["loss"][2] == -math.inf
     assert numpy.isnan(found["val/acc"]).tolist() == [True, False, True]
     record(tmp_path)
-    assert lg.read_metrics(tmp_path, as_frame=False).keys() == found.keys()
-    assert lg.read_metrics(tmp_path / "metrics.jsonl", as_frame=False)["step"].tolist() == [1, 2, 4]
+    assert lg.runs.open(tmp_path).metrics.keys() == found.keys()
+    assert lg.runs.open(tmp_path / "metrics.jsonl").metrics["step"].tolist() == [1, 2, 4]
     (tmp_path / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match="has logged nothing"):
-        lg.read_metrics(tmp_path)
+    assert lg.runs.open(tmp_path).metrics == {}
+    with pytest.raises(AttributeError, match=r"its name here is legato\.runs\.open\(run\)\.metrics"):
+        lg.read_metrics  # noqa: B018
 
 
 def test_a_frame_has_the_steps_as_its_index(tmp_path):
     pytest.importorskip("pandas")
     record(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(LINES)
-    frame = lg.read_metrics(tmp_path)
+    frame = lg.runs.open(tmp_path).frame()
     assert frame.index.tolist() == [1, 2, 4]
     assert list(frame.columns) == ["time", "loss", "val/acc"]
     assert frame["loss"].dropna().tolist() == [0.5, -math.inf]
+    (tmp_path / "metrics.jsonl").unlink()
+    assert lg.runs.open(tmp_path).frame().empty
+
+
+@pytest.mark.slow
+def test_runs_in_python(tmp_path, monkeypatch):
+    best = lg.callbacks.Checkpoint("val_loss", save_top_k=1)
+    trainer = fit(tmp_path / "runs", run_name="net", max_steps=-1, max_epochs=1, callbacks=[best])
+    monkeypatch.chdir(tmp_path)
+    (run,) = lg.runs.list()
+    assert run.path == lg.runs.open("net").path == lg.runs.open(trainer.run_dir).path.relative_to(tmp_path)
+    assert [entry.path.name for entry in run.checkpoints] == ["step-00000005"]
+    assert run.best_checkpoint == run.checkpoints[0]
+    assert run.best.value == pytest.approx(run.metrics["val_loss"][-1])
+    with pytest.raises(ConfigError, match="Did you mean 'net'"):
+        lg.runs.open("nte")
 
 
 @pytest.mark.slow
@@ -256,10 +273,9 @@ def test_reading_a_run_does_not_load_torch(tmp_path):
     record(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(LINES)
     code = (
-        "import sys, legato; from legato.trainer.runs.directory import find_runs; "
-        "run, = find_runs(__import__('pathlib').Path(sys.argv[1])); "
+        "import sys, legato; run, = legato.runs.list(sys.argv[1]); "
         "assert run.state == 'done' and run.best is not None and not run.checkpoints; "
-        "legato.read_metrics(sys.argv[1]); assert 'torch' not in sys.modules"
+        "legato.runs.open(sys.argv[1]).metrics; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
 

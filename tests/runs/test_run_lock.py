@@ -235,7 +235,7 @@ def test_a_holder_on_this_machine_that_stands_still_keeps_it(tmp_path: Path) -> 
     second.release()
 
 
-@pytest.mark.parametrize("pid", [2**22 - 1, os.getpid()])
+@pytest.mark.parametrize("pid", [2**22 - 1, os.getpid()], ids=["gone", "given again"])
 def test_a_dead_process_of_this_machine_does_not_keep_it(tmp_path: Path, pid: int) -> None:
     """Nor another process that has its number now."""
     lock = RunLock(tmp_path, "fit")

@@ -75,7 +75,7 @@ def test_python_refuses_an_address(tmp_path: Path) -> None:
             with pytest.raises(ConfigError, match=REFUSED):
                 getattr(make_trainer(tmp_path), stage)(Evaluable(), make_loader(), ckpt_path=argument)
     with pytest.raises(ConfigError, match=REFUSED):
-        lg.read_metrics("s3://b/r")
+        lg.runs.open("s3://b/r")
 
 
 def test_a_file_address_is_told_its_path() -> None:

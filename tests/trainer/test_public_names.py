@@ -44,8 +44,8 @@ def test_the_public_names():
         "lab",
         "loggers",
         "rank_zero_only",
-        "read_metrics",
         "replay",
+        "runs",
         "seed_everything",
         "strategies",
         "tasks",
@@ -72,6 +72,7 @@ def test_the_public_names():
         "Timer",
         "WeightAveraging",
     ]
+    assert sorted(legato.runs.__all__) == ["BestValue", "CheckpointEntry", "RunDirectory", "list", "open"]
     assert sorted(legato.lab.__all__) == ["Microscope", "SpikeWatch", "StragglerMonitor"]
     assert sorted(legato.tasks.__all__) == ["CharacterGPT", "DataModule", "Digits", "DigitsData", "PydocText", "Task"]
     assert set(legato.strategies.__all__) >= {"Strategy", "SingleStrategy", "DataParallelStrategy", "DDPStrategy"}

@@ -1,1 +1,16 @@
-"""Run directories: their names, lock, records, listing and removal."""
+"""Run directories in Python: `legato.runs`, also what `legato runs`, `show` and `compare` print from. Without torch.
+
+run = legato.runs.open("digits")     # a path, or the newest run of a name below runs/
+print(run.state, run.step, run.best)
+run.frame()["val/loss"].plot()       # `run.metrics` has NumPy arrays
+for run in legato.runs.list("sweep"):
+    print(run.name, run.config.get("optimizer.lr"), run.best_checkpoint)
+"""
+
+from .directory import BestValue as BestValue
+from .directory import CheckpointEntry as CheckpointEntry
+from .directory import RunDirectory as RunDirectory
+from .directory import find_run as open
+from .directory import find_runs as list
+
+__all__ = ["BestValue", "CheckpointEntry", "RunDirectory", "list", "open"]

@@ -1,6 +1,6 @@
 """RunDirectory: what a run directory tells of its run; finds those below a folder, and reads their metrics.
 
-Only reads, and without torch: for the commands that look at runs, and for `legato.read_metrics`.
+Only reads, and without torch: for the commands that look at runs, and for Python as `legato.runs`.
 """
 
 import json
@@ -53,7 +53,7 @@ _TAIL = 1 << 16  # bytes at the end of metrics.jsonl in which its last line is l
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One checkpoint of a run."""
+    """Checkpoint of a run."""
 
     path: Path
     step: int
@@ -73,7 +73,10 @@ class BestValue:
 
 
 class RunDirectory:
-    """One run directory; each property is read when it is first asked for."""
+    """What a run directory tells of its run; each property is read when it is first asked for.
+
+    Nothing raises for a file that is missing or damaged: what it would have told is unknown, or empty.
+    """
 
     def __init__(self, path: Path, root: Path | None = None) -> None:
         self.path = path
@@ -214,8 +217,25 @@ class RunDirectory:
 
     @cached_property
     def metrics(self) -> "dict[str, Any]":
-        """All that it has logged; see `read_points`."""
+        """All that it has logged, as arrays: "step", "time" in seconds since 1970, and one for each metric.
+
+        All have one entry for each logged step, NaN where a metric was not logged; {} if nothing was.
+        """
         return read_points(self.path / POINTS_FILE)
+
+    def frame(self) -> Any:
+        """Return `metrics` as a pandas DataFrame whose index is the step; raises ConfigError without pandas."""
+        try:
+            import pandas
+        except ImportError:
+            raise ConfigError("frame() needs pandas, which is not installed; `metrics` has the same arrays.") from None
+        return pandas.DataFrame(self.metrics or {"step": []}).set_index("step")
+
+    @property
+    def best_checkpoint(self) -> CheckpointEntry | None:
+        """The complete checkpoint with the best value; None if there is none, or if it is not known."""
+        name = self.status.get("best_checkpoint")
+        return next((entry for entry in self.checkpoints if entry.complete and entry.path.name == name), None)
 
     @cached_property
     def best(self) -> BestValue | None:
@@ -248,12 +268,13 @@ def _is_run(name: str, names: set[str]) -> bool:
     )
 
 
-def find_runs(root: Path) -> list[RunDirectory]:
+def find_runs(root: "str | os.PathLike[str]" = ROOT) -> list[RunDirectory]:
     """Return the run directories at and below a folder, oldest first. Raises ConfigError if it is no folder.
 
     Links to folders are not followed, and folders that cannot be read are passed over.
     """
     require_local(root, "The folder of runs")
+    root = Path(root)
     if not root.is_dir():
         near = sorted(one.name for one in root.parent.glob("*/")) if root.parent.is_dir() else []
         raise ConfigError(f"{str(root)!r} is no folder.{did_you_mean(root.name, near)} Name one with runs below it.")
@@ -278,12 +299,13 @@ def _walk(folder: str) -> Iterator[Path]:
         ahead += [entry.path for entry in below if entry.is_dir(follow_symlinks=False)]
 
 
-def find_run(word: str, root: Path = Path(ROOT)) -> RunDirectory:
-    """Return the run that a word names: a path, or a name below `root`; of several runs there, the newest.
+def find_run(run: "str | os.PathLike[str]", root: "str | os.PathLike[str]" = ROOT) -> RunDirectory:
+    """Return a run by its path or a file within it, or by its name below `root`; of several there, the newest.
 
     Raises ConfigError, with the nearest name, if there is none.
     """
-    require_local(word, "The run")
+    require_local(run, "The run")
+    word, root = os.fspath(run), Path(root)
     for path in (Path(word), root / word):
         if path.is_dir():
             base = root if root in path.parents else path
@@ -380,11 +402,7 @@ def flat_config(text: str) -> dict[str, str]:
 
 
 def read_points(path: Path) -> dict[str, Any]:
-    """Return the logged values of a `metrics.jsonl` as arrays: "step", "time" and one for each metric.
-
-    All have one entry for each logged step; a step at which a metric was not logged has NaN. {} if there are none; torn
-    lines are passed over.
-    """
+    """Return the logged values of a `metrics.jsonl`, see `RunDirectory.metrics`; torn lines are passed over."""
     import numpy
 
     try:
@@ -397,34 +415,6 @@ def read_points(path: Path) -> dict[str, Any]:
     names = dict.fromkeys(name for point in points for name in point)
     arrays = {name: numpy.array([_as_float(point.get(name)) for point in points]) for name in names}
     return {"step": arrays.pop("step").astype("int64"), **arrays}
-
-
-def read_metrics(run: "str | os.PathLike[str]", as_frame: bool | None = None) -> Any:
-    """Return what a run has logged, each metric over the steps of the run.
-
-    Args:
-        run: a run directory, its `metrics.jsonl`, or a name below `runs/`, such as "digits" for its newest run.
-        as_frame: True for a pandas DataFrame whose index is the step; False for a dict of NumPy arrays of one length,
-            with the steps under "step". None: the frame where pandas is installed, else the dict. At a step where a
-            metric was not logged it is NaN; "time" is in seconds since 1970.
-
-    Raises ConfigError if there is no such run, if it has no `metrics.jsonl`, and for `as_frame=True` without pandas.
-    """
-    path = Path(run)
-    path = path if path.is_file() and path.name != CONFIG else find_run(os.fspath(run)).path / POINTS_FILE
-    arrays = read_points(path)
-    if not arrays and not path.is_file():
-        raise ConfigError(f"{path} is not there: the run has logged nothing, or has no JSONLinesLogger.")
-    if as_frame is False:
-        return arrays
-    try:
-        import pandas
-    except ImportError:
-        if as_frame:
-            raise ConfigError("read_metrics(as_frame=True) needs pandas, which is not installed.") from None
-        return arrays
-    frame = pandas.DataFrame(arrays or {"step": []})
-    return frame.set_index("step")
 
 
 def loss_among(metrics: Sequence[str] | Mapping[str, Any]) -> str:
