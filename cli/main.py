@@ -51,7 +51,7 @@ COMMANDS = {
     ),
     "sweep": Command(
         "Run a config with many values, and show which are best; the same command again goes on.",
-        ".sweep.command",
+        ".sweep",
         "run_sweep",
         arguments=[
             Argument(

@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from forked import Forked, run_module
 
 from legato.base.errors import ConfigError
 from legato.cli.main import main
-from legato.cli.sweep.space import Axis, Choices, Guided, Interval, Listed, read_axis, split_choices
-from legato.cli.sweep.trials import share_devices
+from legato.cli.sweep import AHEAD, Axis, guided_values, list_values, read_axis, share_devices
 
 SLOW = (
     TASK
@@ -69,19 +67,19 @@ def rows_of(directory: Path) -> list[dict[str, str]]:
         ("'a,b',c", ["'a,b'", "c"]),
         ('"a,\'b",c', ['"a,\'b"', "c"]),
         ("it's,fine", ["it's", "fine"]),
-        ("log(1,2)", ["log(1,2)"]),
     ],
 )
 def test_commas_separate_outside_of_brackets_and_quotes(text: str, wanted: list[str]) -> None:
-    assert split_choices(text) == wanted
+    axis = read_axis(f"a={text}")
+    assert axis == (Axis("a", tuple(wanted)) if len(wanted) > 1 else None)
 
 
 def test_what_varies() -> None:
-    assert read_axis("a", "1") is None
-    assert read_axis("a", "'x,y'") is None
-    assert read_axis("a", "range(32,129,32)") == Choices("a", ("32", "64", "96", "128"))
-    assert read_axis("a", "log(1e-5, 1e-2)") == Interval("a", "1e-5", "1e-2", log=True)
-    assert read_axis("a", "uniform(1,8)") == Interval("a", "1", "8", log=False)
+    assert read_axis("a=1") is None
+    assert read_axis("a='x,y'") is None
+    assert read_axis("a=range(32,129,32)") == Axis("a", ("32", "64", "96", "128"))
+    assert read_axis("a=log(1e-5, 1e-2)") == Axis("a", ("1e-5", "1e-2"), "log")
+    assert read_axis("a=uniform(1,8)") == Axis("a", ("1", "8"), "uniform")
     for text in (
         "range(1,1000000000)",
         "range(3,1)",
@@ -94,59 +92,52 @@ def test_what_varies() -> None:
         "1,",
     ):
         with pytest.raises(ConfigError, match=r"^a="):
-            read_axis("a", text)
+            read_axis(f"a={text}")
 
 
 def test_a_grid_goes_through_all_combinations_the_last_key_first() -> None:
-    search = Listed([Choices("a", ("1", "2")), Choices("b", ("x", "y"))], None, 0)
-    found = [search.values(index, {}) for index in range(search.count)]
-    assert [list(one.values()) for one in found] == [["1", "x"], ["1", "y"], ["2", "x"], ["2", "y"]]
+    grid = list_values([Axis("a", ("1", "2")), Axis("b", ("x", "y"))], None, 0)
+    assert [list(values.values()) for values in grid] == [["1", "x"], ["1", "y"], ["2", "x"], ["2", "y"]]
 
 
 def test_random_values_follow_from_seed_and_number() -> None:
-    axes: Sequence[Axis] = [
-        Interval("lr", "1e-5", "1e-2", log=True),
-        Interval("n", "3", "5", log=False),
-        Choices("c", ("x", "y")),
-    ]
-    few, many, other = Listed(axes, 3, 1), Listed(axes, 30, 1), Listed(axes, 3, 2)
-    values = [many.values(index, {}) for index in range(30)]
-    assert (
-        [few.values(index, {}) for index in range(3)] == values[:3] != [other.values(index, {}) for index in range(3)]
-    )
-    assert all(1e-5 <= float(one["lr"]) <= 1e-2 for one in values)
-    assert {one["n"] for one in values} == {"3", "4", "5"}
-    assert sum(float(one["lr"]) < 1e-4 for one in values) > 3
+    axes = [Axis("lr", ("1e-5", "1e-2"), "log"), Axis("n", ("3", "5"), "uniform"), Axis("c", ("x", "y"))]
+    values = list_values(axes, 30, 1)
+    assert list_values(axes, 3, 1) == values[:3] != list_values(axes, 3, 2)
+    assert all(1e-5 <= float(trial["lr"]) <= 1e-2 for trial in values)
+    assert {trial["n"] for trial in values} == {"3", "4", "5"}
+    assert sum(float(trial["lr"]) < 1e-4 for trial in values) > 3
     with pytest.raises(ConfigError, match="--random 20"):
-        Listed(axes, None, 1)
-    grid = [Choices("a", ("1", "2")), Choices("b", ("x", "y"))]
-    some, all_of_them = Listed(grid, 3, 0), Listed(grid, 9, 0)
-    assert (some.count, all_of_them.count) == (3, 4)
-    assert [some.values(index, {}) for index in range(3)] == [all_of_them.values(index, {}) for index in range(3)]
+        list_values(axes, None, 1)
+    grid = [Axis("a", ("1", "2")), Axis("b", ("x", "y"))]
+    assert list_values(grid, 3, 0) == list_values(grid, 9, 0)[:3]
+    assert len(list_values(grid, 9, 0)) == 4
 
 
 @pytest.mark.slow
 def test_optuna_chooses_the_same_in_whatever_order_trials_end() -> None:
     pytest.importorskip("optuna")
-    axes: Sequence[Axis] = [Interval("x", "-4.0", "4.0", log=False), Choices("c", ("1", "2"))]
+    axes = [Axis("x", ("-4.0", "4.0"), "uniform"), Axis("c", ("1", "2"))]
 
     def play(jobs: int) -> list[dict[str, str]]:
-        search, results, chosen, running = Guided(axes, 30, 3, "min"), dict[int, float | None](), [], list[int]()
-        source = random.Random(jobs)
-        while len(chosen) < search.count or running:
-            index = len(chosen)
-            ready = all(one in results for one in range(index - search.ahead + 1))
-            if index < search.count and len(running) < jobs and ready:
-                chosen.append(search.values(index, results))
-                running.append(index)
+        results: dict[int, float | None] = {}
+        told: list[float | None] = []
+        source, chosen, running = random.Random(jobs), list[dict[str, str]](), list[int]()
+        values = guided_values(axes, 30, 3, "min", told)
+        while len(chosen) < 30 or running:
+            ready = [results.get(number, "missing") for number in range(max(0, len(chosen) - AHEAD + 1))]
+            if len(chosen) < 30 and len(running) < jobs and "missing" not in ready:
+                told[:] = ready  # type: ignore[assignment]
+                running.append(len(chosen))
+                chosen.append(next(values))
             else:
-                one = running.pop(source.randrange(len(running)))
-                results[one] = None if one == 5 else float(chosen[one]["x"]) ** 2
+                ended = running.pop(source.randrange(len(running)))
+                results[ended] = None if ended == 5 else float(chosen[ended]["x"]) ** 2
         return chosen
 
     alone = play(1)
     assert alone == play(3) == play(4)
-    assert sum(abs(float(one["x"])) for one in alone[-10:]) < sum(abs(float(one["x"])) for one in alone[:10])
+    assert sum(abs(float(trial["x"])) for trial in alone[-10:]) < sum(abs(float(trial["x"])) for trial in alone[:10])
 
 
 @pytest.mark.parametrize(
@@ -180,34 +171,43 @@ def test_a_failed_trial_stops_no_other_and_the_same_command_goes_on() -> None:
     directory = Path("runs/default/sweep_0")
     assert str(directory) in out
     rows = rows_of(directory)
-    assert [row["task.lr"] for row in rows] == ["0.3", "0.1", "1000000000.0"]
+    assert [row["task.lr"] for row in rows] == ["0.3", "0.1", "1e9"]
     assert [row["state"] for row in rows] == ["done", "done", "failed"]
-    assert float(rows[0]["value"]) < float(rows[1]["value"])
-    assert "was never logged as a finite number. (exit code 1)" in rows[2]["error"]
-    assert out.splitlines()[-4].split() == ["trial", "task.lr", "val_loss", "step", "seconds", "state"]
-    assert out.splitlines()[-3].split()[:2] == ["1", "0.3"]
-    assert json.loads((directory / "summary.json").read_text())[0]["trial"] == 1
+    assert float(rows[0]["val_loss"]) < float(rows[1]["val_loss"])
+    assert "was never logged as a finite number." in rows[2]["error"]
+    assert out.splitlines()[-4].split() == ["task.lr", "val_loss", "step", "state", "run"]
+    assert out.splitlines()[-3].split()[0] == "0.3"
     done = directory / "001-lr=0.3"
-    assert hyperparameters_in(done / "version_0") == {"task.lr": 0.3}
     before = (done / "log.txt").stat().st_mtime_ns
-    (directory / "000-lr=1000000000.0" / "result.json").unlink()
     out, _ = finished(sweep(*words, "resume=auto"), 1)
-    assert "trial 0: task.lr=1000000000.0 failed" in out
-    assert "trial 1" not in out.replace("trial 1 ", "")
+    assert "000-lr=1e9 failed" in out
+    assert "001-lr=0.3 started" not in out
     assert (done / "log.txt").stat().st_mtime_ns == before
     assert not Path("runs/default/sweep_1").exists()
+    finished(sweep("task.lr=0.3,0.2", "trainer.max_epochs=1"), 0)
+    assert Path("runs/default/sweep_1").exists()
 
 
-def hyperparameters_in(folder: Path) -> dict[str, Any]:
-    """Return the hyperparameters that TensorBoard's HPARAMS tab finds in a folder."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+@pytest.mark.slow
+def test_a_trial_that_never_begins_has_the_reason_in_its_row() -> None:
+    words = ("task._target_=line.Line,line.Fails",)
+    fails = "class Fails(Line):\n    def __init__(self):\n        raise OSError('no disk')\n"
+    Path("line.py").write_text(f"{TASK}\n\n{fails}")
+    finished(sweep(*words, "trainer.max_epochs=1"), 1)
+    failed = rows_of(Path("runs/default/sweep_0"))[-1]
+    assert (failed["state"], failed["error"]) == ("failed", "OSError: no disk")
 
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    content = found.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    values = HParamsPluginData.FromString(content).session_start_info.hparams
-    return {name: value.number_value for name, value in values.items() if name.startswith("task.")}
+
+@pytest.mark.slow
+def test_optuna_goes_on_with_the_same_trials() -> None:
+    pytest.importorskip("optuna")
+    words = ("task.lr=log(1e-3,0.5)", "trainer.max_epochs=1", "--optuna")
+    finished(sweep(*words, "2"), 0)
+    few = {row["run"]: row["val_loss"] for row in rows_of(Path("runs/default/sweep_0"))}
+    finished(sweep(*words, "3", "--jobs", "2"), 0)
+    many = {row["run"]: row["val_loss"] for row in rows_of(Path("runs/default/sweep_0"))}
+    assert len(many) == 3
+    assert few.items() <= many.items()
 
 
 def trial_processes() -> list[psutil.Process]:
@@ -255,7 +255,7 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
     out, _ = finished(sweep(*words), 0)
     assert "done" in out.splitlines()[-1]
     out, _ = finished(sweep(*words, "--quiet"), 0)
-    assert out.splitlines()[0].split()[:2] == ["trial", "task.lr"]  # the table, and not how many trials there are
+    assert out.splitlines()[0].split()[:2] == ["task.lr", "val_loss"]  # the table, and not how many trials there are
     for log in logs:
         steps = [json.loads(line)["step"] for line in log.read_text().splitlines() if "val_loss" in line]
         assert steps == sorted(set(steps))
@@ -268,7 +268,7 @@ def test_a_sweep_that_is_ended_or_killed_goes_on() -> None:
         for line in Path("plain/default/version_0/metrics.jsonl").read_text().splitlines()
     ]
     rows = rows_of(Path("runs/default/sweep_0"))
-    assert float(rows[0]["value"]) == min(value for value in plain if value is not None)
+    assert float(rows[0]["val_loss"]) == min(value for value in plain if value is not None)
 
 
 # --- devices --------------------------------------------------------------------------------------------------------
@@ -311,9 +311,9 @@ def test_trials_at_a_time_see_different_devices(folder: Path, monkeypatch: pytes
 
 def test_a_sweep_of_more_values_than_can_be_listed_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a=range\(1,1000000000\): 999,999,999 values, and a sweep lists 100,000"):
-        read_axis("a", "range(1,1000000000)")
-    many = [Choices(key, tuple(map(str, range(1000)))) for key in "abc"]
+        read_axis("a=range(1,1000000000)")
+    many = [Axis(key, tuple(map(str, range(1000)))) for key in "abc"]
     with pytest.raises(ConfigError, match="All keys together: 1,000,000,000 values"):
-        Listed(many, None, 0)
+        list_values(many, None, 0)
     with pytest.raises(ConfigError, match="All keys together"):
-        Listed(many, 20, 0)
+        list_values(many, 20, 0)

@@ -1,0 +1,468 @@
+"""`legato sweep`: run a config with many values, each trial a `legato fit` of its own, and show which are best."""
+
+import csv
+import ctypes
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..base.errors import ConfigError, WorkerError
+from ..base.messages import STDOUT, tell
+from ..trainer.processes.environment import get_variable
+from ..trainer.processes.signals import INTERRUPTED, RESUME_ME, handling_end_signals, raise_for_signal
+from ..trainer.runs.directory import find_runs, read_points
+from .config.check import Config, load_config
+from .config.read import is_override
+from .runs.text import shortened, table
+
+Values = dict[str, str]
+"""Values of one trial: by key, the text of an override."""
+MOST_VALUES = 100_000
+"""Number of values, or of their combinations, that are listed."""
+MOST_CHECKED = 200
+"""Number of values that are checked before the first trial: a check takes 10 ms."""
+AHEAD = 4
+"""Number of trials that Optuna chooses ahead, and so of those that can run at a time."""
+ENDED_FROM_OUTSIDE = (RESUME_ME, INTERRUPTED, -signal.SIGTERM, -signal.SIGINT)
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+
+
+# --- values -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Axis:
+    """The values of one key: a list of them, or an interval of numbers; whole ones if both bounds are."""
+
+    key: str
+    texts: tuple[str, ...]
+    """All values, or the bounds of the interval."""
+    scale: str = ""
+    """"uniform" or "log" for an interval."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether an interval has whole numbers only."""
+        return all(re.fullmatch(r"[-+]?\d+", text) for text in self.texts)
+
+    def draw(self, source: random.Random) -> str:
+        """Return a random value."""
+        if not self.scale:
+            return source.choice(self.texts)
+        low, high = map(float, self.texts)
+        if self.whole and self.scale == "uniform":
+            return str(source.randint(int(low), int(high)))
+        is_log = self.scale == "log"
+        return self._text(
+            math.exp(source.uniform(math.log(low), math.log(high))) if is_log else source.uniform(low, high)
+        )
+
+    def suggest(self, trial: Any) -> str:
+        """Return the value that Optuna chooses."""
+        if not self.scale:
+            return str(trial.suggest_categorical(self.key, self.texts))
+        low, high = map(float, self.texts)
+        if self.whole:
+            return str(trial.suggest_int(self.key, int(low), int(high), log=self.scale == "log"))
+        return self._text(trial.suggest_float(self.key, low, high, log=self.scale == "log"))
+
+    def _text(self, number: float) -> str:
+        """Return a number with four digits, which keep the names of trials short."""
+        low, high = map(float, self.texts)
+        kept = min(max(float(f"{number:.4g}"), low), high)
+        return str(round(kept)) if self.whole else repr(kept)
+
+
+def read_axis(word: str) -> Axis | None:
+    """Read what `key=VALUES` varies: `1e-4,1e-3`, `range(32,129,32)`, `log(1e-5,1e-2)`, `uniform(0,1)`.
+
+    None for one value: commas within brackets and quotes do not separate. Raises ConfigError for a malformed one.
+    """
+    key, _, text = word.partition("=")
+    if call := re.fullmatch(r"(range|log|uniform)\(([^()]*)\)", text):
+        return _read_call(word, key, call[1], [number.strip() for number in call[2].split(",")])
+    try:  # YAML knows which commas separate
+        node = yaml.compose(f"[{text}]", Loader=yaml.SafeLoader)
+        nodes = [] if node is None else node.value
+    except yaml.YAMLError:
+        nodes = []
+    texts = tuple(text[node.start_mark.index - 1 : node.end_mark.index - 1] for node in nodes)
+    if re.search(r",\s*(,|$)", text) and (not nodes or texts[-1] != text):
+        raise ConfigError(f"{word}: there is nothing between two commas, or after the last one.")
+    if len(texts) > 1 and any(re.match(r"(range|log|uniform)\(", choice) for choice in texts):
+        raise ConfigError(f"{word}: range, log and uniform stand alone, not among choices.")
+    return Axis(key, tuple(dict.fromkeys(texts))) if len(texts) > 1 else None
+
+
+def _read_call(word: str, key: str, kind: str, numbers: Sequence[str]) -> Axis:
+    wanted = {
+        "range": "range(FIRST, END) or range(FIRST, END, STEP) with whole numbers, END not included",
+        "log": "log(LOW, HIGH) with 0 < LOW < HIGH",
+        "uniform": "uniform(LOW, HIGH) with LOW < HIGH",
+    }
+    values, count = range(0), 0
+    with suppress(TypeError, ValueError, OverflowError):
+        if kind == "range":
+            values = range(*map(int, numbers))
+            count = len(values)
+        else:
+            low, high = numbers
+            if (0 if kind == "log" else -math.inf) < float(low) < float(high) < math.inf:
+                return Axis(key, (low, high), kind)
+    if count:
+        _require_few(count, word)
+        return Axis(key, tuple(map(str, values)))
+    raise ConfigError(f"{word}: write {wanted[kind]}.")
+
+
+def _require_few(count: int, what: str) -> None:
+    """Raise ConfigError for more values than a sweep can list."""
+    if count > MOST_VALUES:
+        raise ConfigError(
+            f"{what}: {count:,} values, and a sweep lists {MOST_VALUES:,} at most. Take a step, as in "
+            f"range(0,1000000,50000), or an interval, uniform(LOW,HIGH) or log(LOW,HIGH), with --random N."
+        )
+
+
+def list_values(axes: Sequence[Axis], count: int | None, seed: int) -> list[Values]:
+    """Return the values of all trials: of a grid, or of `count` random ones. A larger count begins with the same."""
+    interval = next((axis for axis in axes if axis.scale), None)
+    if interval is not None:
+        if count is None:
+            raise ConfigError(
+                f"{interval.key} is an interval, so there is no end of trials. Say how many: --random 20, or --optuna "
+                f"20; or list values: {interval.key}={','.join(interval.texts)}."
+            )
+        sources = (random.Random(f"{seed}/{index}") for index in range(count))
+        return [{axis.key: axis.draw(source) for axis in axes} for source in sources]
+    _require_few(math.prod(len(axis.texts) for axis in axes), "All keys together")
+    keys = [axis.key for axis in axes]
+    grid = [dict(zip(keys, chosen, strict=True)) for chosen in itertools.product(*(axis.texts for axis in axes))]
+    if count is not None:
+        random.Random(seed).shuffle(grid)
+    return grid[:count]
+
+
+def guided_values(
+    axes: Sequence[Axis], count: int, seed: int, mode: str, results: Sequence[float | None]
+) -> Iterator[Values]:
+    """Yield the values that Optuna's TPE sampler chooses by the `results` of all trials but the AHEAD - 1 before.
+
+    So they do not depend on how many run at a time. A result of None is that of a failed trial.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise ConfigError("--optuna needs the package optuna: pip install optuna. Or say --random N.") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction=f"{mode}imize", sampler=optuna.samplers.TPESampler(seed=seed))
+    for index in range(count):
+        if index >= AHEAD:
+            value = results[index - AHEAD]
+            study.tell(index - AHEAD, value, state=optuna.trial.TrialState.FAIL if value is None else None)
+        chosen = study.ask()
+        yield {axis.key: axis.suggest(chosen) for axis in axes}
+
+
+# --- trials -----------------------------------------------------------------------------------------------------------
+class Trial:
+    """One trial: a folder of the sweep with its log and its run directory."""
+
+    def __init__(self, folder: Path, values: Values) -> None:
+        self.folder, self.values = folder, values
+        self.state = ""
+        """"done", "failed" with the reason in `error`, or "" as long as it is neither."""
+        self.error = ""
+        self.value: float | None = None
+        self.step: int | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        """Text of the values, for messages."""
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
+
+    def read(self, metric: str, mode: str) -> str:
+        """Take the result from the run directory; return the state of the run, "" if it has not begun."""
+        runs = find_runs(self.folder) if self.folder.is_dir() else []
+        if not runs:
+            return ""
+        points = read_points(runs[-1].path / "metrics.jsonl")
+        pairs = zip(points.get(metric, ()), points.get("step", ()), strict=False)
+        finite = [(float(value), int(step)) for value, step in pairs if math.isfinite(value)]
+        if finite:
+            best = min if mode == "min" else max
+            self.value, self.step = best(finite, key=lambda pair: pair[0])
+        state = runs[-1].state
+        if state == "done":
+            self.state = "done" if finite else "failed"
+            self.error = "" if finite else f"{metric!r} was never logged as a finite number."
+        elif state == "failed":
+            self.state, self.value, self.error = "failed", None, runs[-1].error
+        return state
+
+    def start(self, words: Sequence[str], devices: str) -> None:
+        """Start it, or let it go on from its newest checkpoint. `devices`: CUDA_VISIBLE_DEVICES; "" leaves it as is."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.state = self.error = ""
+        values = [f"{key}={text}" for key, text in self.values.items()]
+        place = [f"run.root={json.dumps(str(self.folder.parent))}", f"run.name={json.dumps(self.folder.name)}"]
+        command = [sys.executable, "-m", __package__.partition(".")[0], "fit", *words, *values, *place, "resume=auto"]
+        # read when CUDA starts; the program env changes nothing here
+        command = ["env", f"CUDA_VISIBLE_DEVICES={devices}", *command] if devices else command
+        # A session of its own: Ctrl-C in the terminal reaches the sweep alone, which then ends each trial once.
+        with (self.folder / "log.txt").open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    def end(self, metric: str, mode: str) -> None:
+        """Take the result of the process, which has ended."""
+        assert self.process is not None
+        code, self.process = self.process.returncode, None
+        self.read(metric, mode)
+        if code and not self.state and code not in ENDED_FROM_OUTSIDE:  # before there was a run directory
+            said = (self.folder / "log.txt").read_text(encoding="utf-8", errors="replace").strip()
+            messages = re.findall(r"(?m)^(?:legato: |[\w.]+(?:Error|Exception)\b).*", said) or [said[-300:]]
+            self.state, self.error = "failed", messages[-1][:300]
+
+
+def _die_with_parent() -> None:
+    """Ask the system to end this process with SIGTERM, so that it saves, when the sweep dies; Linux alone can."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGTERM)
+
+
+# --- the sweep --------------------------------------------------------------------------------------------------------
+class Sweep:
+    """The trials of one command, and its folder."""
+
+    def __init__(self, options: Namespace) -> None:
+        self.options = options
+        words = [word for word in options.words if word != "resume=auto"]
+        axes = [read_axis(word) if is_override(word) else None for word in words]
+        self.axes = [axis for axis in axes if axis is not None]
+        self.fixed = [word for word, axis in zip(words, axes, strict=True) if axis is None]
+        _check_keys([axis.key for axis in self.axes])
+        self.base = self._check_values()
+        self.metric, self.mode = _objective(options, self.base)
+        self.trials: list[Trial] = []
+        self.results: list[float | None] = []
+        seed = self.base.values["seed"]
+        if options.optuna:
+            self.count = options.optuna
+            self.values = guided_values(self.axes, options.optuna, seed, self.mode, self.results)
+        else:
+            listed = list_values(self.axes, options.random, seed)
+            self.count, self.values = len(listed), iter(listed)
+        names = visible_devices(self.base) if options.jobs > 1 else []
+        devices = str(self.base.values["trainer"]["devices"])
+        self.devices = share_devices(names, options.jobs, int(devices) if devices.isdecimal() else None)
+        self.jobs = len(self.devices) or options.jobs
+        self.folder = Path()
+        self.signal = 0
+
+    def _check_values(self) -> Config:
+        """Check the config with each value of each key, the others at their first; return it with the first of all."""
+        first = {axis.key: axis.texts[0] for axis in self.axes}
+        base = load_config([*self.fixed, *(f"{key}={text}" for key, text in first.items())])
+        if base.values.get("launcher") is not None:
+            raise ConfigError("legato sweep runs its trials on this machine: remove `launcher`, or say launcher=null.")
+        others = [first | {axis.key: text} for axis in self.axes for text in axis.texts[1:]]
+        for values in others[:MOST_CHECKED]:
+            load_config([*self.fixed, *(f"{key}={text}" for key, text in values.items())])
+        return base
+
+    def open(self) -> None:
+        """Find the folder of this sweep, which an earlier start of the same command has made, or make one."""
+        run = self.base.values["run"]
+        kind = "optuna" if self.options.optuna else "random" if self.options.random else "grid"
+        space = {axis.key: [axis.scale, *axis.texts] for axis in self.axes}
+        wanted = {"kind": kind, "space": space, "metric": self.metric, "mode": self.mode, "config": self.base.text()}
+        text = json.dumps(wanted, indent=1)
+        for number in itertools.count():
+            self.folder = Path(run["root"]).absolute() / run["name"] / f"sweep_{number}"
+            file = self.folder / "sweep.json"
+            if not self.folder.exists():
+                self.folder.mkdir(parents=True)
+                file.write_text(text, encoding="utf-8")
+            if file.is_file() and file.read_text(encoding="utf-8") == text:
+                return
+
+    def run(self) -> None:
+        """Run what is not done, a few trials at a time."""
+        tell(f"{self.count} trials in {self.folder}")
+        running: dict[int, Trial] = {}
+        with handling_end_signals(self._end):
+            while True:
+                while not self.is_ending() and len(running) < self.jobs and (trial := self.next_trial()) is not None:
+                    slot = next(number for number in range(self.jobs) if number not in running)
+                    trial.start(self.fixed, self.devices[slot] if self.devices else "")
+                    running[slot] = trial
+                    tell(f"{trial.folder.name} started")
+                    if self.is_ending():  # the signal came in between
+                        self._end(self.signal)
+                if not running:
+                    return
+                time.sleep(0.05)
+                for slot, trial in list(running.items()):
+                    if trial.process is not None and trial.process.poll() is not None:
+                        del running[slot]
+                        trial.end(self.metric, self.mode)
+                        done = f"{self.metric}={trial.value:.6g}" if trial.state == "done" else trial.state
+                        tell(f"{trial.folder.name} {done or 'interrupted'}{trial.error and ': '}{trial.error}")
+                        self.write()
+
+    def is_ending(self) -> bool:
+        """Return whether a signal has come."""
+        return self.signal != 0
+
+    def next_trial(self) -> Trial | None:
+        """Return the next trial to start; None where there is none, or none yet."""
+        while len(self.trials) < self.count:
+            if self.options.optuna:
+                # Optuna is told of trials in their order, so it chooses the same when the command goes on
+                ended = self.trials[: max(0, len(self.trials) - AHEAD + 1)]
+                if not all(trial.state for trial in ended):
+                    return None
+                self.results[:] = [None if trial.state == "failed" else trial.value for trial in ended]
+            values = next(self.values)
+            last = {key: key.rpartition(".")[2] for key in values}
+            names = last if len(set(last.values())) == len(last) else {key: key for key in values}
+            text = ",".join(f"{names[key]}={value}" for key, value in values.items())
+            name = f"{len(self.trials):03d}-" + re.sub(r"[^\w.+=,@-]+", "-", text)
+            trial = Trial(self.folder / name.encode()[:120].decode(errors="ignore"), values)
+            self.trials.append(trial)
+            while trial.read(self.metric, self.mode) == "running" and not self.is_ending():
+                time.sleep(0.1)  # an earlier start was killed, and this trial still saves
+            # a failed trial is tried again, but with Optuna, who has chosen later ones by its failure
+            if trial.state != "done" and not (trial.state == "failed" and self.options.optuna):
+                return trial
+        return None
+
+    def write(self) -> str:
+        """Write summary.csv, best first; return the same as a table."""
+        order, sign = ("done", "failed", ""), 1 if self.mode == "min" else -1
+        ranked = sorted(self.trials, key=lambda trial: (order.index(trial.state), sign * (trial.value or 0)))
+        heads = [*(axis.key for axis in self.axes), self.metric, "step", "state", "run", "error"]
+        rows = [
+            [
+                *trial.values.values(),
+                trial.value,
+                trial.step,
+                trial.state or "unfinished",
+                trial.folder.name,
+                trial.error,
+            ]
+            for trial in ranked
+        ]
+        beside = self.folder / "summary.csv.tmp"
+        with beside.open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows([heads, *rows])
+        beside.replace(self.folder / "summary.csv")
+        return table([heads[:-1], *([_cell(cell) for cell in row[:-1]] for row in rows)])
+
+    def finish(self) -> None:
+        """Print the results; exit with 130 or 75 after a signal, 75 if trials are left, 1 if one failed."""
+        print(self.write(), file=STDOUT, flush=True)
+        left = self.count - sum(bool(trial.state) for trial in self.trials)
+        failed = sum(trial.state == "failed" for trial in self.trials)
+        if left:
+            print(f"{left} trials are left: the same command again goes on.", file=STDOUT, flush=True)
+        if self.signal:
+            raise_for_signal(self.signal)
+        if left:
+            sys.exit(RESUME_ME)
+        if failed:
+            raise WorkerError(f"{failed} of {self.count} trials failed: see log.txt in their folders.")
+
+    def _end(self, number: int) -> None:
+        """Ask all trials to save and end; at a second Ctrl-C, end them."""
+        again, self.signal = self.signal == number == signal.SIGINT, self.signal or number
+        for trial in self.trials:
+            if trial.process is not None and trial.process.poll() is None:
+                if again:
+                    os.killpg(trial.process.pid, signal.SIGKILL)
+                else:
+                    trial.process.terminate()
+
+
+def run_sweep(options: Namespace) -> None:
+    """Run the trials that are not done yet, and show all results."""
+    for name in ("random", "optuna", "jobs"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ConfigError(f"legato sweep: --{name} must be at least 1, not {getattr(options, name)}.")
+    if options.random and options.optuna:
+        raise ConfigError("legato sweep: --random and --optuna exclude each other. Keep one.")
+    sweep = Sweep(options)
+    sweep.open()
+    sweep.run()
+    sweep.finish()
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    if not keys:
+        raise ConfigError(
+            "legato sweep: nothing varies. Give a key several values: task.lr=1e-4,1e-3, "
+            "task.hidden=range(32,129,32), task.lr=log(1e-5,1e-2) or task.dropout=uniform(0,0.5)."
+        )
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"legato sweep: {key} is given twice. Give all its values at once.")
+        if key.partition(".")[0] in ("run", "resume", "checkpoint", "launcher"):
+            raise ConfigError(f"legato sweep: {key} cannot vary: it says where a run is kept or executed.")
+
+
+def _objective(options: Namespace, base: Config) -> tuple[str, str]:
+    """Return the metric to compare, and whether "min" or "max" of it is best."""
+    callbacks = base.values.get("callbacks", {}).values()
+    monitored = {one["monitor"]: one.get("mode") or "min" for one in callbacks if one.get("monitor")}
+    metric = options.metric or next(iter(monitored), None)
+    mode = options.mode or monitored.get(metric)
+    if metric is None or mode is None:
+        missing = "--metric NAME --mode min" if metric is None else "--mode min, or --mode max"
+        raise ConfigError(
+            f"legato sweep: no callback of the config monitors a metric, so say what to compare: {missing}."
+        )
+    return metric, mode
+
+
+def visible_devices(config: Config) -> list[str]:
+    """Return the CUDA devices that this process sees, by number or name; none where the trials do not use them."""
+    trainer = config.values["trainer"]
+    if trainer["accelerator"] in ("cpu", "mps") or isinstance(trainer["devices"], list):
+        return []
+    names = get_variable("CUDA_VISIBLE_DEVICES")
+    if names is not None:
+        return [name.strip() for name in names.split(",") if name.strip()]
+    import torch
+
+    return list(map(str, range(torch.cuda.device_count())))
+
+
+def share_devices(names: Sequence[str], jobs: int, each: int | None) -> list[str]:
+    """Return the devices of each of `jobs` trials at a time, fewer if there are too few devices; [] if not for one.
+
+    each: devices of a trial; None: what there is, in equal parts.
+    """
+    each = each or max(1, len(names) // jobs)
+    return [",".join(names[first : first + each]) for first in range(0, len(names) - each + 1, each)][:jobs]
+
+
+def _cell(value: Any) -> str:
+    text = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+    return shortened(text, 28)

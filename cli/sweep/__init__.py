@@ -1,1 +1,0 @@
-"""`legato sweep`: trials of one config with different values, each a run of its own."""
