@@ -82,12 +82,6 @@ class TrainerArguments:
     """Classes of blocks whose activations are recomputed in backward to save memory."""
     compile: bool | Mapping[str, Any] = False
     """Compile the task's modules in place with torch.compile; a mapping holds its options, and `blocks`: classes."""
-    optimizer_kernels: Literal["fused", "foreach", "loop"] | None = None
-    """Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"), one for each operation on all
-    tensors ("foreach"), or one for each tensor ("loop"). None: as the task made them, and fused for Adam and
-    AdamW on CUDA where it says nothing. A resumed run keeps its own."""
-    channels_last: bool = False
-    """Keep images, and the weights of convolutions, with their channels last in memory (torch.channels_last)."""
     sync_batchnorm: bool = False
     """Compute batch norm statistics over the batches of all replicas; each replica needs a process of its own."""
 
@@ -204,13 +198,12 @@ MINIMUM = {
 """Minimum of each argument that is a count."""
 MAY_BE_NONE = (
     *("max_epochs", "min_epochs", "min_steps", "check_val_every_n_epoch", "replicas", "threads"),
-    *("optimizer_kernels", "gradient_clip_val"),
+    "gradient_clip_val",
     *("hang_timeout", "hang_report_seconds", "garbage_collection_seconds"),
 )
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches")
 LOADER_OPTIONS = ("num_workers", "prefetch_factor", "persistent_workers", "pin_memory")
 CHOICES = {
-    "optimizer_kernels": ("fused", "foreach", "loop"),
     "reproducible": ("off", "order", "bitwise"),
     "gradient_clip_algorithm": ("norm", "value"),
     "nan": ("raise", "skip", "ignore"),
@@ -278,6 +271,8 @@ TORCH_OPTIONS = {
 }
 """Arguments of torch's DataParallel and DistributedDataParallel that strategies lack, and what serves instead."""
 INSTEAD = {
+    "channels_last": "Call to(memory_format=torch.channels_last) on the task in __init__, and on its images.",
+    "optimizer_kernels": "Give fused=True or foreach=True to the optimizer in configure_optimizers.",
     "benchmark": "Set torch.backends.cudnn.benchmark in the task's setup.",
     "gpus": 'Say accelerator="gpu", devices=...',
     "plugins": "Give options or an object to `strategy`, a word to `precision`.",

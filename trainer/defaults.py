@@ -56,12 +56,6 @@ class TrainerDefaults(TrainerView):
         activation_checkpointing: Classes of blocks whose activations are recomputed in backward to save memory.
         compile: Compile the task's modules in place with torch.compile; a mapping holds its options, and
             `blocks`: classes.
-        optimizer_kernels: Kernels of torch's optimizers: one for all tensors and arithmetic ("fused"),
-            one for each operation on all tensors ("foreach"), or one for each tensor ("loop"). None: as
-            the task made them, and fused for Adam and AdamW on CUDA where it says nothing. A resumed run
-            keeps its own.
-        channels_last: Keep images, and the weights of convolutions, with their channels last in memory
-            (torch.channels_last).
         sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica
             needs a process of its own.
         limit_train_batches: Batches per epoch of each replica: a count (int) or a fraction (float).

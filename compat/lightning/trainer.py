@@ -22,7 +22,6 @@ from ...trainer.checkpoints.find import newest_complete
 from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
-from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place, get_variable
@@ -64,6 +63,7 @@ from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .returned import attributes_of, pack_optimizers, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from .strategies import CLASSES, Strategy
+from .utilities import given_to_compile
 
 log = logging.getLogger("legato")
 

@@ -29,7 +29,6 @@ from ...tasks.data_module import DataModule
 from ...tasks.task import Task
 from ...trainer.data.sampling import mix
 from ...trainer.data.transfer import to_device
-from ...trainer.optimization.kernels import given_to_compile
 from ...trainer.processes.environment import get_variable, set_variable
 from .checkpoint_files import is_checkpoint, load
 from .exceptions import MisconfigurationException
@@ -397,6 +396,13 @@ def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
     models: Any = importlib.import_module("torchvision.models")
     found: nn.Module = models.get_model(model_name, **kwargs)
     return found
+
+
+def given_to_compile(model: Any) -> nn.Module | None:
+    """Return the module that torch.compile was given to return `model`; None if it did not make that."""
+    if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
+        return None
+    return next(model.children())
 
 
 def from_compiled(model: Any) -> Any:

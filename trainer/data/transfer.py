@@ -79,16 +79,6 @@ def with_allocated_memory(batch: Any) -> Any:
     return map_tensors(batch, lambda t: t if t.is_contiguous() and t.data_ptr() % ALIGNMENT == 0 else t.clone())
 
 
-def with_channels_last(batch: Any) -> Any:
-    """Return `batch` with its images, (n, channels, height, width) of real numbers, in torch.channels_last."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        image = tensor.ndim == 4 and tensor.is_floating_point()
-        return tensor.contiguous(memory_format=torch.channels_last) if image else tensor
-
-    return map_tensors(batch, change)
-
-
 def align_in_place(tensors: Iterable[torch.Tensor]) -> None:
     """Reallocate tensors that are not aligned as torch allocates them, such as weights in a memory-mapped file."""
     for tensor in tensors:

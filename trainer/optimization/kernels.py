@@ -80,20 +80,6 @@ def numerics(
     }
 
 
-def choose_kernels(optimizers: Sequence[Optimizer], name: str | None) -> None:
-    """Set torch's optimizers to their "fused", "foreach" or "loop" kernels; None: leave them as they are.
-
-    Raises ConfigError for an optimizer that has no such kernels.
-    """
-    for optimizer in optimizers if name is not None else ():
-        if name != "loop" and name not in optimizer.defaults:
-            having = [flag for flag in ("fused", "foreach") if flag in optimizer.defaults]
-            hint = f" It has {' and '.join(having)}." if having else ""
-            raise ConfigError(f"trainer.optimizer_kernels={name!r}: {class_of(optimizer)} has no such kernels.{hint}")
-        for group in (optimizer.defaults, *optimizer.param_groups):
-            group.update({flag: flag == name for flag in ("fused", "foreach") if flag in group})
-
-
 def choose_fused(optimizer: Optimizer, device_type: str = "cuda") -> None:
     """Let Adam or AdamW update all parameters in one kernel, where they are on such devices and nobody has chosen.
 
@@ -166,13 +152,6 @@ def _called_children(module: nn.Module) -> Iterator[nn.Module]:
             yield from _called_children(child)
         else:
             yield child
-
-
-def given_to_compile(model: Any) -> nn.Module | None:
-    """Return the module that torch.compile was given to return `model`; None if it did not make that."""
-    if type(model).__name__ != "OptimizedModule" or not isinstance(model, nn.Module):
-        return None
-    return next(model.children())
 
 
 def compile_forwards(task: nn.Module, options: Mapping[str, Any]) -> None:

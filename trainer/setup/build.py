@@ -9,7 +9,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -49,7 +48,7 @@ from ..data.sampling import Layout, mix
 from ..data.shares import LOCKSTEP, are_shares, reads_share, unpadded
 from ..data.steps import Dealing
 from ..data.streams import StreamData, own_shares
-from ..data.transfer import to_device, with_allocated_memory, with_channels_last
+from ..data.transfer import to_device, with_allocated_memory
 from ..drift import DriftGuard
 from ..hooks import (
     CALLBACK_HOOKS,
@@ -501,8 +500,6 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
         strategy.recomputing = kernels.Recomputing(task, trainer.activation_checkpointing)
     if trainer.sync_batchnorm and stage == "fit":
         call.undo.callback(strategy.sync_batch_norm(task, call.state.replicas))
-    if trainer.channels_last:
-        task.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     strategy.place_task(task)
     call.metrics.states = make_metric_states(call)
     other_dtypes: list[fingerprint.SettingChange] = []
@@ -919,7 +916,6 @@ def make_optimizers(call: JoinedCall) -> Optimization:
         loop_part(callback, "extend_optimizers")(task, optimizers)
     if fault := unknown_parameters(task, optimizers):
         trainer.refuse(fault)
-    kernels.choose_kernels(optimizers, trainer.optimizer_kernels)
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)
     # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
@@ -950,10 +946,10 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         owners.append(next((source for source, kind in sources if source and overrides(source, kind, name)), None))
     before, move, after = owners
     device, precision = call.strategy.device, call.strategy.precision
-    bitwise, channels_last, copies = call.bitwise, call.trainer.channels_last, None
+    bitwise, copies = call.bitwise, None
     if call.trainer.prefetch_to_device:
         copies = call.strategy.copies = call.strategy.copy_stream()
-    unchanged = device.type == "cpu" and precision.weights_dtype is None and not (bitwise or channels_last)
+    unchanged = device.type == "cpu" and precision.weights_dtype is None and not bitwise
     if owners == [None] * 3 and unchanged:
         return None
 
@@ -967,8 +963,6 @@ def make_transfer(call: Call) -> Callable[[Any, int], Any] | None:
         else:
             batch = to_device(batch, device, copies)
         batch = precision.convert_batch(batch)
-        if channels_last:
-            batch = with_channels_last(batch)
         # last, as any step before may return a view at an odd offset
         if bitwise:
             batch = with_allocated_memory(batch)
