@@ -1,241 +1,273 @@
-"""Compares config values with type annotations, and converts them: paths, durations, tuples, sets, objects.
+"""Compares values with type annotations, strictly, and converts them: to paths, durations, tuples, sets, objects.
 
-The check is strict: "yes" is no bool, true is no int, "3" is no int; an int is accepted for a float. Annotations that
-YAML values cannot be compared with (a protocol, a type variable, a callable) accept every plain value.
+Strictly: "yes" is no bool, true is no int and "3" is no int; an int is accepted for a float. `Annotated` with a Range
+or a Rule narrows a type. What YAML cannot hold (a protocol, a type variable, a callable) accepts every plain value.
 """
 
-import collections
-import enum
-import os
-import pathlib
+import inspect
+import math
 import re
 import sys
 import types
 import typing
 from collections import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from os import PathLike
+from pathlib import Path, PurePath
+from typing import Any, Literal, NamedTuple, TypeGuard
 
-from ..cli.config.read import Key
-from ..cli.config.signatures import ANYTHING, Named
 from .errors import did_you_mean
 from .run_names import address_problem
 from .targets import TARGET, misspelt_word
 
-_KINDS: dict[Any, str] = {
-    Any: "any", bool: "bool", int: "int", float: "float", str: "str", type(None): "none", None: "none",
-    pathlib.Path: "path", pathlib.PurePath: "path", os.PathLike: "path", timedelta: "timedelta",
-    typing.Union: "union", types.UnionType: "union", typing.Literal: "literal", tuple: "tuple",
-    **dict.fromkeys((list, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection), "list"),
-    **dict.fromkeys((set, frozenset, abc.Set, abc.MutableSet), "set"),
-    **dict.fromkeys((dict, abc.Mapping, abc.MutableMapping, collections.OrderedDict), "mapping"),
-}  # fmt: skip
-_TYPES: dict[str, Any] = {
-    "int": int, "float": int | float, "str": str, "path": str,
-    "list": list, "tuple": list, "set": list, "mapping": dict,
-}  # fmt: skip
-_CLASSES = ("class", "opaque")  # an opaque one, whose source was not read, may accept plain values
-_BUILT = ("any", *_CLASSES)
-"""Kinds of annotations whose argument may be built from a mapping with `_target_`."""
-_CONVERTED = ("path", "timedelta", "tuple", "set")
-_DURATION = re.compile(r"([0-9]{1,6}):([0-9]{2}):([0-9]{2}):([0-9]{2})")
+Key = tuple[str | int, ...]
+"""The path of a value in a config: ("callbacks", "checkpoint", "monitor")."""
+_DURATION = re.compile(r"(\d{1,6}):(\d\d):(\d\d):(\d\d)", re.ASCII)
+_PATHS = (Path, PurePath, PathLike)
+_LISTS = (list, abc.Sequence, abc.MutableSequence, abc.Iterable, abc.Collection)
+_SETS = (set, frozenset, abc.Set, abc.MutableSet)
+_MAPPINGS = (dict, abc.Mapping, abc.MutableMapping)
+_PLAIN = (bool, int, float, str, tuple, timedelta, None, type(None), Literal, *_PATHS, *_LISTS, *_SETS, *_MAPPINGS)
+"""Types of which a mapping with `_target_` is never an instance."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """Mistake in a config: the key, and a sentence with the expected value, the one found, and the remedy."""
+class Problem(NamedTuple):
+    """A mistake: its key, and a sentence with the value that was expected, the one that came, and what to write."""
 
     key: Key
     message: str
 
 
+@dataclass(frozen=True)
+class Range:
+    """Numbers that an annotation accepts, as in `Annotated[int, Range(1)]`; `exclusive`: without `least` itself."""
+
+    least: float
+    most: float = math.inf
+    exclusive: bool = False
+
+    def accepts(self, value: Any) -> bool:
+        """Return whether a number is within; NaN never is."""
+        return bool(self.least < value if self.exclusive else self.least <= value) and bool(value <= self.most)
+
+    def words(self, name: str) -> str:
+        """Describe the type of that name, and the range."""
+        if self.exclusive:
+            name = f"{name} above {self.least}"
+            return name if self.most == math.inf else f"{name}, up to {self.most}"
+        return (
+            f"{name} of at least {self.least}" if self.most == math.inf else f"{name} from {self.least} to {self.most}"
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on the values of an annotation, and its description, which replaces the type's."""
+
+    description: str
+    accepts: Callable[[Any], bool]
+
+    def words(self, name: str) -> str:
+        """Describe the values that are accepted."""
+        return self.description
+
+
 Fitted = tuple[Any, list[Problem]]
-"""A converted value, and every mistake in it."""
-OnTarget = Callable[[Mapping[str, Any], Key, str], Fitted]
-"""Checks, or builds, a mapping with `_target_` that must name a subclass of the class at a dotted path."""
+"""A converted value, and the mistakes in it."""
+Build = Callable[[Mapping[str, Any], Key, Any], Fitted]
+"""Checks, or builds, a mapping with `_target_`, of which an instance of a class is wanted."""
 
 
-def fit_value(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
-    """Convert a value to the type `expected`; `on_target` converts mappings that name a class."""
-    kind, parts = kind_of(expected), typing.get_args(expected)
-    if kind == "annotated":
-        return fit_value(parts[0], value, key, on_target)
-    if kind == "union":
-        return _fit_union(expected, value, key, on_target)
+def fit(expected: Any, value: Any, key: Key, build: Build) -> Fitted:
+    """Convert a value to a type; `build` converts mappings that name a class."""
+    origin, parts = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin is typing.Annotated:
+        fitted, problems = fit(parts[0], value, key, build)
+        if not problems and not all(one.accepts(value) for one in parts[1:] if isinstance(one, Range | Rule)):
+            problems = [Problem(key, "")]
+        # said with the range too; but a mistake within a list is said of its item
+        return fitted, [Problem(key, _wrong((expected,), value)) if one.key == key else one for one in problems]
+    if origin in (typing.Union, types.UnionType):
+        return _fit_union(parts, value, key, build)
     if is_target(value):
-        if kind in _BUILT:
-            return on_target(value, key, ANYTHING if kind == "any" else _path(expected))
-        return value, [Problem(key, f"may not hold a `{TARGET}`: it must be {describe_type(expected)}.")]
-    if kind in ("any", "opaque"):
-        parts = ()
-        if fault := _nearly_a_target(value):
-            return value, [Problem(key, fault)]
-    elif not _has_shape(kind, parts, value):
-        return value, [Problem(key, _wrong([expected], value))]
-    if kind == "path":
-        if (problem := address_problem(value)) is not None:
-            return value, [Problem(key, problem)]
-        return pathlib.Path(value), []
-    if kind == "timedelta":
-        days, hours, minutes, seconds = map(int, value.split(":"))
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds), []
-    found: list[Problem] = []
-
-    def inner(part: Any, item: Any, name: Any) -> Any:
-        result, problems = fit_value(part, item, (*key, name), on_target)
-        found.extend(problems)
-        return result
-
-    if isinstance(value, list):
-        of_items = parts if is_record(kind, parts) else (parts[0] if parts else Any,) * len(value)
-        items = [inner(part, item, index) for index, (part, item) in enumerate(zip(of_items, value, strict=True))]
-        return {"tuple": tuple, "set": set}.get(kind, list)(items) if not found else value, found
+        if origin in _PLAIN:
+            return value, [Problem(key, f"may not hold a `{TARGET}`: it must be {name_of(expected)}.")]
+        return build(value, key, origin if isinstance(origin, type) and origin is not Any else object)
+    if not _has_shape(origin, parts, value):
+        return value, [Problem(key, _wrong((expected,), value))]
     if isinstance(value, dict):
-        of_name, of_value = parts or (Any, Any)
-        for name in value:
-            if fit_value(of_name, name, key, on_target)[1]:
-                found.append(Problem((*key, name), f"the key must be {describe_type(of_name)}, not {describe(name)}."))
-        return {name: inner(of_value, item, name) for name, item in value.items()}, found
+        return _fit_mapping(origin, parts, value, key, build)
+    if isinstance(value, list):
+        return _fit_list(origin, parts, value, key, build)
+    if origin in _PATHS:
+        problem = address_problem(value)
+        return (Path(value), []) if problem is None else (value, [Problem(key, problem)])
+    if origin is timedelta and isinstance(value, str):
+        days, hours, minutes, seconds = map(int, value.split(":"))
+        return timedelta(days, seconds, minutes=minutes, hours=hours), []
     return value, []
 
 
-def _fit_union(expected: Any, value: Any, key: Key, on_target: OnTarget) -> Fitted:
-    # Members that need no conversion come first, so that a str stays one in `str | Path`.
-    members = sorted(typing.get_args(expected), key=lambda one: kind_of(one) in _CONVERTED)
+def _fit_list(origin: Any, parts: Any, value: list[Any], key: Key, build: Build) -> Fitted:
+    if _is_record(origin, parts):
+        kinds = parts
+    else:
+        kinds = (parts[0] if parts and origin in (*_LISTS, *_SETS, tuple) else Any,) * len(value)
+    fitted = [
+        fit(kind, item, (*key, index), build) for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+    ]
+    problems = [problem for _, inner in fitted for problem in inner]
+    made = tuple if origin is tuple else set if origin in _SETS else list
+    return (value if problems else made(item for item, _ in fitted)), problems
+
+
+def _fit_mapping(origin: Any, parts: Any, value: dict[Any, Any], key: Key, build: Build) -> Fitted:
+    if origin not in _MAPPINGS and (fault := _nearly_a_target(value)):
+        return value, [Problem(key, fault)]
+    of_name, of_value = parts if len(parts) == 2 and origin in _MAPPINGS else (Any, Any)
+    problems = [
+        Problem((*key, name), f"the key must be {name_of(of_name)}, not {describe(name)}.")
+        for name in value
+        if fit(of_name, name, key, build)[1]
+    ]
+    fitted = {name: fit(of_value, item, (*key, name), build) for name, item in value.items()}
+    problems += [problem for _, inner in fitted.values() for problem in inner]
+    return (value if problems else {name: item for name, (item, _) in fitted.items()}), problems
+
+
+def _fit_union(members: tuple[Any, ...], value: Any, key: Key, build: Build) -> Fitted:
     if Any in members:
-        return fit_value(Any, value, key, on_target)
-    shaped: list[Problem] = []
-    wanted = _BUILT if is_target(value) else ("mapping", "list", "tuple", "set")
-    for one in members:
-        result, problems = fit_value(one, value, key, on_target)
+        return fit(Any, value, key, build)
+    inner: list[Problem] = []
+    # members that convert come last, so that a str stays one in `str | Path`
+    for member in sorted(members, key=lambda one: one in (*_PATHS, timedelta)):
+        fitted, problems = fit(member, value, key, build)
         if not problems:
-            return result, []
-        kind = kind_of(one)
-        # If the value has the shape of a member, the mistakes within are more useful than a list of all members.
-        if kind in wanted and (kind in _BUILT or _has_shape(kind, typing.get_args(one), value)):
-            shaped = shaped or problems
-    return value, shaped or [Problem(key, _wrong(typing.get_args(expected), value))]
+            return fitted, []
+        # mistakes within a mapping or list of the right shape, or in a path, say more than a list of all types
+        within = isinstance(value, dict | list) and any(problem.key != key for problem in problems)
+        if within or (member in _PATHS and isinstance(value, str)):
+            inner = inner or problems
+    return value, inner or [Problem(key, _wrong(members, value))]
 
 
-def _nearly_a_target(value: Any) -> str:
-    """Return why a mapping that is to be plain data was meant to be built; "" for any other value."""
-    if not isinstance(value, dict):
-        return ""
+def _has_shape(origin: Any, parts: Any, value: Any) -> bool:
+    """Return whether a value has a type, apart from its items."""
+    if origin is Literal:
+        return any(same(value, word) for word in parts)
+    if origin in (None, type(None)):
+        return value is None
+    if origin in (bool, int, float, str):
+        # a bool is an int for Python; a class of one's own may derive from str, as an enum does
+        accepted = (int, float) if origin is float else origin
+        return isinstance(value, accepted) and (origin is bool or not isinstance(value, bool))
+    if origin in _PATHS:
+        return isinstance(value, str | PathLike)
+    if origin is timedelta:
+        return isinstance(value, timedelta) or (isinstance(value, str) and _DURATION.fullmatch(value) is not None)
+    if origin in _SETS:  # their items must have hashes
+        return isinstance(value, list) and not any(isinstance(item, dict | list) for item in value)
+    if origin is tuple:
+        return isinstance(value, list) and (not _is_record(origin, parts) or len(parts) == len(value))
+    if origin in _LISTS:
+        return isinstance(value, list)
+    if origin in _MAPPINGS:
+        return isinstance(value, Mapping)
+    return not _needs_object(origin)
+
+
+def _is_record(origin: Any, parts: Any) -> bool:
+    """Return whether an annotation is a tuple with a type for each item."""
+    return origin is tuple and bool(parts) and ... not in parts
+
+
+def _needs_object(origin: Any) -> bool:
+    """Return whether no plain value can be of this class: not a protocol, an enum, a typed dict, a type variable."""
+    return (
+        inspect.isclass(origin)
+        and origin not in (object, Any)
+        and origin.__module__.partition(".")[0] not in sys.stdlib_module_names
+        and not issubclass(origin, (str, int, float, dict, list, tuple))
+        and typing.Protocol not in origin.__bases__
+        and not hasattr(origin, "__members__")
+    )
+
+
+def is_target(value: Any) -> TypeGuard[dict[Any, Any]]:
+    """Return whether a value is a mapping that names a class to build."""
+    return isinstance(value, dict) and TARGET in value
+
+
+def _nearly_a_target(value: Mapping[Any, Any]) -> str:
+    """Return why a mapping of plain data was probably meant to be built; "" if it was not."""
     if "class_path" in value and value.keys() <= {"class_path", "init_args", "dict_kwargs"}:
         return f"is in LightningCLI's form. Write {{{TARGET}: {value['class_path']}}}, with the arguments beside it."
     return next((f"has {name!r}.{hint}" for name in value if (hint := misspelt_word(name))), "")
 
 
-def is_target(value: Any) -> bool:
-    """Return whether a value is a mapping that names a class to build."""
-    return isinstance(value, dict) and TARGET in value
+def same(left: Any, right: Any) -> bool:
+    """Return whether two plain values are equal and of the same types."""
+    return type(left) is type(right) and repr(left) == repr(right)  # repr: [1] == [True], and nan != nan
 
 
-def describe_type(expected: Any) -> str:
-    """Describe a type for a message."""
-    kind, parts = kind_of(expected), typing.get_args(expected)
-    if kind == "union":
+# --- words of messages ------------------------------------------------------------------------------------------------
+def name_of(expected: Any) -> str:
+    """Describe a type."""
+    origin, parts = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin is typing.Annotated:
+        rules = [one for one in parts[1:] if isinstance(one, Range | Rule)]
+        return rules[0].words(name_of(parts[0])) if rules else name_of(parts[0])
+    if origin in (typing.Union, types.UnionType):
         return _either(parts)
-    names = [describe_type(one) for one in parts] if kind in ("list", "tuple", "set", "mapping") else []
-    if kind == "literal":
-        return ("one of " if len(parts) > 1 else "") + ", ".join(map(_quoted, parts))
-    if is_record(kind, parts):
-        return f"a list of {len(names)} ({', '.join(names)})"
-    if kind in ("list", "tuple", "set"):
-        return f"a list of {names[0]}" if names else "a list"
-    if kind == "mapping":
-        return f"a mapping of {' to '.join(names)}" if names else "a mapping"
-    if kind in _CLASSES:
-        return f"a mapping with `{TARGET}`: a subclass of {_path(expected)}"
-    words = {"none": "null", "any": "anything", "path": "a path", "timedelta": "a time 'DD:HH:MM:SS'"}
-    return words.get(kind, kind)
+    if origin is Literal:
+        shown = [repr(word) if isinstance(word, str) else describe(word).removeprefix("the number ") for word in parts]
+        return "one of " * (len(parts) > 1) + ", ".join(shown)
+    if _is_record(origin, parts):
+        return f"a list of {len(parts)} ({', '.join(map(name_of, parts))})"
+    if origin in (*_LISTS, *_SETS, tuple):
+        return f"a list of {name_of(parts[0])}" if parts else "a list"
+    if origin in _MAPPINGS:
+        return "a mapping" + (f" of {name_of(parts[0])} to {name_of(parts[1])}" if parts else "")
+    words = {type(None): "null", None: "null", Any: "anything", timedelta: "a time 'DD:HH:MM:SS'"}
+    if origin in words or origin in _PATHS:
+        return words.get(origin, "a path")
+    if _needs_object(origin):
+        return f"a mapping with `{TARGET}`: a subclass of {origin.__module__}.{origin.__qualname__}"
+    return str(origin.__name__) if origin in (bool, int, float, str) else "anything"
 
 
-def _either(members: Sequence[Any]) -> str:
-    *names, last = dict.fromkeys(map(describe_type, members))
+def _either(members: Iterable[Any]) -> str:
+    *names, last = dict.fromkeys(map(name_of, members))
     return f"{', '.join(names)} or {last}" if names else last
 
 
 def describe(value: Any) -> str:
-    """Describe a value for a message."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    """Describe a value."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, dict | list):
         return "a mapping" if isinstance(value, dict) else "a list"
     text = repr(value)
-    return f"the {'string' if isinstance(value, str) else 'number'} {text if len(text) <= 60 else text[:57] + '...'}"
+    kind = "the string " if isinstance(value, str) else "the number " if isinstance(value, int | float) else ""
+    return f"{kind}{text if len(text) <= 60 else text[:57] + '...'}"
 
 
-def same(left: Any, right: Any) -> bool:
-    """Return whether two plain values are equal and of the same types."""
-    # repr, since [1] == [True], and NaN is not equal to itself
-    return type(left) is type(right) and repr(left) == repr(right)
-
-
-def _quoted(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else describe(value).removeprefix("the number ")
-
-
-def kind_of(expected: Any) -> str:
-    """Return the kind of an annotation, a word such as "int", "union" or "class"; "any" for an unknown one."""
-    origin = typing.get_origin(expected) or expected
-    if origin is typing.Annotated:
-        return "annotated"
-    if origin in _KINDS:
-        return _KINDS[origin]
-    if not isinstance(origin, type) or origin.__module__.partition(".")[0] in sys.stdlib_module_names:
-        return "any"
-    if issubclass(origin, Named):
-        return "class" if origin.exact else "opaque"
-    may_be_plain = issubclass(origin, (enum.Enum, str, int, float, dict, list, tuple))
-    return "opaque" if may_be_plain or typing.Protocol in origin.__bases__ else "class"
-
-
-def _path(expected: Any) -> str:
-    """Return the dotted path of the class that an annotation names."""
-    cls = typing.get_origin(expected) or expected
-    return cls.path if issubclass(cls, Named) else f"{cls.__module__}.{cls.__qualname__}"
-
-
-def is_record(kind: str, parts: Sequence[Any]) -> bool:
-    """Return whether an annotation is a tuple with a type for each item."""
-    return kind == "tuple" and bool(parts) and ... not in parts
-
-
-def _has_shape(kind: str, parts: Sequence[Any], value: Any) -> bool:
-    """Return whether a value is of a type, apart from its items."""
-    if kind == "literal":
-        return any(same(value, one) for one in parts)
-    if kind == "none" or value is None:
-        return kind == "none" and value is None
-    # first, since a bool is an int
-    if isinstance(value, bool):
-        return kind == "bool"
-    if kind == "timedelta":
-        return isinstance(value, str) and _DURATION.fullmatch(value) is not None
-    if kind == "set" and isinstance(value, list):
-        return not any(isinstance(item, dict | list) for item in value)
-    fits = kind in _TYPES and isinstance(value, _TYPES[kind])
-    return fits and (not is_record(kind, parts) or len(value) == len(parts))
-
-
-def _wrong(members: Sequence[Any], value: Any) -> str:
+def _wrong(members: tuple[Any, ...], value: Any) -> str:
     """Return a message with the expected types, the value, and a correction where one is likely."""
     message = f"must be {_either(members)}, not {describe(value)}."
-    kinds = {kind_of(one) for one in members}
+    bare = [typing.get_args(one)[0] if typing.get_origin(one) is typing.Annotated else one for one in members]
+    kinds = {typing.get_origin(one) or one for one in bare}
     if isinstance(value, str):
-        if "bool" in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
+        if bool in kinds and value.lower() in ("true", "false", "yes", "no", "on", "off"):
             return f"{message} Write {'true' if value.lower() in ('true', 'yes', 'on') else 'false'}."
-        if kinds & {"int", "float"} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
+        if kinds & {int, float} and re.fullmatch(r"[-+]?[0-9]{1,18}", value):
             return f"{message} Write {int(value)} without quotes."
-        literals = [word for one in members if kind_of(one) == "literal" for word in typing.get_args(one)]
-        return message + did_you_mean(value, [word for word in literals if isinstance(word, str)])
-    if "int" in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
+        words = [word for one in bare if typing.get_origin(one) is Literal for word in typing.get_args(one)]
+        return message + did_you_mean(value, [word for word in words if isinstance(word, str)])
+    if int in kinds and isinstance(value, float) and value.is_integer() and abs(value) < 1e16:
         return f"{message} Write {int(value)}."
-    if kinds & {"str", "path"} and isinstance(value, int | float) and not isinstance(value, bool):
+    if kinds & {str, *_PATHS} and type(value) in (int, float):
         return f"{message} Put it in quotes."
     return message

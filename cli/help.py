@@ -11,13 +11,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..base.arguments import documented_arguments
 from ..base.errors import ConfigError, did_you_mean
 from ..base.targets import TARGET
 from ..trainer.strategies import STRATEGIES
 from .command_line import CONFIG_WORDS, Command, CommandParser, exit_codes
-from .config.check import launcher_arguments, trainer_arguments
 from .config.read import MOVED, SECTION_OF, SECTIONS, dotted, read_config, ready_configs
-from .config.signatures import NO_DEFAULT, Parameter, Sources, documented_arguments
+from .config.signatures import NO_DEFAULT, Parameter, Sources, launcher_arguments, trainer_arguments
 from .launchers import LAUNCHERS
 
 SOURCE_ROOT = Path(__file__).resolve().parents[1]

@@ -71,14 +71,6 @@ COMMANDS = {
         about=TRAINING,
         logs=True,
     ),
-    "schema": Command(
-        "Print the JSON schema of a config, with which an editor completes and checks it.",
-        ".schema",
-        "run_schema",
-        usage="[CONFIG.yaml ...]",
-        own_keys={"CONFIG.yaml": "Also the arguments of the classes that these configs name."},
-        about=CONFIGS,
-    ),
     "check": Command(
         "Run a few steps of every stage to find what would fail later.",
         ".check.check",

@@ -13,8 +13,8 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 
 from legato.callbacks import callback
-from legato.cli.config.check import launcher_arguments, trainer_arguments
 from legato.cli.config.read import MOVED, SECTION_OF, SECTIONS
+from legato.cli.config.signatures import launcher_arguments, trainer_arguments
 from legato.cli.help import command_help
 from legato.cli.launchers import LAUNCHERS
 from legato.cli.main import COMMANDS

@@ -1,7 +1,6 @@
 """Choices that a subclass of Trainer may override: state, strategies, callbacks, run directory, points of the log.
 
-A Trainer for programs that were written for another library overrides these; they change nothing by themselves. Editors
-and help() show the docstring of the class for the Trainer, which has none of its own.
+A Trainer for programs that were written for another library overrides these; they change nothing by themselves.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,87 +23,7 @@ from .view import TrainerView
 
 
 class TrainerDefaults(TrainerView):
-    """Trains, validates, tests and predicts.
-
-    Args:
-        max_epochs: Stop after this many epochs. -1: no limit. Without max_epochs, max_steps and max_time: 1000.
-        min_epochs: Do not stop early before this many epochs.
-        max_steps: Stop after this many optimizer steps. -1: no limit.
-        min_steps: Do not stop early before this many optimizer steps.
-        max_time: Stop after this much time: "DD:HH:MM:SS", a timedelta, or its arguments as a mapping.
-        fast_dev_run: Run this many batches of each stage (True: 1), without checkpoints and logs, as a quick test.
-        strategy: Placement of replicas on devices: "auto", a name such as "ddp" or "fsdp", or a mapping of
-            `name` and options.
-        accelerator: "cpu", "cuda" (or "gpu"), "mps", or "auto": the best available.
-        devices: Number of devices on this machine, their indices, or "auto": all of an accelerator, one process on CPU.
-        num_nodes: Number of machines.
-        replicas: Logical data-parallel workers, constant for the whole run. None: one per data-parallel
-            process at the start.
-        precision: 32, 64, "bf16-mixed", "16-mixed", "bf16-true", "16-true".
-        seed: Determines, with config and data, the order of samples and every random number.
-        reproducible: Same on any number of processes: "order" (samples, random numbers), "bitwise" (every
-            bit) or nothing ("off").
-        threads: Intra-op threads of each process. None: torch's choice, or 1 with "bitwise": their
-            number changes last bits.
-        deterministic: Use torch's deterministic kernels only; "warn" instead of an error if there is none.
-        accumulate_grad_batches: Batches that each replica accumulates for one optimizer step.
-        gradient_clip_val: Clip gradients to this norm or value before each step. None or 0: no clipping.
-        gradient_clip_algorithm: "norm": clip the total norm; "value": clip each value.
-        nan: Effect of a NaN or infinity: "raise" ends the run at a loss, "skip" skips a step with such a gradient.
-        nan_skips: Steps in a row that nan=skip may skip before the run ends with an error.
-        detect_anomaly: Let autograd name the operation whose gradient is NaN (slow).
-        activation_checkpointing: Classes of blocks whose activations are recomputed in backward to save memory.
-        compile: Compile the task's modules in place with torch.compile; a mapping holds its options, and
-            `blocks`: classes.
-        sync_batchnorm: Compute batch norm statistics over the batches of all replicas; each replica
-            needs a process of its own.
-        limit_train_batches: Batches per epoch of each replica: a count (int) or a fraction (float).
-        limit_val_batches: Validation batches, counted over all replicas: a count (int) or a fraction (float).
-        limit_test_batches: Test batches, counted over all replicas: a count (int) or a fraction (float).
-        limit_predict_batches: Prediction batches, counted over all replicas: a count (int) or a fraction (float).
-        overfit_batches: Train and validate on this many training batches only, in a fixed order.
-        use_distributed_sampler: Deal samples out to replicas, but for loaders that are seen to yield each
-            process its own share. False: all training loaders do.
-        loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,
-            prefetch_factor, persistent_workers, pin_memory. They change the speed and not the samples.
-        prefetch_to_device: Copy a batch to a CUDA device while it computes the one before; takes memory
-            for one more batch there.
-        reload_dataloaders_every_n_epochs: Call the loader hooks of the task or data module again every n
-            epochs. 0: never.
-        leave_out_samples: Indices of the training dataset that are in no batch of any epoch; all other
-            samples keep their step.
-        resume_at: Point at which to resume if the samples of a step have changed (batch size, data, limits).
-        val_check_interval: Validate after this fraction of an epoch (float), this many training batches
-            of a replica (int), or this time: "DD:HH:MM:SS", a timedelta or a mapping such as {"minutes":
-            30}.
-        check_val_every_n_epoch: Validate every n epochs. None: count val_check_interval's batches over epochs.
-        num_sanity_val_steps: Validation batches to run before training. -1: all of them; 0: none.
-        inference_mode: Evaluate under torch.inference_mode; False: under torch.no_grad.
-        default_root_dir: The folder that holds run directories.
-        run_name: The run directory is default_root_dir/run_name/version_N.
-        logger: True: TensorBoard and metrics.jsonl in the run directory. False or None: nothing. Or your own.
-        write_csv: Write `metrics.csv` besides. `run.csv` in a config.
-        save_code: Store the git commit and uncommitted changes in the run directory. `run.save_code` in a config.
-        log_every_n_steps: Optimizer steps between two logging points; values are read from the device only then. The
-            last step is one.
-        callbacks: Callbacks of the run.
-        enable_checkpointing: Add a Checkpoint callback if none is given.
-        checkpoint_format: Format of the checkpoints, an object of your own class. None: Legato's directories.
-        enable_progress_bar: Add a ProgressBar callback if none is given.
-        enable_model_summary: Add a ModelSummary callback if none is given.
-        cluster: Join the processes that torchrun, SLURM or MPI started ("auto"), or ignore their variables ("off").
-        max_restarts: Number of times that Legato's launcher restarts failed workers, each time from the newest
-            complete checkpoint.
-        hang_timeout: Seconds without progress after which to end the run; more than the longest step,
-            save or hook. None: never.
-        hang_report_seconds: Report where each rank is after this many seconds, and 20 longest steps,
-            without progress. None: never.
-        garbage_collection_seconds: Run Python's full garbage collections about this often, on all ranks
-            at once. None: as Python does, within steps.
-        signal_grace_seconds: Seconds in which a run must react to SIGTERM or SIGHUP, or its process
-            ends; a save in progress is finished.
-        requeue: Under SLURM, requeue the job when it is told to end (SIGTERM, SIGUSR1), once its checkpoint is saved.
-    """
+    """The Trainer without its loop; each choice may be overridden."""
 
     keeps_gradients: ClassVar[bool] = False
     """Whether the gradients of a step stay until the next step's first forward is done, for its hooks to read."""

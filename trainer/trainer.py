@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..base.arguments import TrainerArguments
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
 from . import lifecycle, masked, remote_call
@@ -35,7 +36,7 @@ Source = str | Path | None
 
 
 class Trainer(TrainerDefaults):  # noqa: D101 - inherited
-    # Its arguments are the fields of `arguments.TrainerArguments`; its docstring is that of TrainerDefaults.
+    # Its arguments, and its docstring, are those of `arguments.TrainerArguments`.
 
     def __post_init__(self) -> None:
         check_arguments(self)
@@ -343,4 +344,4 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         self.saver.remove(Path(path))
 
 
-Trainer.__doc__ = TrainerDefaults.__doc__  # Python does not inherit it; editors, which read the source, do
+Trainer.__doc__ = TrainerArguments.__doc__  # the only text of the arguments

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from ...base.errors import ConfigError, add_note
 from ...base.targets import PARTIAL, TARGET, call_target
-from ...base.values import Fitted
+from ...base.values import Fitted, Key
 from ...tasks.hyperparameters import Hyperparameters
-from .check import EXPECTED, Checker, Config, is_entry
-from .read import Key, dotted, replace_item
-from .signatures import ANYTHING, Signature, load_target
+from .check import EXPECTED, TRAINER, Config, ValueChecker, class_name, entries, find_target, is_entry
+from .classes import load, signature_of
+from .read import MOVED, dotted, replace_item
 
 _PLAIN = (bool, int, float, str, list, dict, tuple, set, type(None))
 """Types of values that a checkpoint holds as they are."""
@@ -55,97 +55,62 @@ class ConfiguredRun:
 
 
 def build_config(config: Config) -> ConfiguredRun:
-    """Build the objects of a config, each with the config's seed.
-
-    Raises ConfigError where a `_target_` cannot be imported, or is of the wrong kind.
-    """
+    """Build the objects of a config, each with the config's seed. Raises ConfigError where that cannot be."""
     from ...trainer.data.randomness import seed_everything
     from ...trainer.trainer import Trainer
 
-    builder, values = _InstanceBuilder(config), config.values
-
-    def seeded(section: str) -> Any:
-        # Each part's random numbers depend on the seed alone, not on what was built before it.
-        seed_everything(values["seed"], verbose=False)
-        return builder.make(values[section], (section,), EXPECTED[section])
-
-    task = seeded("task")
-    data = seeded("data") if "data" in values else None
-    parts = {
-        section: [builder.make(one, (section, name), EXPECTED[section]) for name, one in values[section].items()]
-        for section in ("callbacks", "loggers")
-        if section in values
-    }
-    arguments = builder.arguments(values["trainer"], ("trainer",), builder.checker.trainer_signature())
+    builder, values, made = _Builder(config), config.values, dict[Key, Any]()
+    for key, value in entries(values):
+        if len(key) == 1:  # random numbers depend on the seed alone, not on what was built before
+            seed_everything(values["seed"], verbose=False)
+        made[key] = builder.make(value, key, load(EXPECTED[str(key[0])]))
+    parts = {section: [one for key, one in made.items() if key[0] == section] for section in ("callbacks", "loggers")}
+    arguments = builder.arguments(values["trainer"], ("trainer",), "Trainer", TRAINER)[0]
+    moved = {name: reduce(getitem, key, values) for name, key in MOVED.items()}
+    logger = parts["loggers"] or False if "loggers" in values else True
     try:
-        trainer = Trainer(
-            **arguments,
-            callbacks=parts.get("callbacks"),
-            logger=parts["loggers"] or False if "loggers" in parts else True,
-            seed=values["seed"],
-            run_name=values["run"]["name"],
-            default_root_dir=values["run"]["root"],
-            save_code=values["run"]["save_code"],
-            write_csv=values["run"]["csv"],
-        )
+        trainer = Trainer(**arguments, **moved, callbacks=parts["callbacks"] or None, logger=logger)
     except ConfigError as error:
         named = re.match(r"trainer\.(\w+)(?:: (\w+)=)?", str(error))  # an argument, and perhaps one of its options
-        place = config.origin(("trainer", *filter(None, named.groups()))) if named else ""
-        raise ConfigError(f"{place}: {error}" if named else str(error)) from error
+        place = f"{config.origin(('trainer', *filter(None, named.groups())))}: " if named else ""
+        raise ConfigError(f"{place}{error}") from error
     again = config.to_run_again()
     trainer.config_text, trainer.given_config = again.text(), again.given_text()
+    task, data = made["task",], made.get(("data",))
     return ConfiguredRun(trainer, task, data, values["resume"], values["checkpoint"], config.directory, config.resumed)
 
 
-class _InstanceBuilder:
-    """Makes instances of the classes that a config names, after a check of the imported classes' bases."""
+class _Builder(ValueChecker):
+    """Checks values again, and makes an object of each mapping with `_target_`."""
 
     def __init__(self, config: Config) -> None:
+        super().__init__(config.values)
         self.config = config
-        self.checker = Checker(config.values, config.sources, may_import=True)
         self.made: dict[int, tuple[Any, dict[str, Any]]] = {}
         """Objects made for arguments, and their configs, by the objects' ids."""
 
-    def arguments(self, value: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
-        """Convert plain arguments to the types of the parameters."""
-        fitted: dict[str, Any] = self.checker.arguments(value, key, "", signature, self.on_target)[0]
-        return fitted
+    def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
+        """Make an object for an argument, or return why it cannot be one of this class: a union has others."""
+        mistakes = ValueChecker(self.values).check(value, key, base)[1]
+        return (value, mistakes) if mistakes else (self.make(value, key, base), [])
 
-    def on_target(self, value: Mapping[str, Any], key: Key, expected: str) -> Fitted:
-        """Make an instance for an argument, or return why it cannot be one of this class: a union has others."""
-        problems = self.checker.on_target(value, key, expected)[1]
-        return (value, problems) if problems else (self.make(value, key, expected), [])
-
-    def make(self, value: Mapping[str, Any], key: Key, expected: str) -> Any:
-        """Make what a mapping with `_target_` describes.
-
-        For an argument that is an instance of the class at the dotted path `expected` (of any, if that is no class),
-        by a class or a function, or a partial of those. Else it is an instance of a subclass.
-        """
-        place = f"{self.config.origin((*key, TARGET))}: {dotted((*key, TARGET))}"
-        try:
-            target, base = load_target(value[TARGET]), object if expected == ANYTHING else load_target(expected)
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        partial, nested = bool(value.get(PARTIAL)), not is_entry(key)
-        if not isinstance(target, type) and not (nested and callable(target)):
-            raise ConfigError(f"{place}: {value[TARGET]!r} is not a class{' or function' if nested else ''}.")
-        base = base if isinstance(base, type) else object  # an annotation may be a function, or a module
-        # Not issubclass: an abstract base class may register classes that do not inherit from it.
-        if isinstance(target, type) and base not in target.__mro__:
-            raise ConfigError(f"{place}: {value[TARGET]!r} is not a subclass of {expected}, which is required here.")
-        signature = self.checker.sources.signature(value[TARGET], may_import=True) or Signature(open=True)
-        arguments = self.arguments(value, key, signature)
+    def make(self, value: Mapping[str, Any], key: Key, base: type) -> Any:
+        """Make an instance of a subclass of `base`; for an argument also by a function, or a partial of either."""
+        place, partial, nested = self.config.origin(key), bool(value.get(PARTIAL)), not is_entry(key)
+        target = find_target(value, key, base)
+        arguments = self.arguments(value, key, "", signature_of(target))[0]
         try:
             made = call_target(target, arguments, partial)
         except ConfigError as error:
-            raise ConfigError(f"{self.config.origin(key)}: {dotted(key)}: {error}") from error
+            raise ConfigError(f"{place}: {dotted(key)}: {error}") from error
         except Exception as error:
-            add_note(error, f"{self.config.origin(key)}: {dotted(key)} was being built.")
+            add_note(error, f"{place}: {dotted(key)} was being built.")
             raise
         if not isinstance(target, type) and not partial and not isinstance(made, base):
             kind = type(made).__name__
-            raise ConfigError(f"{place}: {value[TARGET]!r} returned {kind}, not {expected}, which is required here.")
+            raise ConfigError(
+                f"{place}: {value[TARGET]!r} returned {kind}, not {class_name(base)}, which is required here."
+            )
         configs = {name: self._config_of(one) for name, one in arguments.items()}
         for secret, text in self.config.secrets.items():
             if secret[: len(key)] == key and isinstance(reduce(getitem, secret, self.config.values), str):

@@ -1,29 +1,31 @@
-"""Checks a config against the classes that it names, reports all mistakes at once, and adds the defaults.
+"""Checks a config: first its keys, without importing torch; then, with the classes that it names, every value.
 
-Nothing is imported for it but a class whose parameters its source does not determine.
+KeyChecker finds every misspelt key from source files alone, and wrong values of `trainer`, `run` and the top level.
+ValueChecker imports the classes for the types of their arguments. Each tells all that it finds in one message.
 """
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any, Literal
 
+from ...base.arguments import TORCH_OPTIONS, TrainerArguments, argument_texts, argument_types, instead_of, problems
 from ...base.errors import ConfigError, did_you_mean
-from ...base.run_names import address_problem, name_problem, path_problem
+from ...base.run_names import name_problem, path_problem
 from ...base.targets import PARTIAL, POSITIONAL, TARGET, misspelt_word
-from ...base.values import Fitted, OnTarget, Problem, describe, describe_type, fit_value, is_target, same
+from ...base.values import Fitted, Key, Problem, describe, fit, is_target, name_of, same
 from ...trainer.strategies import STRATEGIES
 from ..launchers import LAUNCHERS
+from .classes import NO_DEFAULT, Parameter, Signature, load, read_arguments, signature_of
 from .read import (
     MOVED,
     SECTION_OF,
     SECTIONS,
-    Key,
     Layer,
     dotted,
     dump_yaml,
@@ -33,41 +35,55 @@ from .read import (
     read_config,
     replace_item,
 )
-from .signatures import NO_DEFAULT, Parameter, Signature, Sources
 
 log = logging.getLogger("legato")
 
-_PACKAGE_NAME = __name__.partition(".")[0]
-_ARGUMENTS = f"{_PACKAGE_NAME}.base.arguments.TrainerArguments"
+_PACKAGE = __name__.partition(".")[0]
 EXPECTED = {
-    "task": f"{_PACKAGE_NAME}.tasks.task.Task",
-    "data": f"{_PACKAGE_NAME}.tasks.data_module.DataModule",
-    "callbacks": f"{_PACKAGE_NAME}.callbacks.callback.Callback",
-    "loggers": f"{_PACKAGE_NAME}.loggers.logger.Logger",
+    "task": f"{_PACKAGE}.tasks.task.Task",
+    "data": f"{_PACKAGE}.tasks.data_module.DataModule",
+    "callbacks": f"{_PACKAGE}.callbacks.callback.Callback",
+    "loggers": f"{_PACKAGE}.loggers.logger.Logger",
 }
-"""The class that every `_target_` of a section must descend from."""
-FOREIGN_KEYS = {
+"""The class from which every `_target_` of a section must descend."""
+FOREIGN = {
     "model": "It is `task` here: {_target_: my.Net, lr: 1}, without class_path and init_args.",
     "seed_everything": "It is `seed` here.",
     "ckpt_path": "It is `resume` for fit, `checkpoint` for validate, test and predict.",
     "hydra": "A run's directory is run.root and run.name, a multirun is `legato sweep`.",
-}
-"""Replacements for keys of a LightningCLI's or Hydra's config."""
-STANDARD_TARGETS = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
-"""Classes of the standard library that a config may build; with all of it a config could run any program."""
-_HYDRAS = {
+    "defaults": "Start from other files with `extends: [base.yaml, net.yaml]`, each with whole keys: this file wins.",
     "_recursive_": "Leave it out: a nested `_target_` is always built.",
     "_convert_": "Leave it out: lists and mappings are always plain ones.",
+    "<<": "YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}.",
 }
-_FOLDERS = {"strategy": "trainer.strategies", "launcher": "cli.launchers"}
-WORDS: dict[str, Any] = {
-    "resume": Literal["auto"] | Path | None,
-    "checkpoint": Literal["best", "last", "none"] | Path | None,
-}
-RUN_TYPES = {"name": str, "root": str, "save_code": bool, "csv": bool}
-RUN = Signature({name: Parameter(name, kind, NO_DEFAULT, required=False) for name, kind in RUN_TYPES.items()})
-SEED_COUNT = 2**32
+"""What to write instead of keys of LightningCLI, Hydra and YAML 1.1."""
+BUILDABLE = ("collections.OrderedDict", "collections.deque", "datetime.timedelta", "pathlib.Path")
+"""Classes of the standard library that a config may build; with all of it a config could run any program."""
+_FOLDERS = {"strategy": f"{_PACKAGE}.trainer.strategies", "launcher": f"{_PACKAGE}.cli.launchers"}
 _SHOWN = 5  # mistakes in one message
+
+
+def _parameter(name: str, kind: Any = None) -> Parameter:
+    default = TrainerArguments.__dataclass_fields__[name].default
+    assert default is not MISSING
+    return Parameter(kind or argument_types()[name], default, False)
+
+
+TRAINER = Signature({name: _parameter(name) for name in argument_types() if name not in (*MOVED, *SECTION_OF)})
+"""The arguments of Trainer that stand under `trainer:`."""
+RUN = Signature({
+    "name": _parameter("run_name"),
+    "root": _parameter("default_root_dir", str),
+    "save_code": _parameter("save_code"),
+    "csv": _parameter("write_csv"),
+})  # fmt: skip
+TOP = Signature({
+    "seed": _parameter("seed"),
+    "resume": Parameter(Literal["auto"] | Path | None, None, False),
+    "checkpoint": Parameter(Literal["best", "last", "none"] | Path | None, None, False),
+    "vars": Parameter(dict[str, Any], NO_DEFAULT, False),
+})  # fmt: skip
+_SIGNATURES = {"trainer": TRAINER, "run": RUN}
 
 
 @dataclass(frozen=True)
@@ -78,8 +94,6 @@ class Config(Layer):
     """The run directory whose stored config this is, apart from overrides."""
     resumed: Path | None = None
     """The run that `resume=auto` has found by its name, and whose config this is, apart from overrides."""
-    sources: Sources = field(default_factory=Sources, repr=False, compare=False)
-    """The source files that were parsed to check it; the build uses them again."""
 
     def text(self, origins: bool = False) -> str:
         """Return the config as YAML that can be run again; `origins` adds the origin of each value as a comment.
@@ -87,6 +101,16 @@ class Config(Layer):
         In place of a secret it has the name of the environment variable.
         """
         return dump_yaml(self.stored_values, self.origin if origins else None)
+
+    def given_text(self) -> str:
+        """Return what files and overrides have set, without defaults, with the origin of each value as a comment."""
+        return dump_yaml(self._given(self.stored_values, ()), self.origin)
+
+    def _given(self, value: Any, key: Key) -> Any:
+        if not isinstance(value, dict) or not value:
+            return NO_DEFAULT if self.origin(key) == "default" else value
+        items = {name: self._given(item, (*key, name)) for name, item in value.items()}
+        return {name: item for name, item in items.items() if item is not NO_DEFAULT} or NO_DEFAULT
 
     @property
     def stored_values(self) -> dict[str, Any]:
@@ -118,377 +142,344 @@ class Config(Layer):
         sections, stored = ("seed", "task", "data", "trainer", "callbacks", "loggers"), self.stored_values
         return [word for name in sections if name in stored for word in words(stored[name], (name,))]
 
-    def given_text(self) -> str:
-        """Return what files and overrides have set, without defaults, with the origin of each value as a comment."""
 
-        def given(value: Any, key: Key) -> Any:
-            if not isinstance(value, dict) or not value:
-                return NO_DEFAULT if self.origin(key) == "default" else value
-            items = {name: given(item, (*key, name)) for name, item in value.items()}
-            return {name: item for name, item in items.items() if item is not NO_DEFAULT} or NO_DEFAULT
-
-        return dump_yaml(given(self.stored_values, ()), self.origin)
-
-
-def load_config(arguments: Sequence[str]) -> Config:
+def load_config(words: Sequence[str]) -> Config:
     """Read files and overrides, in the order of a command line, and check them.
 
-    Raises ConfigError for mistakes; the message names up to five.
+    Raises ConfigError for mistakes, which names up to five: those in keys, or if there are none, those in values.
     """
-    layer = read_config(arguments, Checker({}).default_of)
-    found = replace(check_config(layer), directory=own_directory(arguments, layer))
+    layer = read_config(words, default_of)
+    config = check_config(layer)
+    config = replace(config, directory=own_directory(words, layer))
     if log.isEnabledFor(logging.DEBUG):
-        log.debug("Config without defaults, and the origin of each value:\n%s", found.given_text().rstrip())
-    return found
+        log.debug("Config without defaults, and the origin of each value:\n%s", config.given_text().rstrip())
+    return config
 
 
 def check_config(layer: Layer) -> Config:
-    """Check a merged layer, and add the defaults. Raises ConfigError for mistakes."""
+    """Check a merged layer, and add the defaults. Raises ConfigError as `load_config` does."""
     values = dict(layer.values)
     # an entry that is null takes one of an earlier file off
     for name in ("callbacks", "loggers"):
         section = {} if name in values and values[name] is None else values.get(name)
         if isinstance(section, dict):
-            values[name] = {one: item for one, item in section.items() if item is not None}
-    checker = Checker(values)
-    problems = list(checker.problems())
-    # Importing a class imports torch: only where its source does not tell, and only if nothing else is wrong.
-    if not problems and checker.unread:
-        checker.may_import = True
-        problems = list(checker.problems())
-    if problems:
-        raise ConfigError(_message(problems, layer, checker.trainer_signature()))
-    return checker.complete(layer)
+            values[name] = {entry: item for entry, item in section.items() if item is not None}
+    for checker in (KeyChecker(values), ValueChecker(values)):
+        mistakes = list(checker.problems())
+        if mistakes:
+            raise ConfigError(_message(mistakes, layer))
+    return _completed(values, layer)
 
 
-def trainer_arguments() -> list[Parameter]:
-    """Return every argument of Trainer with its type, default and meaning, as `base/arguments.py` has them."""
-    return list(Checker({}).trainer_signature().parameters.values())
+def entries(values: Mapping[str, Any]) -> Iterator[tuple[Key, Any]]:
+    """Yield the key and value of everything in a config that must name a class: task, data, callbacks and loggers."""
+    for section in EXPECTED:
+        value = values.get(section)
+        if section in ("task", "data"):
+            if value is not None:
+                yield (section,), value
+        elif isinstance(value, dict):
+            yield from (((section, name), entry) for name, entry in value.items())
 
 
-def launcher_arguments(name: str) -> list[Parameter]:
-    """Return every key under `launcher:` for the launcher of that name."""
-    return list(Checker({}).signature_of_named("launcher", LAUNCHERS[name]).parameters.values())
+def is_entry(key: Key) -> bool:
+    """Return whether a key is one of those that must name a class."""
+    return len(key) == {"task": 1, "data": 1, "callbacks": 2, "loggers": 2}.get(str(key[0]))
 
 
-class Checker:
-    """Checks the values of a config. `may_import`: import classes whose parameters their source does not determine."""
+def class_path(kind: str, name: str) -> str:
+    """Return the dotted path of a strategy or launcher."""
+    home = (STRATEGIES if kind == "strategy" else LAUNCHERS)[name]
+    return f"{_FOLDERS[kind]}{home.replace(':', '.')}"
 
-    def __init__(self, values: Mapping[str, Any], sources: Sources | None = None, may_import: bool = False) -> None:
-        self.values, self.may_import = values, may_import
-        self.sources = Sources() if sources is None else sources
-        self.unread = False
-        """Whether a class could not be checked, since its source does not determine its parameters."""
+
+def options_of(value: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and the options of a strategy or launcher, which may be a name alone."""
+    options = dict(value) if isinstance(value, Mapping) else {"name": value}
+    return options.pop("name"), options
+
+
+def default_of(values: Any, key: Key) -> list[Any]:
+    """Return the default of a key for these values, in a list; [] where it is not known without an import."""
+    default = NO_DEFAULT
+    with suppress(LookupError, TypeError, AttributeError):
+        if len(key) > 1 and is_entry(key[:-1]):
+            default = (read_arguments(reduce(getitem, key[:-1], values)[TARGET]) or {})[str(key[-1])]
+        else:
+            signature = TOP if len(key) == 1 else _SIGNATURES[str(key[0])]
+            default = signature.parameters[str(key[-1])].default
+    return [] if default is NO_DEFAULT else [default]
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+class KeyChecker:
+    """Finds keys that mean nothing, and wrong values of `trainer`, `run` and the top level. Imports no torch."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
 
     def problems(self) -> Iterator[Problem]:
-        """Yield every mistake in the config."""
+        """Yield every mistake."""
         for name in self.values:
             if name not in SECTIONS:
                 yield Problem((name,), f"is no key of a config.{self._section_meant(name)}")
         if self.values.get("task") is None:
             yield Problem(("task",), f"is missing: name a subclass of Task, as {{{TARGET}: my_module.MyTask}}.")
-        if not isinstance(self.values.get("vars", {}), dict):
-            yield Problem(("vars",), f"must be a mapping of names to values, not {describe(self.values['vars'])}.")
-        for name in ("task", "data"):
-            if self.values.get(name) is not None:
-                yield from self._entry(self.values[name], (name,))
-        yield from self._trainer()
+        for key, value in entries(self.values):
+            yield from self._entry(key, value)
+        for name, check in (("trainer", self._trainer), ("run", self._run)):
+            section = self.values.get(name, {})
+            if isinstance(section, dict):
+                yield from check(section)
+            else:
+                yield Problem((name,), f"must be a mapping, not {describe(section)}.")
         if self.values.get("launcher") is not None:
             yield from self._named(self.values["launcher"], ("launcher",), LAUNCHERS)
-        yield from self._top()
+        for name, parameter in TOP.parameters.items():
+            if name in self.values:
+                yield from fit(parameter.type, self.values[name], (name,), _left_for_later)[1]
         for name in ("callbacks", "loggers"):
-            section = self.values.get(name, {})
-            if not isinstance(section, dict):
-                yield Problem((name,), f"must be a mapping of names to `{TARGET}` mappings, not {describe(section)}.")
-                continue
-            for one, value in section.items():
-                yield from self._entry(value, (name, one))
+            if not isinstance(self.values.get(name, {}), dict):
+                message = f"must be a mapping of names to `{TARGET}` mappings, not {describe(self.values[name])}."
+                yield Problem((name,), message)
 
-    def trainer_signature(self) -> Signature:
-        """Return the arguments of Trainer, read from its dataclass."""
-        found = self.sources.signature(_ARGUMENTS)
-        assert found is not None, "TrainerArguments is a plain dataclass"
-        return found
-
-    def path_of_named(self, kind: str, home: str) -> str:
-        """Return the path of the strategy or launcher at "module:Class" of its folder."""
-        return f"{_PACKAGE_NAME}.{_FOLDERS[kind]}{home.replace(':', '.')}"
-
-    def signature_of_named(self, kind: str, home: str) -> Signature:
-        """Return its arguments."""
-        return self.sources.signature(self.path_of_named(kind, home), self.may_import) or Signature(open=True)
-
-    def default_of(self, values: Any, key: Key) -> list[Any]:
-        """Return the default of a key for these values, in a list; [] where it is not known without an import."""
-        known: Mapping[str, Parameter] = {}
-        with suppress(LookupError, ConfigError, TypeError, RecursionError, AttributeError):
-            if key in MOVED.values():
-                name = next(name for name, place in MOVED.items() if place == key)
-                return [self.trainer_signature().parameters[name].default]
-            entry = key[:-1]
-            if entry == ("trainer",):
-                known = self.trainer_signature().parameters
-            elif is_entry(entry):
-                given = reduce(getitem, entry, values)
-                signature = self.sources.signature(given[TARGET])
-                known = signature.parameters if signature is not None else {}
-            default = known[str(key[-1])].default
-            return [] if default is NO_DEFAULT else [default]
-        return []
-
-    def on_target(self, value: Mapping[str, Any], key: Key, expected: str) -> Fitted:
-        """Check a mapping with `_target_`; the value is returned as it is."""
-        path, partial, nested = value[TARGET], value.get(PARTIAL, False), not is_entry(key)
-        if not isinstance(path, str):
-            return value, [Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(path)}.")]
-        if not isinstance(partial, bool):
-            return value, [Problem((*key, PARTIAL), f"must be bool, not {describe(partial)}.")]
-        if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in STANDARD_TARGETS:
-            message = f"{path!r} is not built: of the standard library only {', '.join(STANDARD_TARGETS)} are."
-            return value, [Problem((*key, TARGET), message)]
-        try:
-            related = self.sources.is_subclass(path, expected, functions=nested)
-            signature = self.sources.signature(path, self.may_import) if related is not False else None
-        except (LookupError, ConfigError, RecursionError) as error:
-            return value, [Problem((*key, TARGET), f"cannot be imported: {error}{self._path_meant(path)}")]
-        # None means that the source does not tell: no mistake until the class itself is looked at
-        if related is False:
-            message = f"{path!r} is not a subclass of {_short(expected)}, which is required here."
-            return value, [Problem((*key, TARGET), message)]
-        if signature is None:
-            self.unread = True
-            return value, []
-        return value, self.arguments(value, key, path.rpartition(".")[2], signature, self.on_target)[1]
-
-    def arguments(
-        self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature, on_target: OnTarget
-    ) -> Fitted:
-        """Check the arguments in a mapping, and convert them to the types of the parameters."""
-        known, fitted, found = signature.parameters, {}, list[Problem]()
-        words = (TARGET,) if is_entry(key) else (TARGET, PARTIAL)
-        positional = list[str]()  # names of the parameters that `_args_` gives
-        for name, item in value.items():
-            if TARGET in value and name in words:
-                continue
-            if TARGET in value and name == POSITIONAL and not is_entry(key):
-                positional = list(known)[: len(item)] if isinstance(item, list) else []
-                fitted[name], problems = fit_value(list[Any], item, (*key, name), on_target)
-                found += problems
-            elif name in known:
-                fitted[name], problems = fit_value(self.sources.type_of(known[name]), item, (*key, name), on_target)
-                if not same(item, known[name].default):
-                    found += problems or _out_of_range((*key, name), item)
-            elif signature.open and isinstance(name, str) and not misspelt_word(name):
-                fitted[name], problems = fit_value(Any, item, (*key, name), on_target)
-                found += problems
-            else:
-                near = misspelt_word(name) if not is_entry(key) else ""
-                near = near or did_you_mean(str(name), known)
-                hint = _instead(key, name) or near or f" It takes {_list_names(known)}."
-                found.append(Problem((*key, name), f"is no argument of {owner}.{hint}"))
-        later = TARGET in value and not is_entry(key)
-        for name, parameter in known.items():
-            if (
-                parameter.required
-                and name not in value
-                and name not in positional
-                and not (later and value.get(PARTIAL))
-            ):
-                wanted = describe_type(self.sources.type_of(parameter))
-                kind = f" ({wanted})" if wanted != "anything" else ""
-                hint = f" If your code gives it, say {PARTIAL}: true." if later else ""
-                found.append(Problem((*key, name), f"is missing: {owner} needs it{kind}.{hint}"))
-        return fitted, found
-
-    def complete(self, layer: Layer) -> Config:
-        """Return the checked config with its sections in order, and with every default that plain data can hold."""
-        known = self.trainer_signature()
-        origins: dict[Key, str] = {("resume",): "default", ("checkpoint",): "default"}
-        origins.update(layer.origins)
-        values = {"resume": None, "checkpoint": None, **self.values, "run": dict(self.values.get("run", {}))}
-        trainer = dict(self.values.get("trainer", {}))
-        for name, key in MOVED.items():
-            holder, last = (values["run"] if len(key) > 1 else values), str(key[-1])
-            if name in trainer:
-                holder[last], origins[key] = trainer.pop(name), layer.origin(("trainer", name))
-            elif last not in holder:
-                holder[last], origins[key] = known.parameters[name].default, "default"
-
-        def filled(given: Mapping[str, Any], key: Key, known: Signature | None = None) -> dict[str, Any]:
-            known = known or self.sources.signature(given[TARGET]) or Signature()
-            defaults = {name: one.default for name, one in known.parameters.items() if one.default is not NO_DEFAULT}
-            origins.update({(*key, name): "default" for name in defaults.keys() - given.keys()})
-            order = [name for name in (TARGET, "name", *known.parameters) if name in given or name in defaults]
-            return dict.fromkeys(order) | defaults | dict(given)
-
-        own = {name: one for name, one in known.parameters.items() if name not in (*MOVED, *SECTION_OF)}
-        values["trainer"] = filled(trainer, ("trainer",), Signature(own))
-        for section in EXPECTED:
-            given: Any = values.get(section)
-            if is_target(given):
-                values[section] = filled(given, (section,))
-            elif given is not None:
-                values[section] = {name: filled(one, (section, name)) for name, one in given.items()}
-        if values.get("launcher") is not None:
-            given = {"name": values["launcher"]} if isinstance(values["launcher"], str) else values["launcher"]
-            options = self.signature_of_named("launcher", LAUNCHERS[given["name"]])
-            values["launcher"] = filled(given, ("launcher",), options)
-        kept = [name for name in SECTIONS if values.get(name) is not None or name in ("resume", "checkpoint")]
-        return Config({name: values[name] for name in kept}, origins, layer.secrets, sources=self.sources)
-
-    def _entry(self, value: Any, key: Key) -> Iterator[Problem]:
-        """Yield every mistake in the value of a key that must name a class."""
-        section = str(key[0])
-        if not isinstance(value, dict):
-            yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
-        elif TARGET in value:
-            yield from self.on_target(value, key, EXPECTED[section])[1]
-        else:
-            near = [one for one in self.values[section] if one != key[-1]] if len(key) > 1 else []
-            hint = did_you_mean(str(key[-1]), near) or f" Name a subclass of {_short(EXPECTED[section])}."
-            yield Problem(key, f"has no `{TARGET}`.{hint}")
-
-    def _trainer(self) -> Iterator[Problem]:
-        section = self.values.get("trainer", {})
-        if not isinstance(section, dict):
-            yield Problem(("trainer",), f"must be a mapping of Trainer's arguments, not {describe(section)}.")
-            return
-        checked = {}
-        for name, item in section.items():
+    def _trainer(self, section: Mapping[Any, Any]) -> Iterator[Problem]:
+        for name, value in section.items():
             key: Key = ("trainer", name)
             if name in SECTION_OF:
                 yield Problem(key, f"has a section of its own: write it under `{SECTION_OF[name]}:` at the top level.")
-            elif name in MOVED and _given(self.values, MOVED[name]):
-                yield Problem(key, f"is set twice: {dotted(MOVED[name])} says the same. Keep that one.")
-            elif name == "strategy" and not is_target(item):
-                yield from self._named(item, key, {"auto": "", **STRATEGIES})
+            elif name in MOVED:
+                yield Problem(key, f"has a key of its own: {dotted(MOVED[name])}.")
+            elif name not in TRAINER.parameters:
+                hint = f" It is a top-level key: {name}=..." if name in SECTIONS else instead_of(name)
+                yield Problem(
+                    key, f"is no argument of Trainer.{_foreign(name) or hint or _list_names(TRAINER.parameters)}"
+                )
+            elif name == "strategy" and not is_target(value):
+                yield from self._named(value, key, {"auto": "", **STRATEGIES})
             else:
-                checked[name] = item
-        yield from self.arguments(checked, ("trainer",), "Trainer", self.trainer_signature(), self.on_target)[1]
+                yield from problems({name: value})
+                yield from self._nested(value, key)
+
+    def _run(self, section: Mapping[Any, Any]) -> Iterator[Problem]:
+        for name, value in section.items():
+            key: Key = ("run", name)
+            if name not in RUN.parameters:
+                yield Problem(key, f"is no argument of run.{_foreign(name) or _nearest(name, RUN.parameters)}")
+                continue
+            mistakes = fit(RUN.parameters[name].type, value, key, _left_for_later)[1]
+            check = {"name": name_problem, "root": path_problem}.get(name)
+            if not mistakes and check is not None and (fault := check(value)) is not None:
+                mistakes = [Problem(key, fault)]
+            yield from mistakes
 
     def _named(self, value: Any, key: Key, known: Mapping[str, str]) -> Iterator[Problem]:
-        """Yield every mistake in the name of a `known` class, or in a mapping of such a `name` and options."""
+        """Yield the mistakes in the name of a strategy or launcher, or in a mapping of such a `name` and options."""
         name, kind = value.get("name") if isinstance(value, dict) else value, str(key[-1])
         if not isinstance(name, str) or name not in known:
-            what = "must be one of" if isinstance(value, str) else "must be, or have as its `name`, one of"
+            start = "must be one of" if isinstance(value, str) else "must be, or have as its `name`, one of"
             hint = did_you_mean(name, known) if isinstance(name, str) else ""
-            yield Problem(key, f"{what} {', '.join(known)}, not {describe(name if name is not None else value)}.{hint}")
+            shown = describe(name if name is not None else value)
+            yield Problem(key, f"{start} {', '.join(known)}, not {shown}.{hint}")
         elif isinstance(value, dict):
-            options = {option: item for option, item in value.items() if option != "name"}
-            signature = self.signature_of_named(kind, known[name]) if known[name] else Signature()
-            yield from self.arguments(options, key, f"the {kind} {name!r}", signature, self.on_target)[1]
+            arguments: Mapping[str, Any] | None = read_arguments(class_path(kind, name)) if known[name] else {}
+            yield from self._unknown(options_of(value)[1], key, arguments, f"the {kind} {name!r}")
 
-    def _top(self) -> Iterator[Problem]:
-        """Yield every mistake in `seed`, `run`, `resume` and `checkpoint`."""
-        seed, run = self.values.get("seed", 0), self.values.get("run", {})
-        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEED_COUNT:
-            yield Problem(("seed",), f"must be int from 0 to {SEED_COUNT - 1}, not {describe(seed)}.")
-        if not isinstance(run, dict):
-            yield Problem(("run",), f"must be a mapping with name and root, not {describe(run)}.")
+    def _entry(self, key: Key, value: Any) -> Iterator[Problem]:
+        """Yield the mistakes in what must be a mapping with `_target_` and arguments."""
+        if not isinstance(value, dict):
+            yield Problem(key, f"must be a mapping with `{TARGET}` and arguments, not {describe(value)}.")
+        elif TARGET not in value:
+            others = [name for name in self.values[str(key[0])] if name != key[-1]] if len(key) > 1 else []
+            expected = EXPECTED[str(key[0])].rpartition(".")[2]
+            hint = did_you_mean(str(key[-1]), others) or f" Name a subclass of {expected}."
+            yield Problem(key, f"has no `{TARGET}`.{hint}")
+        elif not isinstance(value[TARGET], str):
+            yield Problem((*key, TARGET), f"must be a dotted path to a class, not {describe(value[TARGET])}.")
         else:
-            yield from self.arguments(run, ("run",), "run", RUN, self.on_target)[1]
-        for name, expected in WORDS.items():
-            if (problem := address_problem(self.values.get(name))) is not None:
-                yield Problem((name,), problem)
-                continue
-            yield from fit_value(expected, self.values.get(name), (name,), self.on_target)[1]
+            yield from self._nested(value, key)
 
-    def _path_meant(self, path: str) -> str:
-        """Suggest the path of Legato's class of this name, also where the path is that of a module which has moved."""
-        name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE_NAME}.") else path
-        for folder in ("callbacks", "tasks", "loggers", "lab"):
-            with suppress(LookupError):
-                self.sources.locate(f"{_PACKAGE_NAME}.{folder}.{name}")
-                return f" Did you mean '{_PACKAGE_NAME}.{folder}.{name}'?"
-        return ""
+    def _nested(self, value: Any, key: Key) -> Iterator[Problem]:
+        """Yield unknown arguments of everything that is built for a value."""
+        words = (TARGET,) if is_entry(key) else (TARGET, PARTIAL, POSITIONAL)
+        if is_target(value) and isinstance(value[TARGET], str):
+            owner = value[TARGET].rpartition(".")[2]
+            given = {name: item for name, item in value.items() if name not in words}
+            yield from self._unknown(given, key, read_arguments(value[TARGET]), owner)
+        if isinstance(value, dict | list):
+            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+                yield from self._nested(item, (*key, name))
+
+    @staticmethod
+    def _unknown(given: Iterable[Any], key: Key, known: Mapping[str, Any] | None, owner: str) -> Iterator[Problem]:
+        for name in given:
+            if known is not None and name not in known:
+                yield Problem((*key, name), f"is no argument of {owner}.{_instead((*key, name), known)}")
 
     def _section_meant(self, name: Any) -> str:
-        if name == "<<":
-            return _instead((), name)
-        if name in self.trainer_signature().parameters:
-            return f" Did you mean 'trainer.{name}'?"
+        if name in (*TRAINER.parameters, *MOVED):
+            return f" Did you mean '{dotted(MOVED[name]) if name in MOVED else f'trainer.{name}'}'?"
         for section in ("task", "data"):
-            with suppress(LookupError, ConfigError, KeyError, TypeError, AttributeError):
-                signature = self.sources.signature(self.values[section][TARGET])
-                if signature is not None and name in signature.parameters:
-                    return f" Did you mean '{section}.{name}'?"
-        if name == "defaults":
-            return _extends_for(self.values[name])
+            value = self.values.get(section)
+            if is_target(value) and name in (read_arguments(str(value[TARGET])) or ()):
+                return f" Did you mean '{section}.{name}'?"
         known = did_you_mean(str(name), SECTIONS) or f" The keys are {', '.join(SECTIONS)}."
-        return f" {FOREIGN_KEYS[name]}" if name in FOREIGN_KEYS else known
+        return f" {FOREIGN[name]}" if name in FOREIGN else known
 
 
-def _out_of_range(key: Key, value: Any) -> list[Problem]:
-    """Reject a value of the right type that is out of range for an argument of Trainer or a key of `run`."""
-    from ...base.arguments import ACCELERATORS, wanted
+# --- values -----------------------------------------------------------------------------------------------------------
+class ValueChecker:
+    """Compares every argument with the annotations of the classes that a config names, which are imported for it."""
 
-    fault = None
-    if key in (("run", "name"), ("trainer", "run_name")):
-        fault = name_problem(value)
-    elif key == ("run", "root"):
-        fault = path_problem(value)
-    elif key[0] == "trainer" and len(key) == 2 and (expected := wanted(str(key[1]), value)) is not None:
-        hint = did_you_mean(value, ACCELERATORS) if key[1] == "accelerator" else ""
-        fault = f"must be {expected}, not {describe(value)}.{hint}"
-    return [Problem(key, fault)] if fault is not None else []
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = values
 
+    def problems(self) -> Iterator[Problem]:
+        """Yield every mistake."""
+        for key, value in entries(self.values):
+            yield from self.check(value, key, load(EXPECTED[str(key[0])]))[1]
+        trainer = self.values.get("trainer", {})
+        yield from problems(trainer, self.check)
+        for kind, value, key in (
+            ("strategy", trainer.get("strategy"), ("trainer", "strategy")),
+            ("launcher", self.values.get("launcher"), ("launcher",)),
+        ):
+            if isinstance(value, dict) and value.get("name", "auto") != "auto":
+                name, options = options_of(value)
+                signature = signature_of(load(class_path(kind, name)))
+                yield from self.arguments(options, key, f"the {kind} {name!r}", signature)[1]
 
-def _instead(key: Key, name: Any) -> str:
-    """Suggest a replacement, as a sentence, for an argument of Trainer that is a top-level key or Lightning's."""
-    from ...base.arguments import INSTEAD, TORCH_OPTIONS
+    def check(self, value: Mapping[str, Any], key: Key, base: type) -> Fitted:
+        """Check a mapping with `_target_`, of which an instance of `base` is wanted; the value stays as it is."""
+        if not isinstance(value.get(PARTIAL, False), bool) and not is_entry(key):
+            return value, [Problem((*key, PARTIAL), f"must be bool, not {describe(value[PARTIAL])}.")]
+        try:
+            target = find_target(value, key, base)
+        except ConfigError as error:
+            return value, [Problem((*key, TARGET), str(error))]
+        return value, self.arguments(value, key, str(value[TARGET]).rpartition(".")[2], signature_of(target))[1]
 
-    if name in _HYDRAS:
-        return f" {_HYDRAS[name]}"
-    if name == "<<":
-        return " YAML 1.2 has no merge keys: start from another file (extends), or name single values as ${...}."
-    if key == ("trainer", "strategy") and name in TORCH_OPTIONS:
-        return f" {TORCH_OPTIONS[name]}"
-    if key != ("trainer",):
-        return ""
-    return f" {INSTEAD[name]}" if name in INSTEAD else f" It is a top-level key: {name}=..." if name in SECTIONS else ""
-
-
-def is_entry(key: Key) -> bool:
-    """Return whether a key is one of those that must name a class: task, data, a callback or a logger."""
-    return len(key) == {"task": 1, "data": 1, "callbacks": 2, "loggers": 2}.get(str(key[0]))
-
-
-def _extends_for(defaults: Any) -> str:
-    """Suggest, as sentences, what to write for Hydra's defaults list."""
-    files = []
-    for one in defaults if isinstance(defaults, list) else ():
-        for group, option in one.items() if isinstance(one, dict) else ((None, one),):
-            if option not in (None, "_self_"):
-                files.append(f"{'' if group is None else str(group).split()[-1].strip('/') + '/'}{option}.yaml")
-    return (
-        f" Write `extends: [{', '.join(files)}]`: files relative to this one, each with whole keys such as `task:`;"
-        " this file wins. Another choice is another file on the command line, after this one."
-    )
-
-
-def _given(values: Any, key: Key) -> bool:
-    return not key or (isinstance(values, dict) and key[0] in values and _given(values[key[0]], key[1:]))
-
-
-def _list_names(names: Mapping[str, Any]) -> str:
-    shown = list(names)
-    return "no arguments" if not shown else ", ".join(shown[:12]) + (", ..." if len(shown) > 12 else "")
-
-
-def _short(path: str) -> str:
-    """Return `Task` for Legato's own, the whole path for others."""
-    return path.rpartition(".")[2] if path.startswith(f"{_PACKAGE_NAME}.") else path
+    def arguments(self, value: Mapping[str, Any], key: Key, owner: str, signature: Signature) -> Fitted:
+        """Check the arguments in a mapping, and convert them to the types of the parameters."""
+        known, fitted, mistakes = signature.parameters, {}, list[Problem]()
+        nested = TARGET in value and not is_entry(key)
+        given: Any = value.get(POSITIONAL) if nested else None
+        positional = list(known)[: len(given)] if isinstance(given, list) else []
+        for name, item in value.items():
+            inner: Key = (*key, name)
+            if TARGET in value and (name == TARGET or (nested and name == PARTIAL)):
+                continue
+            is_open = signature.open and isinstance(name, str) and not misspelt_word(name)
+            if name in known or (nested and name == POSITIONAL) or is_open:
+                kind = list[Any] if name == POSITIONAL else known[name].type if name in known else Any
+                fitted[name], wrong = fit(kind, item, inner, self.check)
+                # a default that does not fit its own annotation may be written out
+                mistakes += [] if name in known and same(item, known[name].default) else wrong
+            else:
+                near = misspelt_word(name) if nested else ""
+                mistakes.append(Problem(inner, f"is no argument of {owner}.{near or _instead(inner, known)}"))
+        later = nested and value.get(PARTIAL)
+        for name, parameter in known.items():
+            if parameter.required and name not in value and name not in positional and not later:
+                kind = "" if parameter.type is Any else f" ({name_of(parameter.type)})"
+                hint = f" If your code gives it, say {PARTIAL}: true." if nested else ""
+                mistakes.append(Problem((*key, name), f"is missing: {owner} needs it{kind}.{hint}"))
+        return fitted, mistakes
 
 
-def _message(problems: Sequence[Problem], layer: Layer, known: Signature) -> str:
+def find_target(value: Mapping[str, Any], key: Key, base: type) -> Any:
+    """Import what a mapping names. Raises ConfigError where it is no class below `base` or, nested, no function."""
+    path, nested = value[TARGET], not is_entry(key)
+    if not isinstance(path, str):
+        raise ConfigError(f"must be a dotted path to a class, not {describe(path)}.")
+    if nested and path.partition(".")[0] in sys.stdlib_module_names and path not in BUILDABLE:
+        raise ConfigError(f"{path!r} is not built: of the standard library only {', '.join(BUILDABLE)} are.")
+    try:
+        target = load(path)
+    except ConfigError as error:
+        raise ConfigError(f"cannot be imported: {error}{_path_meant(path)}") from error
+    if not isinstance(target, type) and not (nested and callable(target)):
+        kind = "function" if callable(target) else "module" if type(target).__name__ == "module" else "value"
+        raise ConfigError(f"{path!r} is a {kind}, not a class{' or function' if nested else ''}.")
+    if isinstance(target, type) and base not in target.__mro__:  # not issubclass: an ABC may register others
+        raise ConfigError(f"{path!r} is not a subclass of {class_name(base)}, which is required here.")
+    return target
+
+
+def class_name(base: type) -> str:
+    """Return `Task` for Legato's own, the dotted path for others."""
+    ours = base.__module__.startswith(f"{_PACKAGE}.")
+    return base.__name__ if ours else f"{base.__module__}.{base.__qualname__}"
+
+
+def _path_meant(path: str) -> str:
+    """Suggest the path of Legato's class of this name, also where the path is that of a module which has moved."""
+    name = path.rpartition(".")[2] if path.startswith(f"{_PACKAGE}.") else path
+    for room in ("callbacks", "tasks", "loggers", "lab"):
+        home = f"{_PACKAGE}.{room}"
+        with suppress(ConfigError):
+            return f" Did you mean '{home}.{name}'?" if load(f"{home}.{name}") else ""
+    return ""
+
+
+# --- defaults ---------------------------------------------------------------------------------------------------------
+def _completed(values: Mapping[str, Any], layer: Layer) -> Config:
+    """Return the config with its sections in order, and with every default that plain data can hold."""
+    origins: dict[Key, str] = dict(layer.origins)
+
+    def filled(given: Mapping[str, Any], key: Key, signature: Signature) -> dict[str, Any]:
+        parameters = signature.parameters.items()
+        defaults = {name: one.default for name, one in parameters if one.default is not NO_DEFAULT}
+        origins.update({(*key, name): "default" for name in defaults.keys() - given.keys()})
+        order = [name for name in (TARGET, "name", *signature.parameters) if name in given or name in defaults]
+        return dict.fromkeys(order) | defaults | dict(given)
+
+    complete = {**values, **filled({name: values[name] for name in TOP.parameters if name in values}, (), TOP)}
+    for name, signature in _SIGNATURES.items():
+        complete[name] = filled(values.get(name, {}), (name,), signature)
+    for key, value in entries(values):
+        complete = replace_item(complete, key, filled(value, key, signature_of(load(value[TARGET]))))
+    if values.get("launcher") is not None:
+        name, options = options_of(values["launcher"])
+        signature = signature_of(load(class_path("launcher", name)))
+        complete["launcher"] = filled({"name": name, **options}, ("launcher",), signature)
+    kept = [name for name in SECTIONS if complete.get(name) is not None or name in ("resume", "checkpoint")]
+    return Config({name: complete[name] for name in kept}, origins, layer.secrets)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+def _left_for_later(value: Any, key: Key, base: Any) -> Fitted:
+    return value, []
+
+
+def _instead(key: Key, known: Iterable[str]) -> str:
+    """Suggest, as a sentence, what to write instead of an argument that is not there."""
+    name = key[-1]
+    if key[:-1] == ("trainer", "strategy") and name in TORCH_OPTIONS:
+        return f" {TORCH_OPTIONS[str(name)]}"
+    return _foreign(name) or _nearest(name, known)
+
+
+def _foreign(name: Any) -> str:
+    return f" {FOREIGN[name]}" if name in FOREIGN and str(name).startswith(("_", "<")) else ""
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    names = list(known)
+    return did_you_mean(str(name), names) or _list_names(names)
+
+
+def _list_names(known: Iterable[str]) -> str:
+    names = list(known)
+    return f" It takes {', '.join(names[:12]) or 'no arguments'}{', ...' if len(names) > 12 else ''}."
+
+
+def _message(mistakes: Sequence[Problem], layer: Layer) -> str:
     """Return the message for one mistake, with the documentation of the argument; for several, one line each."""
-    lines = [f"{layer.origin(one.key)}: {dotted(one.key)} {one.message}" for one in problems[:_SHOWN]]
-    lines = [" ".join(line.splitlines()) for line in lines]
-    if len(problems) > 1:
-        more = f", the first {_SHOWN} of which are" if len(problems) > _SHOWN else ""
-        return "\n".join([f"The config has {len(problems)} mistakes{more}:", *lines])
-    section, *names = problems[0].key
-    if section == "trainer" and names and names[0] in known.parameters:
-        meant = known.parameters[str(names[0])]
-        lines.append(f"`{meant}`. {meant.doc}")
-    return "\n".join(lines)
+    lines = [" ".join(f"{layer.origin(key)}: {dotted(key)} {text}".splitlines()) for key, text in mistakes[:_SHOWN]]
+    if len(mistakes) > 1:
+        more = f", the first {_SHOWN} of which are" if len(mistakes) > _SHOWN else ""
+        return "\n".join([f"The config has {len(mistakes)} mistakes{more}:", *lines])
+    section, *names = mistakes[0].key
+    text = argument_texts().get(str(names[0]), "") if section == "trainer" and names else ""
+    return "\n".join([lines[0], *([text] if text else [])])

@@ -25,11 +25,11 @@ from ...base.errors import ConfigError, did_you_mean
 from ...base.messages import LEVELS
 from ...base.run_names import CONFIG, is_run_directory, require_local
 from ...base.targets import TARGET
+from ...base.values import Key
+from ...trainer.processes.environment import get_variable
 
 log = logging.getLogger("legato")
 
-Key = tuple[str | int, ...]
-"""The path of a value in a config: ("callbacks", "checkpoint", "monitor")."""
 SECTIONS = {
     "seed": "The seed that all random numbers of the run are derived from.",
     "run": "name and root: the run directory is root/name/version_N. save_code: keep the git commit and uncommitted "
@@ -52,7 +52,7 @@ MOVED: dict[str, Key] = {
     "save_code": ("run", "save_code"),
     "write_csv": ("run", "csv"),
 }
-"""Arguments of Trainer that have a key of their own; under `trainer:` they are accepted too, but not in both places."""
+"""Arguments of Trainer that have a key of their own."""
 SECTION_OF = {"callbacks": "callbacks", "logger": "loggers"}
 """Arguments of Trainer that are sections of a config."""
 NAMED: tuple[Key, ...] = (("trainer", "strategy"), ("launcher",))
@@ -65,12 +65,10 @@ MAX_VALUES = 100_000  # aliases of aliases can expand to more values than fit in
 _MAX_DEPTH = 60
 _COMMENT_COLUMN = 48
 _OVERRIDE = re.compile(r"[A-Za-z_][^=/\s]*=")
-_PURE_RESOLVERS = {"oc.select"}
-_VARIABLE = re.compile(r"(?<!\\)((?:\\\\)*)\$\{env:([^${},]*)(?:,((?:[^${}]|\$\{[^{}]*\})*))?\}")
+_VARIABLE = re.compile(r"\$\{(?:oc\.)?env:\s*(\w+)\s*(?:,(?:[^${}]|\$\{[^{}]*\})*)?\}")
 _REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_]\w*(?:\.\w+)*)\}")
 _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 _LEAST_WITHIN = 6  # characters of a secret that is looked for within longer texts
-_RUN_NAMES: tuple[Key, ...] = (("run", "name"), ("trainer", "run_name"))
 
 Defaults = Callable[[Any, Key], Sequence[Any]]
 """Returns the default of a key, for the values of a config, in a list of one; an empty one where there is none."""
@@ -265,21 +263,22 @@ def read_config(arguments: Sequence[str], defaults: Defaults = lambda values, ke
 
     Raises ConfigError where a file or an override cannot be read; the message says where.
     """
-    _let_project_be_imported()
+    with suppress(OSError):  # the current folder may be gone; a project's configs name its modules
+        project = project_configs()
+        if project is not None and str(project.parent) not in sys.path:
+            sys.path.append(str(project.parent))
     overrides = overrides_among(arguments)
-    files = [one for one in arguments if one not in overrides]
+    files = [word for word in arguments if word not in overrides]
     if not files:
         raise ConfigError(f"No config file was given. Ready ones: {', '.join(ready_configs()) or 'none'}.")
-    for one in files:
-        require_local(one, "A config file")
-        if not one.endswith((".yaml", ".yml")) and not os.path.exists(one):
-            raise ConfigError(f"{one!r} is neither a YAML file nor key=value.{_word_instead(one, arguments)}")
-    merged = reduce(merge, [_read_config_file(Path(one), ()) for one in files])
+    for word in files:
+        require_local(word, "A config file")
+        if not word.endswith((".yaml", ".yml")) and not os.path.exists(word):
+            raise ConfigError(f"{word!r} is neither a YAML file nor key=value.{_word_instead(word, arguments)}")
+    merged = reduce(merge, [_read_config_file(Path(word), ()) for word in files])
     merged = merge(merged, _overrides(merged, overrides)) if overrides else merged
     _refuse_unused_vars(merged)
-    read, variables = _read_environment(merged)
-    resolved = _resolve(read, defaults)
-    return replace(resolved, secrets=_find_secrets(resolved, variables))
+    return _resolve(merged, defaults)
 
 
 def merge(base: Layer, over: Layer) -> Layer:
@@ -368,14 +367,6 @@ def project_configs() -> Path | None:
     return None
 
 
-def _let_project_be_imported() -> None:
-    """Add the top folder of the project, whose configs name its modules, to those of Python's imports."""
-    with suppress(OSError):  # the current directory is gone
-        project = project_configs()
-        if project is not None and str(project.parent) not in sys.path:
-            sys.path.append(str(project.parent))
-
-
 def ready_configs() -> list[str]:
     """Return the names of the configs that come with Legato."""
     return sorted(one.name for one in READY.glob("*.yaml"))
@@ -386,15 +377,11 @@ def own_directory(arguments: Sequence[str], merged: Layer) -> Path | None:
 
     That config must name the run: another file or an override with another `run.name` means another run.
     """
-    run = merged.values.get("run")
-    name = run.get("name") if isinstance(run, dict) else None
-    if not isinstance(name, str):
-        return None
-    for one in set(arguments) - set(overrides_among(arguments)):
-        if merged.origin(("run", "name")).startswith(f"{_shown(find_config_file(Path(one), ()))}:"):
-            for path in (Path(os.path.abspath(one)), Path(one).resolve()):
-                if path.name == CONFIG and is_run_directory(path.parent, name):
-                    return path.parent
+    name, origin = merged.values.get("run", {}).get("name"), merged.origin(("run", "name"))
+    for word in arguments:
+        for path in (Path(os.path.abspath(word)), Path(word).resolve()):  # a link leads from or to a run directory
+            if path.name == CONFIG and path.is_file() and origin.startswith(f"{_shown(path.resolve())}:"):
+                return path.parent if is_run_directory(path.parent, name) else None
     return None
 
 
@@ -453,9 +440,10 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
             holder[name], layer.origins[key[:size]] = inner, "override"
             holder = inner
         there = below if isinstance(below, dict) else {}
-        if found.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers") and key[1] not in there:
-            hint = did_you_mean(str(key[1]), there)
-            raise ConfigError(f"override '{path}=null': there is no {key[1]!r} to remove.{hint}")
+        removed = found.values is None and len(key) == 2 and key[0] in ("callbacks", "loggers")
+        if removed and key[-1] not in there:
+            hint = did_you_mean(str(key[-1]), there)
+            raise ConfigError(f"override '{path}=null': there is no {key[-1]!r} to remove.{hint}")
         holder[key[-1]] = found.values
         layer.origins.update(found.origins)
     return layer
@@ -463,118 +451,99 @@ def _overrides(base: Layer, overrides: Sequence[str]) -> Layer:
 
 def _word_instead(argument: str, arguments: Sequence[str]) -> str:
     """Suggest a correction, as a sentence, for an argument that is neither a file nor an override."""
-    if (meant_option := did_you_mean(argument, LEVELS)) and argument.startswith("--"):
-        return meant_option
-    if argument.startswith("="):
-        return f" Name a key before the {argument!r}."
-    option = re.fullmatch(
-        r"(--?|[+]+|~|)([A-Za-z_][\w.-]*)(?:\s*[=:\N{FULLWIDTH EQUALS SIGN}]\s*(.*))?", argument, re.DOTALL
-    )
-    sign, key, value = option.groups() if option else ("", "", None)
+    if argument.startswith("--") and (option := did_you_mean(argument, LEVELS)):
+        return option
+    parts = re.fullmatch(r"([^\w=]*)([\w.-]*)\s*(?:[=:\N{FULLWIDTH EQUALS SIGN}]\s*(.*))?", argument, re.DOTALL)
+    sign, key, value = parts.groups() if parts else ("", "", None)
     if sign == "~":
         return f" Write {key}=null to remove it."
-    if sign:
-        meant = _known_key(key.replace("-", "_"))
-        following = [*arguments, ""][arguments.index(argument) + 1]
-        if value is None and meant is not None:
-            value = "value" if not following or following.startswith("-") else following
-        if value is not None:
-            return f" Write {meant or key}={value} instead."
-    if argument.startswith("-"):
-        return " Options come right after `legato`, as in `legato fit --help`; all else is set by key=value."
-    if value:
-        return f" Write {key}={value} instead."
-    known = [*ready_configs(), *(one.name for one in Path().glob("*.y*ml"))]
-    stems = {name.rpartition(".")[0]: name for name in known}
-    if argument in stems:
-        return f" Did you mean {stems[argument]!r}?"
-    return did_you_mean(argument, known) or f" Write {argument}=value."
+    if key and (sign or value):
+        following = [*arguments, "value"][arguments.index(argument) + 1]
+        return f" Write {_known_key(key.replace('-', '_'))}={value or following} instead."
+    files = [*ready_configs(), *(file.name for file in Path().glob("*.y*ml"))]
+    known = {name.rpartition(".")[0]: name for name in files}
+    if argument in known:
+        return f" Did you mean {known[argument]!r}?"
+    return did_you_mean(argument, known.values()) or f" Write {argument.strip('=') or 'key'}=value."
 
 
-def _known_key(key: str) -> str | None:
-    """Return the config key closest to a misspelt one, or to one without its section; None where none is close."""
+def _known_key(key: str) -> str:
+    """Return the key of a config that is closest to a word, such as trainer.max_epochs for max_epoch; else the word."""
     from ...base.arguments import ARGUMENT_NAMES
 
-    known = {name: f"trainer.{name}" for name in ARGUMENT_NAMES} | SECTION_OF
-    known |= {name: dotted(place) for name, place in MOVED.items()} | {name: name for name in SECTIONS}
-    section, _, rest = key.partition(".")
-    near = difflib.get_close_matches(section, SECTIONS if rest else known, n=1, cutoff=0.75)
-    if not near or not rest:
-        return known[near[0]] if near else None
-    if near[0] == "trainer":
-        rest = next(iter(difflib.get_close_matches(rest, ARGUMENT_NAMES, n=1)), rest)
-    return f"{near[0]}.{rest}"
+    known = {name: f"trainer.{name}" for name in ARGUMENT_NAMES} | {f"trainer.{name}": "" for name in ARGUMENT_NAMES}
+    known |= {name: dotted(place) for name, place in MOVED.items()} | dict.fromkeys((*SECTIONS, *SECTION_OF), "")
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    return known[near[0]] or near[0] if near else key
 
 
 # --- interpolations ---------------------------------------------------------------------------------------------------
-def _read_environment(merged: Layer) -> tuple[Layer, dict[str, str]]:
-    """Replace `${env:NAME}` and `${env:NAME,default}` by the variable's value or the default.
-
-    Where the text is nothing else, the value is read as YAML reads a word: a number, a bool, null, a text. Also returns
-    the names of variables with secret values, by their values: of those whose name, or key, says so.
-    """
-    found = [(key, text) for key, text in _texts(merged.values, ()) if "${env:" in text]
-    if not found:
-        return merged, {}
-    values, origins, variables = deepcopy(merged.values), dict(merged.origins), dict[str, str]()
-    secrets = dict[Key, str]()
-    for key, text in found:
-        place, names = f"{merged.origin(key)}: {dotted(key)}", list[str]()
-
-        def text_of(match: re.Match[str], key: Key = key, place: str = place, names: list[str] = names) -> str:
-            given = _variable(match, place)
-            if given is not None:
-                names.append(match[2].strip())
-                if given and any(_SECRET.search(str(word)) for word in (names[-1], *key[-2:])):
-                    variables[given] = names[-1]
-            return match[1][: len(match[1]) // 2] + (escape(given) if given is not None else match[3].strip())
-
-        whole = _VARIABLE.fullmatch(text)
-        new: Any = _VARIABLE.sub(text_of, text)
-        if whole and not whole[1]:
-            from_default = _variable(whole, place) is None
-            if from_default and "${" not in new:
-                new = parse_yaml(new, f"{place}: the default").values if new else ""
-            elif not from_default:
-                new = _read_word(new)
-                if not isinstance(new, str) and variables.keys() & {_variable(whole, place)}:
-                    secrets[key] = text
-        reduce(getitem, key[:-1], values)[key[-1]] = new
-        if names:
-            origins[key] = f"{merged.origin(key)}, from {', '.join(names)}"
-    return Layer(values, origins, secrets), variables
-
-
-def _find_secrets(layer: Layer, variables: Mapping[str, str]) -> dict[Key, str]:
-    """Return the text to store for each key whose value holds that of a secret variable, wherever it came from."""
-    found = dict(layer.secrets)  # numbers
-    for key, value in _texts(layer.values, ()) if variables else ():
-        text = escape(value)
-        for secret, name in variables.items():
-            if value == secret or len(secret) >= _LEAST_WITHIN:
-                text = text.replace(escape(secret), f"${{env:{name}}}")
-        if text != escape(value):
-            found[key] = text
-    return found
-
-
-def _variable(match: re.Match[str], place: str) -> str | None:
-    """Return the value of the variable that an interpolation names; None for its default."""
-    from ...trainer.processes.environment import get_variable
-
-    name = match[2].strip()
-    if not re.fullmatch(r"[A-Za-z_]\w*", name):
-        raise ConfigError(f"{place}: {match[0]!r} must be ${{env:NAME}} or ${{env:NAME,default}}.")
-    value = get_variable(name)
-    if value is None and match[3] is None:
-        raise ConfigError(
-            f"{place}: the environment variable {name} is not set. Set it, or give a default: ${{env:{name},value}}."
+def _refuse_unused_vars(merged: Layer) -> None:
+    """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
+    texts = [text for _, text in _texts(merged.values, ()) if "${" in text]
+    used = {name for text in texts for name in re.findall(r"vars(?:\.|\[['\"]?)([\w-]+)", text)}
+    for key, origin in merged.origins.items():
+        unused = (
+            len(key) == 2 and key[0] == "vars" and key[1] not in used and not any("${vars}" in one for one in texts)
         )
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: the environment variable {name} is not text in UTF-8.") from error
-    return value
+        if origin == "override" and unused:
+            hint = did_you_mean(str(key[1]), used)
+            raise ConfigError(f"override: {dotted(key)} changes nothing: no ${{{dotted(key)}}} is there.{hint}")
+
+
+def _resolve(merged: Layer, defaults: Defaults) -> Layer:
+    """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
+    texts = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
+    if not texts:
+        return merged
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+    register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver  # the latter before 2.4
+    register("env", _environment, replace=True)
+    values, known, count = deepcopy(merged.values), deepcopy(merged.values), 0
+    _add_defaults(known, texts, defaults)
+    for key, text in texts:
+        # a variable alone is read as YAML, so that it may be a number; within a longer text it stays letter by letter
+        whole = _VARIABLE.fullmatch(text)
+        if whole and (value := get_variable(whole[1])) is not None:
+            with suppress(UnicodeEncodeError):  # told below
+                reduce(getitem, key[:-1], known)[key[-1]] = escape(_read_word(value))
+    container: Any = None
+
+    def plain(value: Any) -> Any:
+        nonlocal count
+        count += 1  # a few lines of references to references can stand for more values than fit in memory
+        if count > MAX_VALUES:
+            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values")
+        if isinstance(value, DictConfig):
+            return {name: plain(value[name]) for name in value}
+        return [plain(value[index]) for index in range(len(value))] if isinstance(value, ListConfig) else value
+
+    for key, text in texts:
+        try:
+            container = OmegaConf.create(known) if container is None else container
+            reduce(getitem, key[:-1], values)[key[-1]] = plain(reduce(getitem, key, container))
+        except (OmegaConfBaseException, ConfigError, RecursionError, ValueError) as error:
+            missing = re.search(r"key '([^']*)' not found", str(error))
+            hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
+            problem = re.sub(r"(?s)^\w+ raised while resolving interpolation: |\.?\n.*", "", str(error))
+            problem = "it refers to itself" if isinstance(error, RecursionError) else problem
+            fault = "is no interpolation" if isinstance(error, GrammarParseError) else "cannot be resolved"
+            raise ConfigError(f"{merged.origin(key)}: {dotted(key)}: {text!r} {fault}: {problem}.{hint}") from error
+    return _with_secrets(Layer(values, dict(merged.origins)), texts)
+
+
+def _environment(name: str, *default: Any) -> Any:
+    """Return a variable of the environment: `${env:NAME}` or `${env:NAME,default}`."""
+    value = get_variable(name)
+    if value is None and not default:
+        raise ConfigError(
+            f"the environment variable {name} is not set. Set it, or give a default: ${{env:{name},value}}"
+        )
+    if value is not None and not value.isascii():
+        value.encode()  # raises ValueError where it is not text in UTF-8
+    return default[0] if value is None else value
 
 
 def _read_word(text: str) -> Any:
@@ -584,80 +553,50 @@ def _read_word(text: str) -> Any:
     return loader.construct_object(node) if text else text
 
 
-def _refuse_unused_vars(merged: Layer) -> None:
-    """Raise ConfigError for an override of `vars` that nothing refers to: a misspelt one would change nothing."""
-    texts = [text for _, text in _texts(merged.values, ()) if "${" in text]
-    used = {name for text in texts for name in re.findall(r"vars(?:\.|\[['\"]?)([\w-]+)", text)}
-    given = [key for key, origin in merged.origins.items() if key[:1] == ("vars",) and origin == "override"]
-    for key in given:
-        if len(key) == 2 and key[1] not in used and not any("${vars}" in text for text in texts):
-            hint = did_you_mean(str(key[1]), used)
-            raise ConfigError(f"override: {dotted(key)} changes nothing: no ${{{dotted(key)}}} is there.{hint}")
-
-
-def _resolve(merged: Layer, defaults: Defaults) -> Layer:
-    """Replace every interpolation by its value, whose origin remains the place of the interpolation."""
-    found = [(key, text) for key, text in _texts(merged.values, ()) if "${" in text]
-    if not found:
-        return merged
-    from omegaconf import DictConfig, ListConfig, OmegaConf
-
-    for key, text in found:
-        _check_interpolation(key, text, merged.origin(key))
-    values, known, count = deepcopy(merged.values), deepcopy(merged.values), 0
-    _add_defaults(known, found, defaults)
-    pieces = {key: _split_name(known, key, text) for key, text in found if key in _RUN_NAMES}
-    container = OmegaConf.create(known)
-
-    def plain(value: Any) -> Any:
-        nonlocal count
-        count += 1
-        if count > MAX_VALUES:
-            raise ConfigError(f"the interpolations stand for more than {MAX_VALUES} values.")
-        if isinstance(value, DictConfig):
-            return {name: plain(value[name]) for name in value}
-        return [plain(value[index]) for index in range(len(value))] if isinstance(value, ListConfig) else value
-
-    for key, text in found:
-        place = f"{merged.origin(key)}: {dotted(key)}"
-        try:
-            value = plain(reduce(getitem, key, container))
-            for name, is_value in pieces.get(key, {}).items():
-                piece = plain(reduce(getitem, (*key[:-1], name), container))
-                value = ("" if name == "0" else value) + (name_of_value(piece) if is_value else piece)
-            reduce(getitem, key[:-1], values)[key[-1]] = value
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from error
-        except Exception as error:  # resolvers and the grammar raise many kinds, RecursionError for a circle
-            missing = re.search(r"key '([^']*)' not found", str(error))
-            hint = did_you_mean(missing[1], map(dotted, merged.origins)) if missing else ""
-            problem = "it refers to itself" if isinstance(error, RecursionError) else _first_line(error)
-            raise ConfigError(f"{place}: {text!r} cannot be resolved: {problem}.{hint}") from error
-    return replace(merged, values=values)
-
-
 def _add_defaults(values: Any, texts: Sequence[tuple[Key, str]], defaults: Defaults) -> None:
     """Add the defaults of keys that the texts, each with its own key, refer to and that are not among the values."""
-    references = [(key, *names) for key, text in texts for names in _REFERENCE.findall(text)]
-    for key, dots, path in references:
-        wanted: Key = (*(key[: -len(dots)] if dots else ()), *path.split("."))
-        found, holder = defaults(values, wanted), values
-        for part in wanted[:-1] if found else ():
-            holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
-        if found and isinstance(holder, dict):
-            holder.setdefault(wanted[-1], found[0])
+    for key, text in texts:
+        for dots, path in _REFERENCE.findall(text):
+            wanted: Key = (*(key[: -len(dots)] if dots else ()), *path.split("."))
+            default, holder = defaults(values, wanted), values
+            for part in wanted[:-1] if default else ():
+                holder = holder.setdefault(part, {}) if isinstance(holder, dict) else None
+            if default and isinstance(holder, dict):
+                holder.setdefault(wanted[-1], default[0])
 
 
-def _split_name(values: Any, key: Key, text: str) -> dict[str, bool]:
-    """Add the interpolations in a run's name, and the text between, beside it; return their keys.
+def _with_secrets(layer: Layer, texts: Sequence[tuple[Key, str]]) -> Layer:
+    """Name the variables of the environment that the texts use in their origins, and keep secret ones out of files.
 
-    The value is whether it is an interpolation, of which a file's name is made.
+    Secret are those whose name, or whose key, says so. Their values are stored as `${env:NAME}` wherever they occur.
     """
-    parts = re.split(r"(\$\{[^{}]*\})", text)
-    if "\\" in text or any("${" in part for part in parts[::2]):
-        return {}
-    reduce(getitem, key[:-1], values).update({str(index): part for index, part in enumerate(parts)})
-    return {str(index): index % 2 == 1 for index in range(len(parts))}
+    variables, secrets = dict[str, str](), dict[Key, str]()
+    for key, text in texts:
+        names = [name for name in _VARIABLE.findall(text) if get_variable(name) is not None]
+        if names:
+            layer.origins[key] = f"{layer.origin(key)}, from {', '.join(names)}"
+        for name in names:
+            value = get_variable(name)
+            if value and any(_SECRET.search(str(word)) for word in (name, *key[-2:])):
+                variables[value] = name
+                if not isinstance(reduce(getitem, key, layer.values), str):
+                    secrets[key] = text  # a number
+    for key, value in _texts(layer.values, ()) if variables else ():
+        stored = escape(value)
+        for secret, name in variables.items():
+            if value == secret or len(secret) >= _LEAST_WITHIN:
+                stored = stored.replace(escape(secret), f"${{env:{name}}}")
+        if stored != escape(value):
+            secrets[key] = stored
+    return replace(layer, secrets=secrets)
+
+
+def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
+    if isinstance(value, dict | list):
+        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _texts(item, (*key, name))
+    elif isinstance(value, str):
+        yield key, value
 
 
 def name_of_value(value: Any) -> str:
@@ -668,36 +607,3 @@ def name_of_value(value: Any) -> str:
         return "-".join(map(name_of_value, value))
     text = value.lstrip(".-/ ") if isinstance(value, str) else format_value(value)
     return re.sub(r"[^\w.+=,@-]+", "-", text)[:80]
-
-
-def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
-    if isinstance(value, dict | list):
-        for name, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(one, (*key, name))
-    elif isinstance(value, str):
-        yield key, value
-
-
-def _check_interpolation(key: Key, text: str, origin: str) -> None:
-    """Reject malformed interpolations, and calls such as oc.decode: a config depends on files and variables alone."""
-    from omegaconf.grammar_parser import parse
-
-    place = f"{origin}: {dotted(key)}"
-    try:
-        trees: list[Any] = [parse(text)]
-    except Exception as error:  # the generated parser raises many kinds
-        raise ConfigError(f"{place}: {text!r} is no interpolation: {_first_line(error)}") from error
-    while trees:
-        tree = trees.pop()
-        if type(tree).__name__ == "InterpolationResolverContext":
-            name = tree.resolverName().getText()
-            if name not in _PURE_RESOLVERS:
-                raise ConfigError(
-                    f"{place}: {text!r} calls {name!r}. A config depends on its files and ${{env:NAME}} alone: write"
-                    f" that, or the value, or give it as an override: {dotted(key)}=..."
-                )
-        trees += getattr(tree, "children", None) or []
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -10,12 +10,12 @@ from ...base.errors import ConfigError
 from ...base.messages import let_be_seen
 from ...base.run_names import CONFIG
 from ...base.targets import TARGET
-from ...base.values import same
+from ...base.values import Key, same
 from ...trainer.processes.environment import find_place
 from ...trainer.runs.directory import newest_to_resume
 from ...trainer.runs.record import GIVEN_CONFIG, RECORD, last_replicas
 from .check import Config, load_config
-from .read import Key, dotted, format_value, overrides_among, parse_yaml
+from .read import dotted, format_value, overrides_among, parse_yaml
 
 log = logging.getLogger("legato")
 

@@ -13,13 +13,15 @@ import sys
 import traceback
 import typing
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, Optional, cast
 
+from ...base.arguments import argument_texts
 from ...base.errors import ConfigError, did_you_mean
+from .check import class_path
 
 _PACKAGE = __name__.partition(".")[0]
 NO_DEFAULT: Any = object()
@@ -100,6 +102,7 @@ class Parameter:
 
     def __str__(self) -> str:
         kind = ast.unparse(self.annotation).strip("'") if isinstance(self.annotation, ast.expr) else "Any"
+        kind = re.sub(r"Annotated\[(\w+), Range\([^)]*\)\]", r"\1", kind)
         return f"{self.name}: {kind} = {'none' if self.default is NO_DEFAULT else repr(self.default)}"
 
 
@@ -514,13 +517,6 @@ def _as_plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else NO_DEFAULT
 
 
-def documented_arguments(text: str) -> dict[str, str]:
-    """Return what the section "Args:" of a docstring says of each argument, by name."""
-    _, _, section = text.partition("Args:\n")
-    found = re.findall(r"(?m)^    ([\w, `]+): (.*(?:\n {6,}.*)*)", section)
-    return {name.strip(" `"): re.sub(r"\s+", " ", doc) for names, doc in found for name in names.split(",")}
-
-
 def inspected(target: Any) -> Signature:
     """Return the parameters of an imported class or function."""
     try:
@@ -535,3 +531,15 @@ def inspected(target: Any) -> Signature:
             default = NO_DEFAULT if required else _as_plain(one.default)
             found[one.name] = Parameter(one.name, annotation, default, required)
     return Signature(found, open=any(one.kind is one.VAR_KEYWORD for one in parameters))
+
+
+def trainer_arguments() -> list[Parameter]:
+    """Return every argument of Trainer with its type, default and meaning, as `base/arguments.py` has them."""
+    found = Sources().signature(f"{_PACKAGE}.base.arguments.TrainerArguments")
+    assert found is not None, "TrainerArguments is a plain dataclass"
+    return [replace(one, doc=argument_texts()[name]) for name, one in found.parameters.items()]
+
+
+def launcher_arguments(name: str) -> list[Parameter]:
+    """Return every key under `launcher:` for the launcher of that name."""
+    return list((Sources().signature(class_path("launcher", name)) or Signature()).parameters.values())

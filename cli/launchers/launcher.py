@@ -88,7 +88,7 @@ def machines_of(values: Mapping[str, Any], name: str) -> Machines:
 def _strategy_of(trainer: Mapping[str, Any], devices: int) -> Any:
     from ...base.targets import TARGET
     from ...trainer import strategies
-    from ..config.signatures import load_class
+    from ..config.classes import load_class
 
     wanted = trainer["strategy"]
     options = dict(wanted) if isinstance(wanted, Mapping) else {"name": wanted}

@@ -7,9 +7,8 @@ from typing import Any
 from ...base.errors import ConfigError
 from ...base.targets import TARGET
 from ...trainer.runs.directory import RunDirectory, flat_config
-from ..config.check import trainer_arguments
 from ..config.read import MOVED, SECTION_OF, dotted, dump_yaml
-from ..config.signatures import NO_DEFAULT, Sources
+from ..config.signatures import NO_DEFAULT, Sources, trainer_arguments
 
 NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
 """Keys that say where a run is, not what it does."""

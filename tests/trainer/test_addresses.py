@@ -28,7 +28,6 @@ def folder(config_folder: Path) -> Path:
     [
         ("fit", "base.yaml", "run.root=s3://b/runs"),
         ("fit", "base.yaml", "run.root=memory://b/runs"),
-        ("fit", "base.yaml", "trainer.default_root_dir=s3://b/runs"),
         ("fit", "base.yaml", "resume=s3://b/r"),
         ("validate", "base.yaml", "checkpoint=s3://b/r"),
         ("fit", "base.yaml", "callbacks.c={_target_: legato.callbacks.Checkpoint, dirpath: s3://b/r}"),

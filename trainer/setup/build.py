@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from ...base.arguments import (
-    ACCELERATORS,
-    ARGUMENT_NAMES,
-    CHOICES,
-    LIMITS,
-    LOADER_OPTIONS,
-    TORCH_OPTIONS,
-    TrainerArguments,
-    wanted,
-)
+from ...base.arguments import ARGUMENT_NAMES, LIMITS, LOADER_OPTIONS, TORCH_OPTIONS, TrainerArguments, problems
 from ...base.errors import CheckpointError, ConfigError, DataError, TaskError, describe_kind, did_you_mean
 from ...base.messages import let_be_seen, mark_output
 from ...base.quantities import parse_duration
@@ -1063,12 +1054,10 @@ def check_arguments(trainer: "Trainer") -> None:
     require_local(trainer.default_root_dir, "trainer.default_root_dir")
     root = os.path.abspath(trainer.default_root_dir)  # wherever the process goes later
     trainer.default_root_dir = root if isinstance(trainer.default_root_dir, str) else Path(root)
-    for name in ARGUMENT_NAMES:
-        value = getattr(trainer, name)
-        expected = wanted(name, value)
-        if expected is not None:
-            hint = did_you_mean(str(value), (*CHOICES.get(name, ()), *(ACCELERATORS if name == "accelerator" else ())))
-            raise ConfigError(f"trainer.{name}={value!r}: expected {expected}.{hint}")
+    given = {name: getattr(trainer, name) for name in ARGUMENT_NAMES}
+    mistakes = [f"trainer.{key[1]}={given[str(key[1])]!r} {message}" for key, message in problems(given)]
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
     if isinstance(trainer.val_check_interval, (str, timedelta, Mapping)):
         try:
             parse_duration(trainer.val_check_interval)

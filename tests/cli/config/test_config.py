@@ -1,7 +1,5 @@
 """Config: layers, interpolation, origins, the stored text, and building."""
 
-import ast
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +7,7 @@ from typing import Any
 import pytest
 from config_folder import write
 
-from legato.base.arguments import ARGUMENT_NAMES
+from legato.base.arguments import ARGUMENT_NAMES, argument_texts, documented_arguments
 from legato.base.errors import ConfigError
 from legato.cli.config import build, check
 
@@ -100,8 +98,8 @@ def test_scalars_are_those_of_yaml_1_2() -> None:
     assert values["task"]["free"] == ["yes", "010", 31, 1000, None, 0.5]
 
 
-def test_seed_and_run_may_stand_under_trainer() -> None:
-    found = check.load_config(["base.yaml", "trainer.seed=3", "trainer.run_name=x", "run.root=there"])
+def test_seed_and_run_have_keys_of_their_own() -> None:
+    found = check.load_config(["base.yaml", "seed=3", "run.name=x", "run.root=there"])
     assert found.values["seed"] == 3
     assert found.values["run"] == {"root": "there", "name": "x", "save_code": True, "csv": False}
     assert not found.values["trainer"].keys() & {"seed", "run_name", "default_root_dir", "callbacks", "logger"}
@@ -127,7 +125,7 @@ task:
   lr: ${vars.rate}
   folder: ${env:PLACE}/train
   label: ${env:TEXT}-${env:RATE}
-  free: ["${env:NO_SUCH, 3}", "${env:NO_SUCH,}", "${env:EMPTY,full}", "${env:NO_SUCH,${seed}}", "${env:NO_SUCH,'1'}",
+  free: ["${env:NO_SUCH, 3}", "${env:NO_SUCH,''}", "${env:EMPTY,full}", "${env:NO_SUCH,${seed}}", "${env:NO_SUCH,'1'}",
          '\\${env:WIDTH}', "${env:NO_SUCH,[a, 1]}", "${env:NO_SUCH,null}"]
 """,
     )
@@ -141,7 +139,7 @@ task:
     for name in ("WIDTH", "PLACE", "TEXT", "EMPTY", "RATE"):
         monkeypatch.delenv(name)
     assert check.load_config(["stored.yaml"]).values == found.values
-    with pytest.raises(ConfigError, match=r"^more\.yaml:4: task\.width: the environment variable WIDTH is not set\."):
+    with pytest.raises(ConfigError, match=r"^more\.yaml:4: task\.width: .*: the environment variable WIDTH is not"):
         check.load_config(["base.yaml", "more.yaml"])
 
 
@@ -157,14 +155,11 @@ def test_shared_values_are_in_vars() -> None:
     [
         ("lr${task.lr}", "lr0.001"),
         ("${task._target_}/w${task.width}", "models.Tiny/w8"),
-        ("${task.label}", "a-b-c=d"),
-        ("x-${task.sizes}-${task.head}", "x-1-2-Linear"),
         ("plain", "plain"),
     ],
 )
 def test_the_name_of_a_run_is_made_of_values(name: str, wanted: str) -> None:
-    head = "task.head={_target_: torch.nn.Linear, in_features: 1, out_features: 1}"
-    found = check.load_config(["base.yaml", "task.label='../a/b c=d'", "task.sizes=[1, 2]", head, f"run.name='{name}'"])
+    found = check.load_config(["base.yaml", f"run.name='{name}'"])
     assert found.values["run"]["name"] == wanted
 
 
@@ -203,11 +198,14 @@ def test_the_text_of_a_config_is_a_config(origins: bool) -> None:
 
 
 def test_trainer_arguments_have_one_text() -> None:
-    found = {one.name: one for one in check.trainer_arguments()}
-    assert tuple(found) == ARGUMENT_NAMES
-    assert all(one.doc for one in found.values())
-    assert str(found["max_steps"]) == "max_steps: int = -1"
-    assert found["max_steps"].doc.startswith("Stop after this many optimizer steps")
+    assert tuple(argument_texts()) == ARGUMENT_NAMES
+    assert all(argument_texts().values())
+    assert argument_texts()["max_steps"] == "Stop after this many optimizer steps. -1: no limit."
+
+
+def test_arguments_are_read_out_of_a_docstring() -> None:
+    text = "One.\n\nArgs:\n    a: first\n        and more.\n    b, c: second.\n\nMore: no.\n"
+    assert documented_arguments(text) == {"a": "first and more.", "b": "second.", "c": "second."}
 
 
 # --- what is accepted -----------------------------------------------------------------------------------------------
@@ -268,24 +266,3 @@ def test_the_seed_alone_decides_the_first_weights() -> None:
         for more in (["seed=1"], ["seed=1", "data={_target_: models.Data}", "callbacks.note=null"], ["seed=2"])
     ]
     assert weights[0] == weights[1] != weights[2]
-
-
-def test_each_source_file_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check and build share what was parsed: for a class in several sections, and for one that must be imported."""
-    write("again.py", "import models\ndecorate = lambda cls: cls\n@decorate\nclass Other(models.Note):\n    pass\n")
-    monkeypatch.delitem(sys.modules, "again", raising=False)
-    parsed: list[str] = []
-    parse = ast.parse
-
-    def counted(source: Any, filename: Any = "<unknown>", *arguments: Any, **options: Any) -> Any:
-        parsed.append(str(filename))
-        return parse(source, filename, *arguments, **options)
-
-    monkeypatch.setattr(ast, "parse", counted)
-    overrides = ["task.head={_target_: torch.nn.ReLU}", "data={_target_: models.Data}", "loggers=null"]
-    more = ["callbacks.second={_target_: models.Note, text: b}", "callbacks.third={_target_: again.Other, text: c}"]
-    here = ["trainer.strategy=single", "trainer.accelerator=cpu"]
-    build.build_config(check.load_config(["base.yaml", *overrides, *more, *here]))
-    files = [name for name in parsed if name.endswith(("models.py", "again.py", "arguments.py", "callback.py"))]
-    assert {Path(name).name for name in files} == {"models.py", "again.py", "arguments.py", "callback.py"}
-    assert len(files) == len(set(files))

@@ -1,4 +1,4 @@
-"""Every kind of mistake in a config: rejected before torch is imported, with its file, line and remedy."""
+"""Every kind of mistake in a config is refused, with its file, line and remedy; misspelt keys without torch."""
 
 import json
 import re
@@ -34,9 +34,9 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "strategy option": (["trainer.strategy.broadcast_bufers=true"], ["'ddp'", "Did you mean 'broadcast_buffers'?"]),
     "type of a strategy option": (["trainer.strategy.broadcast_buffers=1"], ["broadcast_buffers must be bool"]),
     "word for an int": (["trainer.max_epochs=ten"], ["null, not the string 'ten'", "Stop after this many epochs"]),
-    "quoted int": (["trainer.max_steps='3'"], ["must be int, not the string '3'. Write 3 without quotes."]),
-    "float for an int": (["trainer.max_steps=1e5"], ["must be int, not the number 100000.0. Write 100000."]),
-    "bool for an int": (["trainer.max_steps=true"], ["must be int, not true"]),
+    "quoted int": (["trainer.max_steps='3'"], ["least -1, not the string '3'. Write 3 without quotes."]),
+    "float for an int": (["trainer.max_steps=1e5"], ["least -1, not the number 100000.0. Write 100000."]),
+    "bool for an int": (["trainer.max_steps=true"], ["trainer.max_steps must be int of at least -1, not true"]),
     "yes for a bool": (["trainer.inference_mode=yes"], ["must be bool, not the string 'yes'. Write true."]),
     "int for a bool": (["task.deep=1"], ["task.deep must be bool, not the number 1"]),
     "int for a str": (["task.label=3"], ["task.label must be str, not the number 3. Put it in quotes."]),
@@ -53,7 +53,7 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "number for a path": (["task.folder=3"], ["task.folder must be a path or null"]),
     "time": (["task.every=soon"], ["'DD:HH:MM:SS'"]),
     "union": (["task.either=1.5"], ["task.either must be int or str, not the number 1.5"]),
-    "class": (["trainer.max_time={days: x}"], ["trainer.max_time.days must be int"]),
+    "class": (["trainer.max_time={days: x}"], ["trainer.max_time.days must be float"]),
     "missing task": (["task=null"], ["task is missing"]),
     "missing argument": (["task={_target_: models.Needy, one: 1}"], ["task.two is missing: Needy needs it (int)."]),
     "missing arguments": (["task={_target_: models.Needy}"], ["2 mistakes", "task.one is", "task.two is"]),
@@ -92,11 +92,11 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "Hydra's recursion": (["task.free={_target_: models.Tiny, width: 1, _recursive_: no}"], ["is always built"]),
     "Hydra's defaults": (
         "defaults: [_self_, {data: mnist}, {override /model: net}, base2, {debug: null}]",
-        ["more.yaml:1: defaults", "`extends: [data/mnist.yaml, model/net.yaml, base2.yaml]`"],
+        ["more.yaml:1: defaults", "`extends: [base.yaml, net.yaml]`"],
     ),
     "Hydra's own settings": ("hydra: {run: {dir: x}}", ["run.root", "legato sweep"]),
     "no variable": ("task:\n  label: ${env:LEGATO_NO}\n", ["more.yaml:2: task.label", "LEGATO_NO is"]),
-    "environment of a strange name": (["task.label='${env:A-B}'"], ["must be ${env:NAME} or ${env:NAME,default}"]),
+    "environment of a strange name": (["task.label='${env:A-B}'"], ["the environment variable A-B is not set"]),
     "vars that are a list": ("vars: [1]", ["more.yaml:1: vars must be a mapping"]),
     "misspelt use of vars": ("vars: {width: 3}\ntask: {width: '${vars.widht}'}", ["more.yaml:2", "'vars.width'?"]),
     "override of vars": (["vars.wdth=3", "task.width='${vars.width}'"], ["vars.wdth", "Did you mean 'width'?"]),
@@ -105,26 +105,23 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "target for another type": (["task.lr={_target_: models.Tiny}"], ["task.lr may not hold a `_target_`"]),
     "seed that is no int": (["seed=1.5"], ["seed must be int from 0"]),
     "seed below zero": (["seed=-1"], ["seed must be int from 0"]),
-    "seed twice": (["seed=1", "trainer.seed=2"], ["trainer.seed is set twice: seed"]),
+    "seed of the trainer": (["trainer.seed=2"], ["trainer.seed has a key of its own: seed."]),
     "run key": (["run.nmae=x"], ["run.nmae", "Did you mean 'name'?"]),
     "run value": (["run.name=3"], ["run.name must be str"]),
     "resume": (["resume=true"], ["resume must be 'auto', a path or null, not true"]),
-    "Hydra's environment": (["run.name='${oc.env:HOME}'"], ["run.name", "'oc.env'", "${env:NAME}", "run.name=..."]),
-    "hidden environment": (["run.name='${oc.select:x,${oc.env:HOME}}'"], ["'oc.env'"]),
-    "decoded environment": (["run.name='${oc.decode:x}'"], ["'oc.decode'"]),
     "missing interpolation": (["task.width='${trainer.max_epoch}'"], ["task.width", "'trainer.max_epochs'"]),
     "circular interpolation": (["task.width='${task.width}'"], ["task.width", "cannot be resolved"]),
     "broken interpolation": (["task.width='${'"], ["task.width", "is no interpolation"]),
     "interpolated wrong type": (["task.width='${task.label}'", "task.label=x"], ["task.width must be int"]),
     "override without =": (["trainer.max_epochs"], ["'trainer.max_epochs' is neither a YAML file nor key=value"]),
-    "count below its least": ("trainer:\n  max_epochs: -5", ["more.yaml:2: trainer.max_epochs", "least -1, not", "-5"]),
-    "fraction above one": (["trainer.limit_train_batches=1.5"], ["a fraction from 0.0 to 1.0 (float), not the number"]),
-    "not a number": (["trainer.gradient_clip_val=.nan"], ["must be a positive number", "not the number nan"]),
+    "count below its least": ("trainer:\n  max_epochs: -5", ["more.yaml:2: trainer.max_epochs", "not the number -5"]),
+    "fraction above one": (["trainer.limit_train_batches=1.5"], ["least 0 or float from 0.0 to 1.0, not the number"]),
+    "not a number": (["trainer.gradient_clip_val=.nan"], ["must be float of at least 0 or null, not the number nan"]),
     "no device": (["trainer.devices=0"], ["must be a positive count, a list of different indices, -1 or 'auto'"]),
     "one device twice": (["trainer.devices=[0, 0]"], ["a list of different indices"]),
-    "unknown accelerator": (["trainer.accelerator=cude"], ["must be one of auto, cpu", "Did you mean 'cuda'?"]),
+    "unknown accelerator": (["trainer.accelerator=cude"], ["must be one of 'auto', 'cpu'", "Did you mean 'cuda'?"]),
     "name that leaves the root": ("\nrun: {name: ../x}", ["more.yaml:2: run.name must be a plain name", "'../x'"]),
-    "name of Lightning's place": (["trainer.run_name=/x"], ["override: trainer.run_name must be a plain name"]),
+    "name of Lightning's place": (["trainer.run_name=/x"], ["trainer.run_name has a key of its own: run.name."]),
     "name of several lines": (['run.name="a\\nb"'], ["run.name must be a plain name"]),
     "name that is too long": ([f"run.name={'é' * 128}"], ["run.name is too long", "takes 256 bytes", "255 at most"]),
     "root that is too long": ([f"run.root=a/{'x' * 256}/b"], ["run.root is too long", "takes 256 bytes"]),
@@ -157,6 +154,18 @@ MISTAKES: dict[str, tuple[list[str] | str, list[str]]] = {
     "extends something else": ("extends: {a: 1}\n", ["more.yaml:1: extends must be a list of files"]),
     "alias of itself": ("task: &a {b: *a}\n", ["more.yaml:1"]),
 }  # fmt: skip
+# mistakes that only the imported class tells: types, missing arguments, targets that are not there
+NEED_THE_CLASS = {
+    "type of a strategy option", "int for a bool", "int for a str", "str for a float", "null for a float",
+    "literal through an alias", "scalar for a list", "item of a list", "value of a mapping", "length of a tuple",
+    "item of a tuple", "number for a path", "time", "union", "missing argument", "missing arguments",
+    "target without module", "module that is not there", "no such submodule", "class that is not there",
+    "class that a package lacks", "target that is a module", "target that is a function", "target that is a value",
+    "target of the wrong kind", "task as data", "callback as logger", "the standard library", "nested program",
+    "nested target that is not there", "nested in a list", "nested and incomplete", "nearly a target",
+    "nearly a partial", "LightningCLI's form", "no bool", "positional arguments", "target in plain data",
+    "target for another type", "interpolated wrong type",
+}  # fmt: skip
 
 
 def mistaken(mistake: list[str] | str) -> list[str]:
@@ -178,8 +187,8 @@ def test_mistakes_are_named(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_mistakes_are_found_without_torch(config_folder: Path) -> None:
-    """All mistakes run in one process, to start Python once."""
+def test_misspelt_keys_are_found_without_torch(config_folder: Path) -> None:
+    """All mistakes run in one process, to start Python once; what has imported torch is forgotten in between."""
     cases = {}
     for index, (name, (mistake, _)) in enumerate(MISTAKES.items()):
         arguments = mistaken(mistake)
@@ -192,17 +201,33 @@ import json, sys
 sys.path.insert(0, "")
 from legato.cli.config import check
 from legato.base.errors import ConfigError
+
+class Imported(Exception):
+    pass
+
+class Refused:
+    def find_spec(self, name, *more):
+        if name in ("torch", "numpy"):
+            raise Imported(name)
+
+sys.meta_path.insert(0, Refused())
+late = []
 for name, arguments in json.load(open("cases.json")).items():
     try:
         check.load_config(arguments)
         print(name, "was accepted")
-    except ConfigError:
-        pass
-    assert "torch" not in sys.modules, name
-print("all refused")
+    except ConfigError as error:
+        if isinstance(error.__context__, Imported):
+            late.append(name)
+    except Imported:
+        late.append(name)
+print(json.dumps(late))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=False)
-    assert (done.stdout, done.stderr) == ("all refused\n", "")
+    assert done.stderr == ""
+    late = set(json.loads(done.stdout))
+    assert late == NEED_THE_CLASS
+    assert len(MISTAKES) - len(late) >= 91
 
 
 def test_an_override_cannot_change_part_of_a_list() -> None:
@@ -213,9 +238,10 @@ def test_an_override_cannot_change_part_of_a_list() -> None:
 
 @pytest.mark.slow
 def test_all_mistakes_are_found_at_once() -> None:
+    nested = "task.free=[{_target_: models.Tiny, widht: 1}]"
     with pytest.raises(ConfigError) as caught:
         check.load_config(
-            ["base.yaml", "trainer.a=1", "trainer.b=1", "task.c=1", "d=1", "callbacks.note.e=1", "seed=x", "task.lr=x"]
+            ["base.yaml", "trainer.a=1", "trainer.b=1", "task.c=1", "d=1", "callbacks.note.e=1", "seed=x", nested]
         )
     lines = str(caught.value).splitlines()
     assert lines[0] == "The config has 7 mistakes, the first 5 of which are:"
@@ -249,7 +275,7 @@ def test_a_missing_file_names_those_that_are_there() -> None:
 
 def test_a_module_that_is_no_python_is_named_with_its_line() -> None:
     write("broken.py", "class Tiny:\n    def __init__(self:\n")
-    with pytest.raises(ConfigError, match=r"task\._target_ cannot be imported: .*broken\.py:2 is not Python"):
+    with pytest.raises(ConfigError, match=r"task\._target_ cannot be imported: .*SyntaxError: .*broken\.py:2\)"):
         check.load_config(["base.yaml", "task._target_=broken.Tiny"])
 
 
@@ -265,11 +291,10 @@ def test_a_module_that_is_no_python_is_named_with_its_line() -> None:
 def test_an_import_that_fails_says_why(text: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "failing", raising=False)
     write("failing.py", f"import legato\n{text}class Failing(legato.Task):\n    pass\n")
-    found = check.load_config(["base.yaml", "task={_target_: failing.Failing}"])
     with pytest.raises(ConfigError) as caught:
-        build.build_config(found)
+        check.load_config(["base.yaml", "task={_target_: failing.Failing}"])
     message = str(caught.value)
-    assert message.startswith("override: task._target_: importing 'failing' failed: ")
+    assert message.startswith("override: task._target_ cannot be imported: importing 'failing' failed: ")
     assert words in message
     assert "failing.py:2)" in message
 
@@ -299,8 +324,8 @@ globals()["Other"] = make(object)
         with pytest.raises(ConfigError) as caught:
             check.load_config(["base.yaml", override])
         assert words in str(caught.value)
-    with pytest.raises(ConfigError, match=r"'hidden\.Other' is not a subclass of legato\.tasks\.task\.Task"):
-        build.build_config(check.load_config(["base.yaml", "task={_target_: hidden.Other, width: 3}"]))
+    with pytest.raises(ConfigError, match=r"'hidden\.Other' is not a subclass of Task"):
+        check.load_config(["base.yaml", "task={_target_: hidden.Other, width: 3}"])
 
 
 @pytest.mark.slow
@@ -324,11 +349,13 @@ def test_what_a_constructor_refuses_is_said_with_its_place() -> None:
 
 def test_a_nested_class_must_descend_from_the_annotation() -> None:
     nested = "task.head={_target_: %s}"
-    with pytest.raises(ConfigError, match=r"is not a subclass of torch\.nn\.Module"):
-        build.build_config(check.load_config(["base.yaml", nested % "collections.OrderedDict"]))
+    with pytest.raises(ConfigError, match=r"is not a subclass of torch\.nn\.modules\.module\.Module"):
+        check.load_config(["base.yaml", nested % "collections.OrderedDict"])
     filled = "torch.nn.init.constant_, tensor: {_target_: torch.ones, _args_: [2]}, val: 1"
     found = check.load_config(["base.yaml", nested % filled])
-    with pytest.raises(ConfigError, match=r"'torch\.nn\.init\.constant_' returned Tensor, not torch\.nn\.Module"):
+    with pytest.raises(
+        ConfigError, match=r"'torch\.nn\.init\.constant_' returned Tensor, not torch\.nn\.modules\.module\.M"
+    ):
         build.build_config(found)
     marker = Path("ran")
     with pytest.raises(ConfigError, match=r"'pathlib\.Path\.touch' is not built: of the standard library only"):

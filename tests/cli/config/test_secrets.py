@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "line.yaml").write_text(CONFIG)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "line", raising=False)  # another test's
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     return tmp_path
@@ -59,6 +61,7 @@ def test_the_stored_text_names_the_variable_and_is_read_again() -> None:
     assert "header: Bearer ${env:SERVICE_API_KEY}" in config.text().replace("'", "")
     assert "task.options.password='${env:FOLDER}'" in config.override_words()
     assert "folder: data" in load_config(["line.yaml"]).text()  # neither the name nor the key is that of a secret
+    assert "${env:SERVICE_API_KEY}" in load_config(["line.yaml", "task.token='${oc.env:SERVICE_API_KEY}'"]).text()
     Path("again.yaml").write_text(config.text())
     assert load_config(["again.yaml"]).values == config.values
 

@@ -1,0 +1,240 @@
+"""Classes and functions that a config names: their arguments, read from the source alone, or by an import.
+
+The source gives names and plain defaults in a millisecond a file, so that a misspelt key is refused before torch is
+imported. Types, and whatever a decorator or another class decides, are those of the imported class.
+"""
+
+import ast
+import inspect
+import pkgutil
+import sys
+import traceback
+import typing
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...base.errors import ConfigError, did_you_mean
+
+NO_DEFAULT: Any = object()
+"""Default of a parameter without one, or whose default is not plain data."""
+_UNREAD = frozenset(sys.stdlib_module_names) | {"numpy", "torch", "torchmetrics", "torchvision"}
+"""Packages that are too large to be parsed, or have no source."""
+_UNREADABLE = (ImportError, AttributeError, ValueError, SyntaxError, OSError, RecursionError, MemoryError)
+
+Arguments = dict[str, Any]
+"""The default of each argument by its name."""
+
+
+# --- from the source --------------------------------------------------------------------------------------------------
+def read_arguments(path: str) -> Arguments | None:
+    """Return the arguments of the class or function at a dotted path from its source; None if that does not tell."""
+    try:
+        return _arguments_in(*_locate(path))
+    except _UNREADABLE:
+        return None
+
+
+def _arguments_in(file: Path, module: str, name: str) -> Arguments | None:
+    names = _bindings(ast.parse(file.read_bytes()).body, module, file.name == "__init__.py")
+    bound = names.get(name)
+    if isinstance(bound, str):  # imported from elsewhere
+        return read_arguments(bound)
+    if isinstance(bound, ast.FunctionDef):
+        return None if bound.decorator_list or bound.args.kwarg else _of_function(bound)
+    if not isinstance(bound, ast.ClassDef):
+        return None
+    decorators = {ast.unparse(node).partition("(")[0].rpartition(".")[2] for node in bound.decorator_list}
+    methods = {node.name: node for node in bound.body if isinstance(node, ast.FunctionDef)}
+    if not decorators <= {"dataclass", "final"} or "__new__" in methods or bound.keywords:
+        return None
+    init, arguments = methods.get("__init__"), Arguments()
+    if init is not None:
+        arguments = _of_function(init)
+        arguments.pop(init.args.args[0].arg, None)  # self
+        if init.args.kwarg is None:
+            return arguments
+        if f"super().__init__(**{init.args.kwarg.arg})" not in ast.unparse(init):
+            return None
+    elif "dataclass" in decorators:
+        fields = [node for node in bound.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+        kept = [node for node in fields if "ClassVar" not in ast.unparse(node.annotation)]
+        arguments = {ast.unparse(node.target): _plain_default(node.value) for node in kept}
+    if not bound.bases:
+        return arguments
+    # the first base alone: what another would add is no argument that could be told here
+    top, *rest = ast.unparse(bound.bases[0]).partition("[")[0].split(".")
+    home = names.get(top, f"{module}.{top}")
+    if isinstance(home, ast.ClassDef):
+        inherited = _arguments_in(file, module, top) if top != name else None
+    else:
+        inherited = read_arguments(".".join([home, *rest])) if isinstance(home, str) else None
+    return None if inherited is None else inherited | arguments
+
+
+def _of_function(node: ast.FunctionDef) -> Arguments:
+    positional = [*node.args.posonlyargs, *node.args.args]
+    defaults = [*[None] * (len(positional) - len(node.args.defaults)), *node.args.defaults, *node.args.kw_defaults]
+    names = [argument.arg for argument in (*positional, *node.args.kwonlyargs)]
+    return {name: _plain_default(default) for name, default in zip(names, defaults, strict=True)}
+
+
+def _plain_default(node: ast.expr | None) -> Any:
+    try:
+        return NO_DEFAULT if node is None else plain(ast.literal_eval(node))
+    except (ValueError, TypeError):
+        return NO_DEFAULT
+
+
+_Bound = ast.ClassDef | ast.FunctionDef | str | None
+
+
+def _bindings(body: Sequence[ast.stmt], module: str, is_package: bool) -> dict[str, _Bound]:
+    """Return what the names of a module are: a class, a function, a dotted path that is imported, or None."""
+    names: dict[str, _Bound] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            names[node.name] = node
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                top = alias.name.partition(".")[0]
+                names[alias.asname or top] = alias.name if alias.asname else top
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: None if is_package and node.level == 1 else is_package - node.level]
+            home = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            names |= {alias.asname or alias.name: f"{home}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id: None for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):  # also `if TYPE_CHECKING:`, where this package's lazy names stand
+            names |= _bindings(node.body, module, is_package)
+    return names
+
+
+def _locate(path: str) -> tuple[Path, str, str]:
+    """Return the file and name of the module of a dotted path, and the name within it. Raises ImportError."""
+    top, *parts = path.split(".")
+    spec = None if top in _UNREAD else find_spec(top)  # of a top-level name, which imports nothing
+    for index, part in enumerate(parts):
+        folders = spec.submodule_search_locations if spec is not None else None
+        inner = PathFinder.find_spec(f"{spec.name}.{part}", folders) if spec is not None and folders else None
+        if inner is None:
+            if spec is None or spec.origin is None or index != len(parts) - 1:
+                break
+            return Path(spec.origin), spec.name, part
+        spec = inner
+    raise ImportError(path)
+
+
+# --- by an import -----------------------------------------------------------------------------------------------------
+class Parameter(NamedTuple):
+    """An argument of a class or function."""
+
+    type: Any
+    default: Any
+    required: bool
+
+
+class Signature(NamedTuple):
+    """Arguments of a class or function. `open`: it takes others, too."""
+
+    parameters: Mapping[str, Parameter]
+    open: bool = False
+
+
+def signature_of(target: Any) -> Signature:
+    """Return the parameters of a class or function, with those of base classes that it passes `**kwargs` on to."""
+    try:
+        given = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):  # made in C
+        return Signature({}, True)
+    function = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except Exception:  # an annotation may name what is not there, and is evaluated as any code
+        hints = {}
+    parameters = {}
+    for one in given:
+        if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY):
+            required, kind = one.default is one.empty, hints.get(one.name, Any)
+            kind = kind if isinstance(kind, type) or typing.get_origin(kind) is not None else Any  # not a module
+            if one.default is None and kind is not Any:
+                kind = typing.Optional[kind]  # noqa: UP045  (X | None fails for a quoted X)
+            parameters[one.name] = Parameter(kind, NO_DEFAULT if required else plain(one.default), required)
+    if not any(one.kind is one.VAR_KEYWORD for one in given):
+        return Signature(parameters)
+    if "super().__init__(**" not in (_source_of(function) if isinstance(target, type) else ""):
+        return Signature(parameters, True)
+    owner = next(index for index, base in enumerate(target.__mro__) if "__init__" in base.__dict__)
+    above = next((base for base in target.__mro__[owner + 1 :] if "__init__" in base.__dict__), object)
+    inherited = signature_of(above) if above is not object else Signature({})
+    return Signature({**inherited.parameters, **parameters}, inherited.open)
+
+
+def _source_of(function: Any) -> str:
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
+def plain(value: Any) -> Any:
+    """Return a value with lists for tuples; NO_DEFAULT where YAML cannot hold it."""
+    if isinstance(value, list | tuple):
+        items = [plain(item) for item in value]
+        return NO_DEFAULT if any(item is NO_DEFAULT for item in items) else items
+    if isinstance(value, dict):
+        pairs = {name: plain(item) for name, item in value.items()}
+        fits = all(isinstance(name, str) and item is not NO_DEFAULT for name, item in pairs.items())
+        return pairs if fits else NO_DEFAULT
+    return value if value is None or type(value) in (bool, int, float, str) else NO_DEFAULT
+
+
+def load_class(path: str) -> type:
+    """Import the class at a dotted path. Raises ConfigError where there is none; the message says why."""
+    target = load(path)
+    if not isinstance(target, type):
+        raise ConfigError(f"{path!r} is not a class.")
+    return target
+
+
+def load(path: str) -> Any:
+    """Import what is at a dotted path. Raises ConfigError, which says why, where there is nothing or it fails."""
+    parts = path.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
+        raise ConfigError(f"{path!r} is not a dotted path to a class, such as 'package.module.Class'.")
+    size, module = 0, None
+    for size in range(1, len(parts) + 1):
+        name = ".".join(parts[:size])
+        try:
+            module = import_module(name)
+        except (Exception, SystemExit) as error:  # a module's own code raises any kind
+            if not isinstance(error, ModuleNotFoundError) or error.name != name:
+                raise ConfigError(f"importing {name!r} failed: {_blame(error)}") from error
+            break
+    else:
+        raise ConfigError(f"{path!r} is a module, not a class.")
+    if module is None:
+        # nobody means opcode; an editable install of this package is not on the path
+        known = {__name__.partition(".")[0], *(one.name for one in pkgutil.iter_modules())} - sys.stdlib_module_names
+        raise ConfigError(f"there is no module {parts[0]!r}.{did_you_mean(parts[0], known)}")
+    rest, owner = parts[size - 1 :], module.__name__
+    try:
+        return reduce(getattr, rest, module)
+    except AttributeError as error:
+        inner = [one.name for one in pkgutil.iter_modules(getattr(module, "__path__", ()))]
+        if len(rest) > 1 and hasattr(module, "__path__"):
+            raise ConfigError(f"there is no module '{owner}.{rest[0]}'.{did_you_mean(rest[0], inner)}") from error
+        names = [*getattr(module, "__all__", dir(module)), *inner]
+        raise ConfigError(f"module {owner!r} has no {rest[0]!r}.{did_you_mean(rest[0], names)}") from error
+
+
+def _blame(error: BaseException) -> str:
+    """Return an error and the line that raised it."""
+    places = [f" ({one.filename}:{one.lineno})" for one in traceback.extract_tb(error.__traceback__)]
+    if isinstance(error, SyntaxError):
+        places = [f" ({error.filename}:{error.lineno})"]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{''.join(places[-1:])}."
