@@ -19,14 +19,14 @@ checks this drawing against the code.
     +-- for each epoch
     |   on_train_epoch_start                     C T
     |   +-- for each optimizer step
-    |   |   on_before_zero_grad                  C T
-    |   |   optimizer_zero_grad                    T
     |   |   +-- for each batch of a local replica
     |   |   |   on_before_batch_transfer           T   or the data module's
     |   |   |   transfer_batch_to_device           T   or the data module's
     |   |   |   on_after_batch_transfer            T   or the data module's
     |   |   |   on_train_batch_start             C T
     |   |   |   training_step                      T
+    |   |   |   on_before_zero_grad              C T   step's first batch; if it runs several replicas, before that
+    |   |   |   optimizer_zero_grad                T   the same
     |   |   |   on_before_backward               C T
     |   |   |   backward                           T
     |   |   |   on_after_backward                C T
@@ -34,7 +34,7 @@ checks this drawing against the code.
     |   |   on_before_optimizer_step             C T
     |   |   configure_gradient_clipping            T
     |   |   optimizer_step                         T
-    |   |   lr_scheduler_step                      T   schedulers with interval "step"
+    |   |   lr_scheduler_step                      T   schedulers by steps; after the epoch's last step those by epochs
     |   |   on_step_end                          C T   on every process, also one without a batch in the step
     |   |   on_train_batch_end                   C T   for the step's last batch: the weights are updated
     |   |   +-- validation, when it is due: after this step, or at the end of the epoch
@@ -50,7 +50,7 @@ checks this drawing against the code.
     |   |   |   on_validation_end                C T   metrics are computed
     |   |   |   on_validation_model_train        C T
     |   on_train_epoch_end                       C T   values may still be logged
-    |   lr_scheduler_step                          T   schedulers with interval "epoch"; then the `late` callbacks
+    |   lr_scheduler_step                          T   ReduceLROnPlateau by epochs; then the `late` callbacks
     on_save_checkpoint                           C T   whenever a checkpoint is written
     on_processes_changed                         C T   when processes left or joined an elastic run
     on_train_end                                 C T

@@ -99,7 +99,10 @@ class SpikeWatch(Callback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Raise ConfigError for optimizers whose update cannot be judged or left out."""
-        optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.closure_step is not None
+        from ..trainer.optimization.optimizers import needs_closure
+
+        optimizers = trainer.optimizers
+        runs_step = any(map(needs_closure, optimizers))
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
             raise ConfigError(f"SpikeWatch(then={self.then!r}) takes one optimizer with one update a step, got {came}.")

@@ -9,7 +9,6 @@ import torch
 
 from ..base.errors import ConfigError, LegatoError
 from ..cli.config.build import build_config
-from ..trainer.optimization.optimizers import read_optimizers
 from ..trainer.processes.devices import find_devices
 from ..trainer.processes.environment import Place
 from ..trainer.strategies.servers import build_remote_modules
@@ -106,7 +105,7 @@ class UnstartedRun:
     def make_optimizers(self, rounds: int) -> "Sequence[Optimizer]":
         """Return the task's optimizers, for epochs of so many batches of a replica."""
         self.attach(self.task.trainer, self.task, rounds)
-        return read_optimizers(self.task.configure_optimizers(), self.task.automatic_optimization)[0]
+        return self.task.make_optimizers()[0]
 
     def attach(self, trainer: Trainer, task: "Task", rounds: int) -> Trainer:
         """Make the trainer report the processes, and the steps per epoch and in total, of the run."""

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..base.errors import TaskError
 from .data_hooks import DataHooks
 from .hyperparameters import Hyperparameters
+from .optimizers import SchedulerConfig, read_optimizers, unknown_parameters
 from .task_hooks import TaskHooks
 
 if TYPE_CHECKING:
@@ -189,6 +191,16 @@ class Task(nn.Module, TaskHooks, DataHooks, Hyperparameters):
     def configure_optimizers(self) -> Any:
         """Return an optimizer, several, or a dict with "optimizer" and "lr_scheduler"; None to train nothing."""
         raise NotImplementedError(f"{type(self).__name__} has no configure_optimizers.")
+
+    def make_optimizers(self) -> tuple[list[torch.optim.Optimizer], list[SchedulerConfig]]:
+        """Return the optimizers and learning rate schedulers of a fit, read from what configure_optimizers returns.
+
+        Raises TaskError for any other form, and for parameters that are not the task's.
+        """
+        optimizers, schedulers = read_optimizers(self.configure_optimizers(), self.automatic_optimization)
+        if fault := unknown_parameters(self, optimizers):
+            raise TaskError(fault)
+        return optimizers, schedulers
 
     def configure_callbacks(self) -> "list[Callback] | Callback":
         """Return additional callbacks; each replaces a callback of the same type given to the trainer."""

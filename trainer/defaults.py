@@ -3,14 +3,12 @@
 A Trainer for programs that were written for another library overrides these; they change nothing by themselves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..base.errors import TaskError
 from ..callbacks.callback import Callback
 from ..tasks.hyperparameters import Hyperparameters
-from ..tasks.task import Task
 from . import strategies
 from .data.dealing import EvaluationData
 from .metrics.reduce import Reduced
@@ -25,14 +23,10 @@ from .view import TrainerView
 class TrainerDefaults(TrainerView):
     """The Trainer without its loop; each choice may be overridden."""
 
-    keeps_gradients: ClassVar[bool] = False
-    """Whether the gradients of a step stay until the next step's first forward is done, for its hooks to read."""
     shows_newest_batch: ClassVar[bool] = False
     """Whether the value of a step is that of its newest batch rather than the mean over its batches."""
     refuses_near_names: ClassVar[bool] = True
     """Whether a method named almost like a hook is an error rather than a warning."""
-    logs_cut_epochs: ClassVar[bool] = False
-    """Whether the values of an epoch that ends within are written, though a resume will write those of all of it."""
     logs_evaluation_batches: ClassVar[bool] = False
     """Whether what an evaluation logs with `on_step` is written for each of its batches."""
     bar_names_steps: ClassVar[bool] = False
@@ -45,31 +39,18 @@ class TrainerDefaults(TrainerView):
     """Whether training and validation may log the same metric object, whose samples are then mixed."""
     ends_at_length: ClassVar[bool] = False
     """Whether an epoch of training ends at the length of a DataLoader whose IterableDataset goes on beyond it."""
-    knows_last_batch: ClassVar[bool] = False
-    """Whether a run of one process reads a stream without a length one step ahead, to know its last batch."""
     refuses_empty_loaders: ClassVar[bool] = True
     """Whether loaders without a batch, and a run whose first epoch has no loss, are an error rather than a warning."""
-    closure_runs_step: ClassVar[bool] = False
-    """Whether a task's own optimizer_step begins before the forward and backward, which its closure then runs."""
     pads_shares: ClassVar[bool] = False
     """Whether an epoch's last round repeats samples rather than leaving a replica with fewer: in training, and in a
     validation or test whose steps call collectives."""
 
     reads_streams_whole: ClassVar[bool] = False
     """Whether each process trains on all that an IterableDataset gives it, rather than on one batch in turn."""
-    hooks_see_scaled_loss: ClassVar[bool] = False
-    """Whether on_before_backward gets the loss with its weight in the step rather than as training_step returned it."""
-    ends_epoch_with_last_batch: ClassVar[bool] = False
-    """Whether schedulers that go by epochs step before on_train_batch_end of an epoch's last batch."""
-    schedulers_count_batches: ClassVar[bool] = False
-    """Whether schedulers that go by steps count the batches of the epoch, and ReduceLROnPlateau waits for a validation
-    that follows the step."""
     overfits_validation: ClassVar[bool] = True
     """Whether overfit_batches validates on the training batches, too, rather than on as many of the validation's."""
     keeps_seed: ClassVar[bool] = True
     """Whether a run that goes on must be given the seed that it began with."""
-    validates_when_stopped: ClassVar[bool] = False
-    """Whether a run that is asked to stop within an epoch validates before it ends."""
     evaluates_with_states: ClassVar[bool] = False
     """Whether callbacks and the data module are given their states of a checkpoint that is evaluated, too."""
     weights_skip_callbacks: ClassVar[bool] = False
@@ -82,10 +63,6 @@ class TrainerDefaults(TrainerView):
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     fits_continue: ClassVar[bool] = False
     """Whether a second fit goes on where the first one ended, so that no point of the log is void."""
-    skips_ended_training: ClassVar[bool] = False
-    """Whether a fit in which nothing is left to train leaves out the hooks around training."""
-    no_output: ClassVar[dict[str, Any] | None] = None
-    """Output that on_train_batch_end gets for a batch whose training_step returned None."""
     optimizer_wrapper: ClassVar[type[ManualOptimizer]] = ManualOptimizer
     """Class of what a task gets from `optimizers()`."""
     logs_hyperparameters: bool = True
@@ -106,10 +83,6 @@ class TrainerDefaults(TrainerView):
         """Return what `setup` and `teardown` are given as their stage."""
         return stage
 
-    def validation_check(self) -> Callable[[], bool] | None:
-        """Return what decides after each step whether to validate; None: the arguments do."""
-        return None
-
     def strategy_class(self, name: str) -> type[Any]:
         """Return the class behind the name of a strategy."""
         found: type[Any] = getattr(strategies, strategies.STRATEGIES[name].split(":")[1])
@@ -118,10 +91,6 @@ class TrainerDefaults(TrainerView):
     def counted(self, data: EvaluationData) -> list[int | float]:
         """Return what `num_val_batches` and its like say of evaluation data."""
         return data.counts()
-
-    def configured(self, task: Task) -> Any:
-        """Return what the task's configure_optimizers returns."""
-        return task.configure_optimizers()
 
     def ordered(self, callbacks: list[Callback]) -> list[Callback]:
         """Return callbacks in the order in which their hooks are called."""
@@ -135,10 +104,6 @@ class TrainerDefaults(TrainerView):
 
     def note_failure(self) -> None:
         """Called when a call has failed, before the hooks that hear of it."""
-
-    def refuse(self, fault: str) -> None:
-        """Raise TaskError for what a run that is resumed, or on another number of processes, would do otherwise."""
-        raise TaskError(fault)
 
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""
@@ -176,17 +141,6 @@ class TrainerDefaults(TrainerView):
             if owner.__dict__.get("_log_hyperparams", True):
                 found |= logged_hyperparameters(owner)
         return found or None
-
-    def was_measured_in_epoch(self, name: str) -> bool:
-        """Return whether a metric was measured in the current epoch, for a scheduler that goes by it after each one."""
-        state, measured_at = self.state, self.current_run.metrics.measured_at.get(name)
-        if measured_at == -1:  # a value of the checkpoint: of training it is measured again, of validation perhaps not
-            measured_at = state.validated_at
-        return measured_at is None or measured_at > state.global_step - state.epoch_steps
-
-    def logs_last_step(self) -> bool:
-        """Return whether the last step of a run is a logging point in any case."""
-        return True
 
     def publish_batch(self, reduced: Reduced, index: int) -> None:
         """Publish what rank 0 has logged for a batch of an evaluation, the `index`-th of its loader in this run."""

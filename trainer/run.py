@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ..base.errors import ConfigError, DataError, NonFiniteError, TaskError, first_names
-from ..base.torch_private import count_graphs, mark_stepped
+from ..base.torch_private import count_graphs
 from ..tasks.data_module import DataModule
 from ..tasks.task import Task
-from . import diagnosis
+from . import diagnosis, masked
 from .contention import Contention
 from .data.dealing import EvaluationData, TrainingData
 from .data.randomness import hook_key, seed_generators
@@ -32,6 +32,7 @@ from .metrics.log import Metrics
 from .metrics.reduce import Reduced, by_loader
 from .optimization.kernels import NOTHING_COMPILED
 from .optimization.optimization import Optimization
+from .optimization.outputs import as_outputs
 from .preemption import Preemption
 from .processes.collectives import SINGLE
 from .processes.hang import Watchdog
@@ -39,6 +40,7 @@ from .processes.script_collectives import TrainingCollectives
 from .processes.sync import Agreement
 from .resume.fingerprint import record_groups
 from .runs.status import RunStatus
+from .schedule import Schedule
 from .setup.training_mode import set_training_mode
 from .state import State
 from .undo import Undo
@@ -140,10 +142,10 @@ class LoopState:
     """Remaining part of a fit: steps, then only the hooks that end it."""
     epoch_skipped: bool = False
     """Whether the rest of the epoch is left out."""
-    check_validation: Callable[[], bool] | None = None
-    """Function that decides after each step whether to validate; None: the arguments do."""
     step: StepInput | None = None
     """The newest step of this process."""
+    replica: int = -1
+    """The replica whose batches the newest step is at; -1: it has not opened any."""
     item: ReplicaBatch | None = None
     """The newest batch of an evaluation in this process."""
     outputs: list[tuple[int, int, int, Any]] = field(default_factory=list)
@@ -156,10 +158,6 @@ class LoopState:
     """The newest point of the log: its step and values."""
     samples_of_epoch: dict[str, Any] | None = None
     """The `samples` of the current epoch, if it was dealt out by other settings."""
-    plateau_waits: bool = False
-    """Whether ReduceLROnPlateau is to step after the hooks that end the step and the validation that may follow."""
-    schedulers_stepped: bool | None = None
-    """Whether the epoch's schedulers have stepped already, in an epoch that a checkpoint of its end goes on from."""
     training_modes: list[tuple[nn.Module, bool]] = field(default_factory=list)
     """The mode of each module before an evaluation."""
 
@@ -362,6 +360,13 @@ class JoinedCall(Call):
     evaluated_point: tuple[int, int] | None
     """Step and epoch at which an evaluation is logged; None: the trainer's own."""
 
+    def agree(self) -> None:
+        """Agree with the other ranks between two steps; end the run if one of them was told to."""
+        self.strategy.timeouts.end_startup()
+        self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
+        self.preemption.stop_if_agreed()
+        self.membership.check_members(self.agreement.generation)
+
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Run(JoinedCall):
@@ -369,6 +374,7 @@ class Run(JoinedCall):
 
     is_complete: ClassVar[bool] = True
     optimization: Optimization
+    schedule: Schedule
     transfer: Callable[[Any, int], Any] | None
     """Moves a batch to its device; None: it is there."""
     by_replica: bool
@@ -389,6 +395,39 @@ class Run(JoinedCall):
     """The number of graphs that torch's compiler had made when the run was made."""
 
     # --- the step ---------------------------------------------------------------------------------------------------
+    def begin_step(self, step: StepInput) -> None:
+        """Begin a step: clear the gradients, and run the masked batches that come first."""
+        self.loop.step, self.loop.replica = step, -1
+        self.metrics.step, self.metrics.batches_of_step = self.state.global_step, 0
+        if self.optimization.automatic:
+            self.optimization.begin_step(step)
+            if step.masked:  # after clearing: they may add other processes' gradients to this shard
+                masked.train(self, step.masked if step.batches else step.masked[:-1], last=False)
+
+    def open_batch(self, item: ReplicaBatch) -> Any:
+        """Return a batch on its device, with the logged values and random numbers that follow those of its replica."""
+        if self.by_replica and item.replica != self.loop.replica:
+            self.loop.replica = item.replica
+            self.strategy.open_replica(item.replica)
+        self.metrics.open_batch(item.replica, item.samples)
+        if self.data.keys_forward:
+            seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
+        return item.batch if self.transfer is None else self.transfer(item.batch, 0)
+
+    def reopen_batch(self, item: ReplicaBatch) -> Any:
+        """Return a batch that is trained on again in the same step; its random numbers are those of the first time."""
+        self.metrics.return_to_batch(item.replica, item.samples)
+        if self.keyed:
+            seed_generators(mix(self.state.seed, self.state.global_step, item.replica, item.batch_idx))
+        return item.batch if self.transfer is None else self.transfer(item.batch, 0)
+
+    def finish_backward(self, step: StepInput) -> None:
+        """Complete the gradients of a step, where this process has no batch of it or runs several replicas."""
+        if not step.batches and step.samples:
+            self.strategy.leave_out(last=True, after_forward=False)
+        if self.by_replica:
+            self.strategy.finish_backward()
+
     def leaves_epoch(self, batch: Any, batch_idx: int) -> bool:
         """Call on_train_batch_start; return whether a hook answered -1, which leaves out the rest of the epoch."""
         self.loop.epoch_skipped = False
@@ -401,95 +440,35 @@ class Run(JoinedCall):
             self.watchdog.require_all_leave(batch_idx)
             self.metrics.step = -2  # the step that had begun is none
             self.strategy.abandon_step()
-            if self.trainer.schedulers_count_batches:
-                self.optimization.step_schedulers("step", self.state.epoch_rounds + 1, plateau=False)
-            if self.trainer.ends_epoch_with_last_batch:
-                self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=False)
-                self.loop.schedulers_stepped = True
         return self.loop.epoch_skipped
 
-    def count(self, step: StepInput) -> None:
-        """Count a finished step, advance the schedulers that go by steps, and call `on_step_end`."""
-        state, self.optimization.updating = self.state, True  # also where a guard dropped the update
-        state.global_step += 1
-        state.epoch_steps += 1
-        state.epoch_rounds += step.rounds
-        state.rounds += step.rounds
-        state.samples_seen += step.samples
-        if self.optimization.stepped:
-            self.optimization.update_scale()
-        if self.optimization.schedulers:
-            # after the counts: a scheduler is due by the number of finished steps
-            waits = self.trainer.schedulers_count_batches and self.optimization.has_plateau_by_steps
-            self.loop.plateau_waits = waits and (bool(self.hooks["on_train_batch_end"]) or self.validation_follows())
-            self.step_schedulers(plateau=False if self.loop.plateau_waits else None)
-            if self.trainer.ends_epoch_with_last_batch and self.epoch_is_full:
-                self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=False)
-        if self.hooks["on_step_end"]:
+    def end_step(self, step: StepInput, output: Any, batch: Any) -> None:
+        """Call on_step_end, and then on_train_batch_end for the step's last batch, in which callbacks may save.
+
+        A process without a batch calls the latter for callbacks that all ranks must call together; what these log is
+        dropped. `output`: what training_step returned.
+        """
+        hooks = self.hooks
+        if hooks["on_step_end"]:
             self.metrics.leave_batches(step.samples)
             if self.keyed:
                 self.seed_hooks("on_step_end")
-            self.hooks.call("on_step_end")
+            hooks.call("on_step_end")
         self.optimization.updating = False
-
-    def step_schedulers(self, plateau: bool | None) -> None:
-        """Step the schedulers that go by steps; `plateau`: see `Optimization.step_schedulers`."""
-        count = self.state.epoch_rounds if self.trainer.schedulers_count_batches else self.state.global_step
-        self.optimization.step_schedulers("step", count, plateau)
-
-    def validation_follows(self) -> bool:
-        """Return whether a validation follows this step, within the epoch or at its end."""
-        return self.validation_is_due() or (self.epoch_is_full and self.validation_ends_epoch(complete=True))
-
-    @property
-    def epoch_is_full(self) -> bool:
-        """Whether the epoch's last step is done, as far as that is known before the data end."""
-        state, step = self.state, self.loop.step
-        known = step is not None and step.last and state.epoch_steps > 0
-        return known or state.epoch_rounds >= self.trainer.num_training_batches
-
-    def leave_out(self, step: StepInput) -> None:
-        """Count a step all of whose samples are left out; schedulers advance, as in a step that nan=skip skips."""
-        self.loop.step, self.metrics.step, self.metrics.batches_of_step = step, self.state.global_step, 0
-        for optimizer in self.optimization.optimizers:
-            mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
-        self.count(step)
-        if self.hooks["on_train_batch_end"]:
-            self.end_step(None, None, None)
-
-    def end_step(self, item: ReplicaBatch | None, outputs: Any, batch: Any) -> None:
-        """Call on_train_batch_end for the step's last batch.
-
-        A process without one calls it only for callbacks that all ranks must call together; what these log is dropped.
-        """
-        if "on_train_batch_end" in self.hooks.may_draw and self.keyed:
+        if not hooks["on_train_batch_end"]:
+            return
+        if self.keyed and "on_train_batch_end" in hooks.may_draw:
             self.seed_hooks("on_train_batch_end")
-        if item is not None:
+        if step.batches:
+            item = step.batches[-1]
             self.metrics.return_to_batch(item.replica, item.samples)
-            for hook in self.hooks["on_train_batch_end"]:
-                hook(outputs, batch, item.batch_idx)
+            hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
         else:
             # a step's last batch is that of other processes: what hooks log here has no sample behind it
             self.metrics.muted = True
-            for hook in self.hooks.after_every_step:
+            for hook in hooks.after_every_step:
                 hook(None, None, self.state.epoch_rounds - 1)
             self.metrics.muted = False
-        if self.loop.plateau_waits and not self.validation_follows():
-            self.step_waiting()
-
-    def step_waiting(self) -> None:
-        """Step the schedulers that have waited for the hooks after a step, and for a validation that followed it."""
-        if self.loop.plateau_waits:
-            self.loop.plateau_waits = False
-            self.step_schedulers(plateau=True)
-
-    def step_epoch_schedulers(self) -> None:
-        """Step the schedulers that go by epochs, but for those that did so with the epoch's last batch."""
-        state, trainer = self.state, self.trainer
-        done = trainer.ends_epoch_with_last_batch and self.epoch_is_full
-        if self.loop.schedulers_stepped is not None:
-            done, self.loop.schedulers_stepped = self.loop.schedulers_stepped, None
-        self.optimization.step_schedulers("epoch", state.epoch + 1, plateau=True if done else None)
 
     # --- between steps ----------------------------------------------------------------------------------------------
     def require_same_weights(self) -> None:
@@ -541,13 +520,6 @@ class Run(JoinedCall):
         """Return the names of trained parameters that are not finite; every rank calls it."""
         return diagnosis.bad_weights(self)
 
-    def agree(self) -> None:
-        """Agree with the other ranks between two steps; end the run if one of them was told to."""
-        self.strategy.timeouts.end_startup()
-        self.agreement.agree(self.state.global_step, self.trainer.should_stop, self.preemption.signal)
-        self.preemption.stop_if_agreed()
-        self.membership.check_members(self.agreement.generation)
-
     def seed_hooks(self, hook: str) -> None:
         """Seed the generators for a hook that all ranks call: else they would draw on as their last replicas did."""
         state = self.state
@@ -561,16 +533,10 @@ class Run(JoinedCall):
             return
         self.preemption.start()
         self.set_training_mode()
-        self.loop.validated_after = self.seconds()
+        self.loop.validated_after = self.schedule.seconds()
         self.metrics.open("train", fresh=False)
         if self.state.epoch_ended:
-            self.count_epoch()
-        self.loop.check_validation = self.trainer.validation_check()
-        if self.trainer.skips_ended_training:
-            self.trainer.agree()
-            if self.trainer.is_done():
-                self.end_fit()
-                return
+            self.schedule.count_epoch()
         self.tell_few_points()
         if self.strategy.leaves_default_group and self.state.replicas > self.strategy.data_ranks.size:
             TrainingCollectives(self.hooks, self.refuse_in_turn).start()
@@ -591,8 +557,6 @@ class Run(JoinedCall):
 
     def call_epoch_start(self) -> None:
         """Call the hooks that begin an epoch; what they log in a resumed epoch is dropped: its sums hold it."""
-        if self.loop.plateau_waits and not self.validation_follows():
-            self.step_waiting()  # the checkpoint was saved by a hook before it
         self.metrics.muted = self.state.epoch_steps > 0
         self.hooks.call("on_train_epoch_start")
         self.metrics.muted = False
@@ -624,7 +588,7 @@ class Run(JoinedCall):
         if self.compiled_nothing and self.state.epoch == 0 and self.trainer.is_global_zero:
             log.warning(NOTHING_COMPILED)
         self.check_losses()
-        if self.is_last_step(epoch_is_over=not self.trainer.stops_here()):
+        if self.schedule.is_last_step(epoch_is_over=not self.schedule.stops_here()):
             self.trainer.log_step()
         else:
             self.show_step()
@@ -651,31 +615,11 @@ class Run(JoinedCall):
         if trainer.is_global_zero:
             log.warning("%s", told)
 
-    def is_last_step(self, epoch_is_over: bool) -> bool:
-        """Return whether the newest step is a logging point because the run ends after it.
-
-        One that ends by a signal does not count: a resume goes on from there.
-        """
-        state, trainer = self.state, self.trainer
-        if not trainer.logs_last_step() or not state.epoch_steps:
-            return False
-        if epoch_is_over and state.epoch + 1 == trainer.max_epochs:
-            return True
-        # without `stops_here`, which may agree with the other ranks and then save
-        trained = state.global_step >= (trainer.min_steps or 0) and state.epoch >= (trainer.min_epochs or 0)
-        stops = (self.agreement.stop and trained) or 0 <= trainer.max_steps <= state.global_step
-        return stops and not self.agreement.signal
-
-    def is_point(self) -> bool:
-        """Return whether the newest step is a logging point, as far as that is known before the data end."""
-        every = self.trainer.log_every_n_steps
-        return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
-
     def tell_few_points(self) -> None:
         """Say that a run shorter than the interval of logging points has one at its last step only."""
         trainer = self.trainer
         steps, every = trainer.estimated_stepping_batches, trainer.log_every_n_steps
-        if steps < every and trainer.logs_last_step() and trainer.loggers and trainer.is_global_zero:
+        if steps < every and trainer.loggers and trainer.is_global_zero:
             log.info(
                 "The run has %d steps, fewer than log_every_n_steps=%d: values of steps are written at its last step "
                 "only. Lower log_every_n_steps for more points.", steps, every,
@@ -705,7 +649,7 @@ class Run(JoinedCall):
 
     def refuse_empty_epoch(self) -> None:
         """Raise DataError where the training loader had nothing for a whole epoch, or warn of it."""
-        if self.state.epoch_steps or self.loop.epoch_skipped or self.trainer.stops_here():
+        if self.state.epoch_steps or self.loop.epoch_skipped or self.schedule.stops_here():
             return
         told = (
             f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
@@ -715,52 +659,10 @@ class Run(JoinedCall):
             raise DataError(told)
         log.warning("%s", told)
 
-    def validation_is_due(self) -> bool:
-        """Return whether to validate after this step, within the epoch."""
-        every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
-        if self.loop.check_validation is not None:
-            due = "validation" in self.data.evaluations and state.validated_at != state.global_step
-            return due and self.loop.check_validation()
-        if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
-            return False
-        epochs, rounds = self.trainer.check_val_every_n_epoch, state.epoch_rounds
-        if epochs is None:
-            rounds = state.rounds
-        elif (state.epoch + 1) % epochs:
-            return False
-        if every is None:
-            return self.seconds() - self.loop.validated_after >= (seconds or 0.0)
-        rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
-        # a step of several batches may pass over the one after which validation is due
-        return rounds % every < rounds_of_step
-
-    def validation_ends_epoch(self, complete: bool) -> bool:
-        """Return whether to validate now that the epoch is `complete`, or the run stops within it."""
-        state, trainer, data = self.state, self.trainer, self.data
-        if self.loop.check_validation is not None:
-            return False  # it was asked after the last step
-        if "validation" not in data.evaluations or state.validated_at == state.global_step:
-            return False
-        epochs, within = trainer.check_val_every_n_epoch, (data.validation_rounds, data.validation_seconds)
-        asked_to_stop = self.agreement.stop and not self.agreement.signal and state.epoch_steps > 0
-        if trainer.validates_when_stopped and asked_to_stop and trainer.stops_here():
-            return epochs is None or (state.epoch + 1) % epochs == 0
-        return complete and within == (None, None) and epochs is not None and (state.epoch + 1) % epochs == 0
-
-    def seconds(self) -> float:
-        """Return the seconds of the run so far, which are the same on every rank."""
-        # the agreed clock: ranks that decide by their own part ways over a millisecond
-        return self.agreement.now() if self.metrics.processes == 1 else self.trainer.elapsed
-
-    def note_validation(self) -> None:
-        """Remember when the newest validation ended."""
-        self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
-
     def end_validation(self) -> None:
         """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""
         self.loop.doing = "train"
         self.metrics.open("train", fresh=False)
-        self.step_waiting()
         self.trainer.agree()
 
     def end_epoch_here(self, samples: dict[str, Any] | None) -> None:
@@ -769,7 +671,7 @@ class Run(JoinedCall):
 
     def steps_left(self) -> Iterator[StepInput]:
         """Return the remaining steps of the epoch: none where a hook that began it has skipped it or ended the run."""
-        if self.loop.epoch_skipped or self.trainer.stops_here():
+        if self.loop.epoch_skipped or self.schedule.stops_here():
             return iter(())
         return self.training_data.epoch(self.state.epoch, self.state.epoch_steps)
 
@@ -792,15 +694,6 @@ class Run(JoinedCall):
                 self.task.training_step(*(batch, item.batch_idx)[: self.arity])
         self.metrics.muted = self.optimization.idle = False
         self.strategy.align_buffers()
-
-    def count_epoch(self) -> None:
-        """Count the epoch if it has ended."""
-        state = self.state
-        if state.epoch_ended:
-            self.loop.samples_of_epoch = None
-            state.epoch += 1
-            state.epoch_steps = state.epoch_rounds = 0
-            state.epoch_ended = self.loop.epoch_skipped = False
 
     # --- evaluation -------------------------------------------------------------------------------------------------
     def no_gradients(self) -> AbstractContextManager[Any]:

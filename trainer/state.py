@@ -41,6 +41,10 @@ class State:
     """Calls of optimizers' `step` in manual optimization."""
     validated_at: int = -1
     """The step after which the newest finished validation ran; -1: none yet."""
+    scheduled_epochs: int = 0
+    """Epochs for which the schedulers that go by epochs, and by no metric, have stepped."""
+    plateau_step: int = 0
+    """The newest step after which ReduceLROnPlateau has stepped, where it goes by steps."""
     weight_scale: float = 0.0
     """The power of two by which the weights that training_step returns are multiplied; 0: there were none yet."""
 
@@ -52,8 +56,6 @@ class State:
     def from_dict(cls, values: Mapping[str, Any]) -> "State":
         """Read what `to_dict` wrote. Raises CheckpointError where a field is missing or of the wrong type."""
         known = {one.name: getattr(cls(), one.name) for one in fields(cls)}
-        # which checkpoints of version 0.1 lack
-        values = {"optimizer_steps": 0, "weight_scale": 0.0, **values}
         missing = sorted(known.keys() - values.keys())
         if missing:
             raise CheckpointError(f"The checkpoint's state lacks {', '.join(missing)}; it is no Legato training state.")

@@ -17,7 +17,7 @@ from ..tasks.task import Task
 from . import lifecycle, masked, remote_call
 from .data.randomness import seed_generators
 from .data.sampling import mix
-from .data.steps import StepInput
+from .data.steps import ReplicaBatch, StepInput
 from .defaults import TrainerDefaults
 from .metrics.reduce import Reduced
 from .optimization.outputs import as_outputs, losses_of
@@ -79,22 +79,23 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             return
         self.state, self.run_dir, self.should_stop = self.new_state(), self.given_dir, False
         with lifecycle.begin(self, request) as run, run.preemption:
-            state = self.state
+            state, schedule = self.state, run.schedule
             run.hooks.call("on_fit_start")
             self.sanity_check()
             run.start_training()
             while run.loop.remaining != "nothing":
                 with run.membership:  # where processes may leave and join, the loop continues here when some did
-                    while not self.is_done():
+                    while not schedule.is_done():
                         self.begin_epoch()
                         for step in run.steps_left():
                             self.train_step(step)
                             # before a validation, which may save: a checkpoint comes after the point of its step
                             if state.global_step % self.log_every_n_steps == 0:
                                 self.log_step()
-                            if run.validation_is_due():
+                            if schedule.validation_is_due():
                                 self.validate_now()
-                            if run.loop.epoch_skipped or self.stops_here():
+                            schedule.after_validation()
+                            if run.loop.epoch_skipped or schedule.stops_here():
                                 break
                         self.end_epoch()
                     run.end_training()
@@ -135,64 +136,48 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
     # --- one optimizer step -----------------------------------------------------------------------------------------
     def train_step(self, step: StepInput) -> None:
         """Run forward and backward on every batch of this process's replicas, then update the weights."""
-        run, state, last = self.current_run, self.state, step.batches[-1] if step.batches else None
-        if not step.samples:
-            run.leave_out(step)
-            return
-        strategy, hooks, metrics, optimization = run.strategy, run.hooks, run.metrics, run.optimization
-        run.loop.step, metrics.step, metrics.batches_of_step = step, state.global_step, 0
-        output, batch, item, replica, weights = None, None, None, -1, optimization.weights
-        if optimization.automatic:
-            optimization.zero_gradients(step)
-            if step.masked:  # after clearing: they may add other processes' gradients to this shard
-                masked.train(run, step.masked if step.batches else step.masked[:-1], last=False)
+        run, output, batch = self.current_run, None, None
+        run.begin_step(step)
         for item in step.batches:
-            if run.by_replica and item.replica != replica:
-                replica = item.replica
-                strategy.open_replica(replica)
-            metrics.open_batch(item.replica, item.samples)
-            if run.data.keys_forward:
-                seed_generators(mix(state.seed, state.global_step, item.replica, item.batch_idx))
-            batch = item.batch if run.transfer is None else run.transfer(item.batch, 0)
-            if hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
+            batch = run.open_batch(item)  # its replica, random numbers and device
+            if run.hooks["on_train_batch_start"] and run.leaves_epoch(batch, item.batch_idx):
                 return
-            if item is last and optimization.closure_step is not None:
-                output = optimization.closure_step(step, (batch, item.batch_idx)[: run.arity])
-                break
-            output = strategy.training_step((batch, item.batch_idx)[: run.arity], item is last)
-            if optimization.automatic:
-                if optimization.clears_late and item is step.batches[0]:
-                    optimization.zero_gradients(step, late=True)
-                losses = losses_of(output, len(optimization.loss_inputs))
-                weight = item.samples * run.gradient_scale / step.samples  # uneven batches need no case of their own
-                if weights.used is not False or (isinstance(output, dict) and "weight" in output):
-                    weight = weights.take(output, item, step)
-                for index, loss in enumerate(losses):
-                    scaled = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
-                    for hook in hooks["on_before_backward"]:
-                        hook(scaled if self.hooks_see_scaled_loss else loss)
-                    if optimization.watches_losses:
-                        metrics.watch(loss)
-                    if optimization.losses is not None:
-                        optimization.losses.append((index, scaled.detach()))
-                    strategy.backward(scaled, item is last, optimization.loss_inputs[index], index + 1 < len(losses))
-                    for hook in hooks["on_after_backward"]:
-                        hook()
-                if not losses:
-                    metrics.leave_out_batch()
-                    strategy.leave_out(item is last, after_forward=True)
-            if item is not last and hooks["on_train_batch_end"]:
-                hooks.call("on_train_batch_end", as_outputs(output, self.no_output), batch, item.batch_idx)
-        if item is None:
-            strategy.leave_out(last=True, after_forward=False)
-        if run.by_replica:
-            strategy.finish_backward()
-        for optimizer in optimization.due(step):
-            optimization.updating = True
-            strategy.optimizer_step(optimizer)
-        run.count(step)
-        if hooks["on_train_batch_end"]:
-            run.end_step(item, as_outputs(output, self.no_output), batch)
+            output = self.train_batch(step, item, batch)
+            if item is not step.batches[-1]:
+                run.hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
+        run.finish_backward(step)
+        run.optimization.step(step)  # guard, clipping, hooks, optimizers, loss scale
+        run.schedule.count(step)
+        run.end_step(step, output, batch)  # on every process, also one without a batch
+
+    def train_batch(self, step: StepInput, item: ReplicaBatch, batch: Any) -> Any:
+        """Run forward and backward on one batch; return what training_step returned. A Closure calls it again."""
+        run = self.current_run
+        hooks, strategy, optimization, last = run.hooks, run.strategy, run.optimization, item is step.batches[-1]
+        output = strategy.training_step((batch, item.batch_idx)[: run.arity], last)
+        if not optimization.automatic:
+            return output
+        if optimization.clears_late and item is step.batches[0]:
+            optimization.zero_gradients(step)
+        losses = losses_of(output, len(optimization.loss_inputs))
+        weight = item.samples * run.gradient_scale / step.samples  # short batches and accumulation are no special case
+        if optimization.weights.used is not False or (isinstance(output, dict) and "weight" in output):
+            weight = optimization.weights.take(output, item, step)
+        for index, loss in enumerate(losses):
+            for hook in hooks["on_before_backward"]:
+                hook(loss)
+            scaled = loss if isinstance(weight, float) and weight == 1.0 else loss * weight
+            if optimization.watches_losses:
+                run.metrics.watch(loss)
+            if optimization.losses is not None:
+                optimization.losses.append((index, scaled.detach()))
+            strategy.backward(scaled, last, optimization.loss_inputs[index], index + 1 < len(losses))
+            for hook in hooks["on_after_backward"]:
+                hook()
+        if not losses:
+            run.metrics.leave_out_batch()
+            strategy.leave_out(last, after_forward=True)
+        return output
 
     # --- around the steps -------------------------------------------------------------------------------------------
     def begin_epoch(self) -> None:
@@ -203,42 +188,29 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
         run.metrics.open("train", fresh=False)
         seed_generators(mix(state.seed, EPOCH, state.epoch))
         run.call_epoch_start()
-        if state.epoch_steps and run.validation_is_due():
+        if state.epoch_steps and run.schedule.validation_is_due():
             self.validate_now()
+        run.schedule.after_validation()
 
     def end_epoch(self) -> None:
         """End an epoch; if the run stops in the middle of one, call the hooks of its end without counting it."""
-        run, state = self.current_run, self.state
+        run, schedule = self.current_run, self.current_run.schedule
         run.end_steps()
-        complete = run.loop.epoch_skipped or not self.stops_here() or run.epoch_is_full
-        if run.validation_ends_epoch(complete):
-            self.validate_now()
-        run.call_epoch_end("train")
-        reduced = run.metrics.reduce_epoch(keep=not complete)
-        if not complete and not self.logs_cut_epochs:
-            reduced.loggers = {}  # a resume will write the point of the whole epoch
-        self.publish(reduced)
+        complete = run.loop.epoch_skipped or not schedule.stops_here() or schedule.epoch_is_full
         if complete:
-            run.step_epoch_schedulers()
-            state.epoch_ended = True
+            schedule.step_by_epoch()
+        if schedule.validation_ends_epoch(complete):
+            self.validate_now()
+        schedule.after_validation(ends_epoch=True)
+        run.call_epoch_end("train")
+        # of an epoch that is cut short nothing is written: a resume writes the point of all of it
+        self.publish(run.metrics.reduce_epoch(keep=not complete), write=complete)
+        if complete:
+            schedule.end_epoch()
         for hook in run.hooks.late["on_train_epoch_end"]:
             hook()
-        run.count_epoch()
+        schedule.count_epoch()
         self.agree()
-
-    def is_done(self) -> bool:
-        """Return whether the run has reached its end."""
-        state, limit = self.state, self.max_epochs if self.max_epochs is not None else -1
-        return (0 <= limit <= state.epoch) or self.stops_here()
-
-    def stops_here(self) -> bool:
-        """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop."""
-        run, state = self.current_run, self.state
-        if state.global_step >= run.agreement.next_step or (self.should_stop and self.world_size == 1):
-            run.agree()
-        if run.agreement.stop and state.global_step >= (self.min_steps or 0) and state.epoch >= (self.min_epochs or 0):
-            return True
-        return 0 <= self.max_steps <= state.global_step
 
     def agree(self) -> None:
         """Agree with the other ranks on the elapsed time and on whether to stop."""
@@ -329,7 +301,7 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             run.call_epoch_end(word)
         reduced = metrics.reduce_epoch()  # outside of inference mode, so that metrics are reset to ordinary tensors
         if run.loop.doing == "validation":
-            run.note_validation()
+            run.schedule.note_validation()
         self.publish(reduced)
         hooks.call(f"on_{word}_end")
         hooks.call(f"on_{word}_model_train")

@@ -8,7 +8,8 @@ import torch
 from ..base.arguments import TrainerArguments
 from ..base.messages import STDOUT
 from ..base.quantities import first_validation
-from .optimization.optimizers import ManualOptimizer, SchedulerConfig
+from ..tasks.optimizers import SchedulerConfig
+from .optimization.optimizers import ManualOptimizer
 from .state import State
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class TrainerView(TrainerArguments):
     @property
     def first_validation_step(self) -> int | None:
         """Step after which a run that begins now validates first; None where that is not known, or it does not."""
-        if self.current_run.loop.check_validation is not None or not sum(self.num_val_batches):
+        if not sum(self.num_val_batches):
             return None
         every = self.check_val_every_n_epoch
         return first_validation(self.val_check_interval, every, self.accumulate_grad_batches, self.steps_per_epoch)

@@ -125,11 +125,6 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         """Whether the epoch's last batch is under way, or done."""
         if self.run is None:
             return False
-        step, metrics = self.run.loop.step, self.run.metrics
-        if step is not None and step.last:  # of a stream
-            inside = metrics.step == self.state.global_step
-            if metrics.batches_of_step == len(step.batches) if inside else self.state.epoch_steps > 0:
-                return True
         return (self.state.rounds > 0 and not (self.in_epoch or self.epoch_is_cut)) or super().is_last_batch
 
     # --- the run's parts --------------------------------------------------------------------------------------------
@@ -177,7 +172,7 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
         """
         states, self.fitted_states = self.fitted_states, None
         if states is not None and self.run is not None:
-            self.fitted = rebuild_optimizers(self.configured(self.run.task), states)
+            self.fitted = rebuild_optimizers(self.run.task, states)
         return self.fitted
 
     @property

@@ -332,18 +332,16 @@ class TrainingEpochLoop(Loop):
         return self.trainer.enable_validation and (every is None or (self.trainer.current_epoch + 1) % every == 0)
 
     def _should_check_val_fx(self, data_fetcher: Any) -> bool:  # private in Lightning, and replaced by programs
-        run = self.trainer.current_run
-        own, run.loop.check_validation = run.loop.check_validation, None
-        try:
-            return run.validation_is_due() or (self.is_last_batch and run.validation_ends_epoch(complete=True))
-        finally:
-            run.loop.check_validation = own
+        schedule = self.trainer.current_run.schedule
+        return schedule.validation_is_due() or (self.is_last_batch and schedule.validation_ends_epoch(complete=True))
 
-    def own_check(self) -> Callable[[], bool] | None:
-        """Return the check that a program has put in the place of this loop's; None where it has not."""
-        if getattr(self._should_check_val_fx, "__func__", None) is TrainingEpochLoop._should_check_val_fx:
-            return None
-        return lambda: bool(self._should_check_val_fx(None))
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_should_check_val_fx":
+            raise UnsupportedError(
+                "_should_check_val_fx cannot be replaced: Legato's schedule decides when a validation is due. Set "
+                "val_check_interval and check_val_every_n_epoch, or call trainer.validate after fit."
+            )
+        super().__setattr__(name, value)
 
     @property
     def batch_progress(self) -> BatchProgress:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ...base.errors import ConfigError
 from ...tasks import hyperparameters
 from ...tasks.data_module import DataModule
+from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ...trainer.checkpoints import reading
 from ...trainer.data.transfer import map_tensors
@@ -25,6 +27,7 @@ from ...trainer.resume.restore import rebuild_task
 from .checkpoint_files import is_checkpoint, load_file
 from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
+from .optimizers import make_optimizers
 from .placeholders import UnsupportedError
 
 log = logging.getLogger("legato")
@@ -286,6 +289,10 @@ class LightningModule(InitialHyperparameters, Task):
         return super().all_gather(data, group, sync_grads)
 
     # --- optimization -----------------------------------------------------------------------------------------------
+    def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+        """Return the optimizers and schedulers of a fit; warn of what Legato refuses in a task."""
+        return make_optimizers(self)
+
     def clip_gradients(
         self,
         optimizer: Any,

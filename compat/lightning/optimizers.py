@@ -1,14 +1,17 @@
 """LightningOptimizer: what `LightningModule.optimizers()` returns."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from ...tasks.optimizers import SchedulerConfig, read_optimizers, unknown_parameters
 from ...trainer.data.steps import ReplicaBatch, StepInput
 from ...trainer.optimization.batch_weights import BatchWeights
 from ...trainer.optimization.optimizers import ManualOptimizer
 from .exceptions import MisconfigurationException
+from .rank_zero import rank_zero_warn
 
 if TYPE_CHECKING:
     from ...trainer.optimization.optimization import Optimization
@@ -68,6 +71,44 @@ class LightningOptimizer(ManualOptimizer):
             state.optimizer_steps = steps
         self._on_after_step()
         return found
+
+
+@dataclass
+class LRSchedulerConfig(SchedulerConfig):
+    """A learning rate scheduler and its interval; "step" counts the batches of an epoch, as in Lightning."""
+
+    module: Any = field(default=None, repr=False, compare=False)
+    """The module whose trainer counts them."""
+
+    def is_due(self, interval: str, count: int) -> bool:
+        """Return whether it steps after `count` epochs, or after the newest step's batches."""
+        return super().is_due(interval, self.module.trainer.state.epoch_rounds if interval == "step" else count)
+
+
+def make_optimizers(module: Any) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers of a module; warn of what Legato refuses in a task."""
+    returned = module.configure_optimizers()
+    if returned is None:
+        rank_zero_warn(f"{type(module).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
+    optimizers, configs = read_optimizers(without_unknown(returned), module.automatic_optimization)
+    if fault := unknown_parameters(module, optimizers):
+        rank_zero_warn(fault)
+    return optimizers, [LRSchedulerConfig(**vars(config), module=module) for config in configs]
+
+
+def without_unknown(returned: Any) -> Any:
+    """Return optimizers and schedulers in the form given, their dicts without keys that are unknown; warn of those."""
+    if type(returned) in (list, tuple):
+        return type(returned)(map(without_unknown, returned))
+    if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:
+        return returned
+    whole = "optimizer" in returned
+    known = {"optimizer", "lr_scheduler", "monitor"} if whole else SchedulerConfig.__dataclass_fields__.keys()
+    unknown = {name for name in returned if name not in known}
+    if unknown:
+        place = "optimizer configuration" if whole else "lr scheduler dict"
+        rank_zero_warn(f"Found unsupported keys in the {place}: {unknown}", category=RuntimeWarning)
+    return {name: without_unknown(value) for name, value in returned.items() if name in known}
 
 
 class SampleWeights(BatchWeights):

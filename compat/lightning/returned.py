@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from ...tasks.optimizers import SchedulerConfig
 from ...trainer.data.transfer import to_host
-from ...trainer.optimization.optimizers import SchedulerConfig, read_optimizers
 from ...trainer.trainer import Trainer
 from .module import LightningModule
 
@@ -137,9 +137,9 @@ def pack_optimizers(optimizers: Sequence[Optimizer], configs: Sequence[Scheduler
     return whole or packed(([{**state, "state": {}} for state in states], schedulers))
 
 
-def rebuild_optimizers(returned: Any, states: bytes) -> tuple[list[Optimizer], list[SchedulerConfig]]:
-    """Return the optimizers and schedulers that configure_optimizers returned, with states from `pack_optimizers`."""
-    optimizers, configs = read_optimizers(returned, automatic=False)  # which a run has checked
+def rebuild_optimizers(module: Any, states: bytes) -> tuple[list[Optimizer], list[SchedulerConfig]]:
+    """Return the optimizers and schedulers of a module, with states from `pack_optimizers`."""
+    optimizers, configs = module.make_optimizers()
     of_optimizers, of_schedulers = pickle.loads(states)
     for optimizer, state in zip(optimizers, of_optimizers, strict=True):
         optimizer.load_state_dict(state)

@@ -1,7 +1,7 @@
 """Trainer, with Lightning's arguments, defaults and methods."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from datetime import timedelta
@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -22,7 +22,6 @@ from ...trainer.checkpoints.find import newest_complete
 from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
-from ...trainer.optimization.optimizers import SchedulerConfig
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
 from ...trainer.processes.environment import find_place, get_variable
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
@@ -90,21 +89,6 @@ def is_other(first: Any, second: Any) -> bool:
     return bool(first != second)
 
 
-def without_unknown(returned: Any) -> Any:
-    """Return optimizers and schedulers in the form given, their dicts without keys that are unknown; warn of those."""
-    if type(returned) in (list, tuple):
-        return type(returned)(map(without_unknown, returned))
-    if not isinstance(returned, dict) or not returned.keys() & {"optimizer", "scheduler"}:
-        return returned
-    whole = "optimizer" in returned
-    known = {"optimizer", "lr_scheduler", "monitor"} if whole else SchedulerConfig.__dataclass_fields__.keys()
-    unknown = {name for name in returned if name not in known}
-    if unknown:
-        place = "optimizer configuration" if whole else "lr scheduler dict"
-        rank_zero_warn(f"Found unsupported keys in the {place}: {unknown}", category=RuntimeWarning)
-    return {name: without_unknown(value) for name, value in returned.items() if name in known}
-
-
 def assignable(own: property, name: str, inherited: Any) -> property:
     """Return a property of a subclass, made read-only there, that lets Trainer assign the attribute that it replaces.
 
@@ -136,8 +120,8 @@ AnyProfiler = Profiler | SimpleProfiler | AdvancedProfiler | PyTorchProfiler
 OWN_PARTS: dict[str, Any] = {"run": Call | None, "saver": Saver}
 """Attributes that Legato's Trainer needs and Lightning's leaves free, with their types."""
 OWN_METHODS = (
-    *("agree", "begin_epoch", "elapsed", "end_epoch", "evaluate", "is_done", "log_step", "metrics", "publish"),
-    *("sanity_check", "stage", "stops_here", "task", "train_step", "validate_now"),
+    *("agree", "begin_epoch", "elapsed", "end_epoch", "evaluate", "log_step", "metrics", "publish"),
+    *("sanity_check", "stage", "task", "train_step", "validate_now"),
 )
 """Methods and properties that its loop calls, and that Lightning's leaves free."""
 
@@ -197,34 +181,24 @@ HIGHEST_SEED = 1 << 32
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
-    keeps_gradients = True
     shows_newest_batch = True
     refuses_near_names = False
-    logs_cut_epochs = True
     logs_evaluation_batches = True
     splits_names = True
     refuses_no_value = True
     shares_metrics = True
     refuses_empty_loaders = False
     ends_at_length = True
-    knows_last_batch = True
     bar_names_steps = True
-    closure_runs_step = True
-    hooks_see_scaled_loss = True
     keeps_seed = False
     weights_skip_callbacks = True
     keeps_added_code = True
     evaluates_with_states = True
-    validates_when_stopped = True
-    ends_epoch_with_last_batch = True
-    schedulers_count_batches = True
     overfits_validation = False
     pads_shares = True
     reads_streams_whole = True
     marks_output = False
-    skips_ended_training = True
     optimizer_wrapper = LightningOptimizer
-    no_output: ClassVar[dict[str, Any] | None] = {}
     fits_continue = True
     records_starts = False  # a folder holds what Lightning writes, and nothing else
     has_data = True
@@ -377,13 +351,6 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.has_data, self.in_epoch = False, True, False
         return state
 
-    def configured(self, task: Task) -> Any:
-        """Return what configure_optimizers returns, without keys that mean nothing, of which it warns."""
-        found = task.configure_optimizers()
-        if found is None:
-            rank_zero_warn(f"{type(task).__name__}.configure_optimizers returned None: fit will run with no optimizer.")
-        return without_unknown(found)
-
     def ordered(self, callbacks: list[Callback]) -> list[Callback]:
         """Return callbacks as Lightning calls them: those that search first, those that save last."""
         return sorted(callbacks, key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
@@ -404,10 +371,6 @@ class Trainer(TrainerAttributes):
         """Let `on_exception` find the trainer interrupted."""
         self.state.status = TrainerStatus.INTERRUPTED
 
-    def refuse(self, fault: str) -> None:
-        """Warn of what Lightning does without a word: it trains parameters that are not the module's."""
-        rank_zero_warn(fault)
-
     def keeps_generators(self, alone: bool) -> bool:
         """Return whether the script has seeded them, so that `setup` draws there what it draws under Lightning."""
         return get_variable("PL_GLOBAL_SEED") is not None or (alone and torch.initial_seed() < HIGHEST_SEED)
@@ -416,12 +379,6 @@ class Trainer(TrainerAttributes):
         """Return what `setup` and `teardown` are given as their stage, which is equal to the word."""
         rank_zero_only.rank = self.global_rank  # what runs on rank 0 only, from the first hook of every process on
         return TrainerFn(stage)
-
-    def validation_check(self) -> Callable[[], bool] | None:
-        """Return the loop's check of when to validate, where a program has replaced it; restore training modes."""
-        for name, part in self.lightning_module.named_modules():
-            part.training = self.modes_before.get(name, part.training)
-        return self.fit_loop.epoch_loop.own_check()
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""
@@ -501,6 +458,7 @@ class Trainer(TrainerAttributes):
             )
         self._drop_values()
         self.current_run.optimization.weights = SampleWeights(self.strategy, self.state)
+        self.current_run.optimization.watch = None  # modules that change a teacher in training_step train so
         super().sanity_check()
         if self.current_run.training_data.rounds:
             self._hide_evaluation_modes()
@@ -510,6 +468,12 @@ class Trainer(TrainerAttributes):
         self.modes_before = {name: part.training for name, part in self.lightning_module.named_modules()}
         for part in self.lightning_module.modules():
             part.training = True
+        hooks = self.current_run.hooks
+        hooks["on_train_start"] = (self._show_evaluation_modes, *hooks["on_train_start"])
+
+    def _show_evaluation_modes(self) -> None:
+        for name, part in self.lightning_module.named_modules():
+            part.training = self.modes_before.get(name, part.training)
 
     def _drop_values(self) -> None:
         """Have the run keep no logged values, where the Trainer is a barebones one."""
@@ -523,15 +487,7 @@ class Trainer(TrainerAttributes):
         try:
             super().begin_epoch()
         except StopIteration:
-            self.has_data, self.current_run.loop.epoch_skipped = False, True
-
-    def was_measured_in_epoch(self, name: str) -> bool:
-        """Let schedulers count a value again after an epoch without a validation."""
-        return True
-
-    def logs_last_step(self) -> bool:
-        """Leave the last step of a run to `log_every_n_steps`."""
-        return False
+            self.has_data, self.current_run.loop.epoch_skipped, self.current_run.agreement.stop = False, True, True
 
     def train_step(self, step: StepInput) -> None:
         """Make a step; one in which a run of one process is asked to stop is logged."""
@@ -543,27 +499,21 @@ class Trainer(TrainerAttributes):
         """End an epoch; one that the run ends within counts, too, also before its first step."""
         if self.has_data:
             epoch = self.state.epoch
+            # the last step is a point of the log only where log_every_n_steps says so
+            self.current_run.show_step()
+            self.state.logged_at = self.state.global_step
             super().end_epoch()
             self.epoch_is_cut = self.state.epoch == epoch
+            if self.epoch_is_cut and self.newest_values.loggers:
+                self.logged_metrics.update(self.newest_values.loggers)
+                self.take_logged(self.newest_values)
+                self.current_run.write_point(self.newest_values.loggers)
         self.in_epoch = False
-
-    def is_done(self) -> bool:
-        """Return whether the run has reached its end, or that of its data."""
-        return not self.has_data or super().is_done()
-
-    def stops_here(self) -> bool:
-        """Return whether the run stops after this step; `max_steps` counts the steps of optimizers."""
-        if self.current_run.optimization.automatic or self.max_steps == -1:
-            return super().stops_here()
-        limit, self.max_steps = self.max_steps, -1
-        try:
-            return super().stops_here() or self.global_step >= limit
-        finally:
-            self.max_steps = limit
 
     def publish(self, reduced: Reduced, write: bool = True) -> None:
         """Publish reduced values; those of loggers as tensors."""
         super().publish(reduced, write)
+        self.newest_values = reduced
         self.take_logged(reduced)
 
     def validate_now(self) -> None:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ...trainer.optimization.optimizers import SchedulerConfig
+from .optimizers import LRSchedulerConfig as LRSchedulerConfig
 
 TBroadcast = TypeVar("TBroadcast")
 TReduce = TypeVar("TReduce")
@@ -41,7 +41,6 @@ LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
 LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 LRSchedulerPLType = LRScheduler | ReduceLROnPlateau
-LRSchedulerConfig = SchedulerConfig
 
 
 class LRSchedulerConfigType(TypedDict, total=False):

@@ -5,7 +5,6 @@ import inspect
 import json
 import os
 from datetime import timedelta
-from types import MethodType
 
 import lightning.pytorch as real
 import pytest
@@ -113,47 +112,12 @@ def test_a_limit_that_leaves_no_batch_is_refused():
         course(pl, limit_val_batches=0.1)
 
 
-def by_steps(loop, data_fetcher):
-    """Decide when to validate, as programs replace the loop's own check."""
-    if loop.trainer.should_stop and loop.trainer.fit_loop._can_stop_early:
-        return True
-    every = loop.trainer.val_check_batch
-    return loop._should_check_val_epoch() and loop.global_step % every == 0 and not loop._should_accumulate()
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2},
-        {"val_check_interval": 2},
-        {},
-    ],
-    ids=str,
-)
-def test_a_program_may_replace_the_check_of_when_to_validate(arguments, own):
-    asked = []
-
+def test_the_check_of_when_to_validate_cannot_be_replaced():
     def prepare(trainer):
-        loop = trainer.fit_loop.epoch_loop
-        inner = MethodType(by_steps, loop) if own else loop._should_check_val_fx
+        trainer.fit_loop.epoch_loop._should_check_val_fx = lambda data_fetcher: True
 
-        def check(data_fetcher):
-            asked.append((loop.batch_idx, loop.batch_progress.is_last_batch))
-            return inner(data_fetcher)
-
-        loop._should_check_val_fx = check
-
-    found = course(pl, prepare, **arguments)
-    ours = asked.copy()
-    asked.clear()
-    wanted = course(real, prepare, **arguments)
-    if "accumulate_grad_batches" in arguments and not own:  # Lightning validates within a window, Legato after it
-        assert ours == [(1, False), (3, False), (4, True)] * 2
-    else:
-        assert found == wanted
-        assert [one for one in asked if one in ours] == ours
+    with pytest.raises(NotImplementedError, match="val_check_interval"):
+        course(pl, prepare)
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ from tiny import Tiny, assert_close, assert_same_bits, make_loader, train_by_han
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-import legato as lg
-from legato.base.errors import ConfigError
+from legato.base.errors import ConfigError, TaskError
 
 
 class Newton(Tiny):
@@ -215,37 +214,100 @@ class Observes(Tiny):
         optimizer.step(closure=optimizer_closure)
 
 
-class Choosing(lg.Trainer):
-    """A Trainer that keeps gradients, and whose closures run the step."""
-
-    keeps_gradients = closure_runs_step = True
-
-
-def test_gradients_are_dropped_first_and_the_closure_has_run(trainer):
-    task = Observes()
-    trainer(limit_train_batches=3).fit(task, make_loader())
-    assert task.events == ["zero_grad", "forward", "before", "step"] * 3
-    assert task.kept == [False] * 3
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_trainer_may_choose_otherwise(trainer, tmp_path, accumulate):
-    task, usual = Observes(), Observes()
-    options = {"accumulate_grad_batches": accumulate, "limit_train_batches": 4, "max_epochs": 1, "accelerator": "cpu"}
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Choosing(**options, **quiet).fit(task, make_loader())
+def test_hooks_into_zero_grad_see_the_gradients_of_the_step_before(trainer, accumulate):
+    """As in Lightning: the gradients are cleared after the first forward; without such hooks before it."""
+    task, usual = Observes(), Tiny()
+    options = {"accumulate_grad_batches": accumulate, "limit_train_batches": 4}
+    trainer(**options).fit(task, make_loader())
     trainer(**options).fit(usual, make_loader())
     assert_same_bits(task, usual)
-    each = {1: ["step", "forward", "zero_grad", "before"], 2: ["forward", "zero_grad", "step", "forward", "before"]}
-    assert task.events == each[accumulate] * (4 // accumulate)
+    forwards = ["forward", "zero_grad", *["forward"] * (accumulate - 1)]
+    assert task.events == [*forwards, "before", "step"] * (4 // accumulate)
     assert task.kept == [False, True, True, True]
 
 
-def test_an_optimizer_step_without_its_closure(tmp_path):
-    class Forgets(Tiny):
-        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
-            """Do nothing."""
+def test_gradients_are_cleared_first_where_a_process_runs_several_replicas(trainer):
+    task = Observes()
+    trainer(limit_train_batches=2, replicas=2).fit(task, make_loader())
+    assert task.events[:2] == ["zero_grad", "forward"]
 
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    with pytest.raises(TypeError, match="did not run its closure"):
-        Choosing(max_epochs=1, accelerator="cpu", **quiet).fit(Forgets(), make_loader())
+
+# --- a task's own optimizer_step, which may call its closure several times --------------------------------------------
+class Calling(Tiny):
+    """Clears its gradients before or between calls of the closure."""
+
+    def __init__(self, clears, calls=1):
+        super().__init__()
+        self.clears, self.calls, self.losses_seen = clears, calls, []
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        for _ in range(self.calls):
+            if self.clears is not None:
+                optimizer.zero_grad(set_to_none=self.clears)
+            self.losses_seen.append(optimizer_closure().item())
+        optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.05}])
+@pytest.mark.parametrize("clears", [None, True, False])
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_closure_computes_cleared_gradients_again(trainer, clears, calls, options):
+    """Also where they are set to zero rather than to None, which looks like gradients that are there."""
+    task, usual = Calling(clears, calls), Tiny()
+    trainer(**options).fit(task, make_loader())
+    trainer(**options).fit(usual, make_loader())
+    assert_same_bits(task, usual)
+    assert len(set(task.losses_seen[:calls])) == 1
+
+
+def test_a_closure_of_weighted_batches(trainer):
+    class Weighted(Calling):
+        def training_step(self, batch, batch_idx):
+            return {"loss": self.loss(batch), "weight": float(batch_idx + 1)}
+
+    repeating, once = Weighted(True, 2), Weighted(None)
+    for task in (repeating, once):
+        trainer(accumulate_grad_batches=2).fit(task, make_loader())
+    assert_same_bits(repeating, once)
+    assert repeating.losses_seen[::2] == once.losses_seen
+
+
+def test_sharpness_aware_steps(trainer):
+    """The second call of the closure evaluates the loss at other weights."""
+
+    class Sharp(Tiny):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            with torch.no_grad():
+                steps = [0.1 * parameter.grad for parameter in self.parameters()]
+                for parameter, step in zip(self.parameters(), steps, strict=True):
+                    parameter += step
+            optimizer_closure()
+            with torch.no_grad():
+                for parameter, step in zip(self.parameters(), steps, strict=True):
+                    parameter -= step
+            optimizer.step()
+
+    task, by_hand = Sharp(), Tiny()
+    trainer().fit(task, make_loader())
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=by_hand.lr)
+    for batch in make_loader():
+        optimizer.zero_grad()
+        by_hand.loss(batch).backward()
+        steps = [0.1 * parameter.grad for parameter in by_hand.parameters()]
+        for sign in (1, -1):
+            with torch.no_grad():
+                for parameter, step in zip(by_hand.parameters(), steps, strict=True):
+                    parameter += sign * step
+            if sign == 1:
+                optimizer.zero_grad()
+                by_hand.loss(batch).backward()
+        optimizer.step()
+    assert_same_bits(task, by_hand)
+
+
+@pytest.mark.parametrize("options", [{"replicas": 2}, {"precision": "16-mixed"}])
+def test_where_a_closure_cannot_run_the_step_again(trainer, options):
+    with pytest.raises(TaskError, match="Call the closure once"):
+        trainer(**options).fit(Calling(True), make_loader())

@@ -112,6 +112,8 @@ def play(block, counts, title=None):
                 inner = play(item, counts)
                 if item.title.startswith("for each batch of a local replica") and turn + 1 == counts[item.title]:
                     inner = [call for call in inner if call[0] != "on_train_batch_end"]
+                if turn:  # gradients are cleared once a step
+                    inner = [call for call in inner if "zero_grad" not in call[0]]
                 calls += inner
     return calls
 

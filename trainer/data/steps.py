@@ -57,8 +57,6 @@ class StepInput:
     """Masked batches that fill up to the largest number of any process; see `Dealing.lockstep`."""
     even: bool = True
     """Whether every replica has as many samples as any other, of data that is dealt out by position."""
-    last: bool = False
-    """Whether no step follows in the epoch, where that is known of data without a length."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +77,6 @@ class Dealing:
     """Options of DataLoaders, instead of their own."""
     padded: bool = False
     """Whether an epoch's last round repeats samples, so that every replica has a batch; a stream repeats a batch."""
-    reads_ahead: bool = False
-    """Whether a stream without a length is read one step ahead, so that its last one is known; with one replica."""
     ends_at_length: bool = False
     """Whether a stream that has a length ends there, though it may go on."""
     left_out: frozenset[int] = frozenset()

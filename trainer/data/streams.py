@@ -53,9 +53,6 @@ class StreamData:
         """Description of the batches read, once an epoch is over; all ranks must have read the same."""
         self.first_read: tuple[int, Any, Iterator[Any]] | None = None
         """An epoch whose first batch was read before it began, that batch, and the others."""
-        # a loader with a state would be saved one step ahead of the run
-        ahead = dealing.reads_ahead and dealing.layout.replicas == 1 and not hasattr(loader, "state_dict")
-        self.reads_ahead = ahead and self.rounds is None
 
     @property
     def rounds(self) -> int | None:
@@ -77,14 +74,10 @@ class StreamData:
         Seeding again before the forward would cost 10 us.
         """
         alone = self.dealing.accumulate == self.dealing.layout.replicas == 1
-        return self.dealing.keyed and alone and not self.reads_ahead
+        return self.dealing.keyed and alone
 
     def epoch(self, epoch: int, start_step: int = 0, batches_at_most: int | None = None) -> Iterator[StepInput]:
         """Yield the steps of an epoch from `start_step` on; `batches_at_most` limits the batches over all replicas."""
-        steps = self._steps(epoch, start_step, batches_at_most)
-        return with_last_marked(steps) if self.reads_ahead else steps
-
-    def _steps(self, epoch: int, start_step: int, batches_at_most: int | None) -> Iterator[StepInput]:
         dealing, end = self.dealing, batches_at_most
         replicas, own, keyed = dealing.layout.replicas, dealing.replicas, dealing.keyed
         # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
@@ -193,21 +186,11 @@ class StreamData:
         if self.opened < 0 or self.first_read is not None:
             return {}
         own = {"loader": self.loader.state_dict()} if hasattr(self.loader, "state_dict") else {}
-        return {"epoch": self.opened, "ended": self.ended, "last_is_known": self.reads_ahead, **own}
+        return {"epoch": self.opened, "ended": self.ended, **own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore from `state_dict`; used only if the same epoch is opened next."""
         self.restored = state
-
-
-def with_last_marked(steps: Iterator[StepInput]) -> Iterator[StepInput]:
-    """Yield steps, each when the one after it has been read, the last one marked as such."""
-    step = next(steps, None)
-    while step is not None:
-        following = next(steps, None)
-        step.last = following is None
-        yield step
-        step = following
 
 
 class OwnShares(StreamData):

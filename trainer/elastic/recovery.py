@@ -168,7 +168,7 @@ def _continue_at(run: "Run", place: Place, newest: MemberState) -> None:
     run.optimization.guard = make_guard(run.optimization, run)
     run.optimization.weights.forget()
     if state.epoch_ended:
-        run.count_epoch()
+        run.schedule.count_epoch()
     sources = [run.training_data, *(source for data in run.data.evaluations.values() for source in data.sources)]
     for source in sources:
         source.dealing = replace(source.dealing, layout=run.layout, process=place.rank)

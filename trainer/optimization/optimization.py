@@ -1,7 +1,7 @@
 """Optimization: zero_grad, clipping, optimizer and scheduler steps, under automatic or manual optimization."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ...base.errors import ConfigError, TaskError, did_you_mean, first_names
 from ...base.torch_private import mark_stepped
+from ...tasks.optimizers import SchedulerConfig
 from ...tasks.task import Task
 from ..data.randomness import UPDATE, KeyedGenerators, hook_key, mix, seed_generators
 from ..data.steps import StepInput
@@ -17,7 +18,7 @@ from ..hooks import Hooks, loop_part, overrides
 from ..metrics.log import Metrics
 from ..state import State
 from .batch_weights import BatchWeights
-from .optimizers import ManualOptimizer, SchedulerConfig, may_draw, optimizer_parameters
+from .optimizers import ManualOptimizer, may_draw, optimizer_parameters
 from .outputs import describe_bad_loss
 from .weight_watch import WeightWatch
 
@@ -41,29 +42,13 @@ class OptimizingTrainer(Protocol):
     callback_metrics: dict[str, Tensor]
     optimizer_wrapper: ClassVar[type[ManualOptimizer]]
 
-    def refuse(self, fault: str) -> None:
-        """Raise TaskError for what would make another run of a resume."""
-
     @property
     def agreed_metrics(self) -> dict[str, Tensor]:
         """The values of `callback_metrics` that every rank has."""
 
-    def was_measured_in_epoch(self, name: str) -> bool:
-        """Return whether a metric was measured in the current epoch."""
-
     @property
     def checkpoint_callback(self) -> Any:
         """The callback that saves before an error that ends the run."""
-
-
-class EndOfStep(Protocol):
-    """The end of a step, which the optimizer calls as a closure."""
-
-    def __call__(self, step: StepInput, arguments: Sequence[Any]) -> Any:
-        """Finish a step whose last batch has these arguments of training_step; return that one's output."""
-
-    def prepared(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
-        """Return a closure that also calls the hooks before an update, and clips."""
 
 
 class Draws(NamedTuple):
@@ -127,8 +112,10 @@ class Optimization:
         """Whether gradients stay until the forward of a step's first batch is done."""
         self.leaves_out_update = False
         """Whether a hook has left out the update of this step; see `Trainer.leave_out_update`."""
-        self.closure_step: EndOfStep | None = None
-        """The end of a step, where the optimizer calls it as a closure."""
+        self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None
+        """Makes the loss of a step, as a function, for an optimizer or a task's optimizer_step that calls it."""
+        self.are_cleared = False
+        """Whether the task has cleared the gradients since its closure was made or ran a step."""
         self.epoch = -1
         """Epoch of the newest step."""
         self.updates = 0, 0
@@ -143,7 +130,7 @@ class Optimization:
         """Weights of batches in the gradient of a step, where training_step returns them."""
         self.watches_losses = trainer.nan == "raise"
         self.losses: list[tuple[int, Tensor]] | None = [] if self.own_optimizer_step else None
-        """Index and share of each loss of the newest step, where a closure may return them; else None."""
+        """Index and share of each loss of the newest step, where a closure returns them; else None."""
         self.loss_inputs: list[list[nn.Parameter] | None] = [None]
         """Parameters that the gradient of each loss reaches; None for all."""
         if self.automatic and len(self.optimizers) > 1:
@@ -165,28 +152,27 @@ class Optimization:
         self.manual_optimizers[:] = [self.trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
 
     # --- automatic --------------------------------------------------------------------------------------------------
-    def zero_gradients(self, step: StepInput, late: bool = False) -> None:
-        """Clear the gradients before a step's first backward, and follow parameters frozen or unfrozen by hooks.
+    def begin_step(self, step: StepInput) -> None:
+        """Prepare for a step before its first forward, and follow parameters that hooks have frozen or unfrozen."""
+        reducer = self.strategy.reducer
+        if self.guard is not None:
+            self.guard.begin_step()
+        # callbacks unfreeze between epochs; to compare all parameters in every step would cost each run
+        if reducer.has_frozen or self.epoch != self.state.epoch:
+            self.epoch = self.state.epoch
+            if reducer.is_outdated():
+                self.strategy.make_reducer()
+        if self.watch is not None:
+            self.watch.begin_step()
+        if self.weights.used is not False:
+            self.weights.begin_step()
+        if not (self.clears_late and step.batches):
+            self.zero_gradients(step)
 
-        late: the latter is done, and so is the first forward.
-        """
-        strategy = self.strategy
-        if not late:
-            if self.losses is not None:
-                self.losses.clear()
-            if self.guard is not None:
-                self.guard.begin_step()
-            if self.weights.used is not False:
-                self.weights.begin_step()
-            # callbacks unfreeze between epochs; to compare all parameters in every step would cost each run
-            if strategy.reducer.has_frozen or self.epoch != self.state.epoch:
-                self.epoch = self.state.epoch
-                if strategy.reducer.is_outdated():
-                    strategy.make_reducer()
-            if self.watch is not None:
-                self.watch.begin_step()
-            if self.clears_late and step.batches:
-                return
+    def zero_gradients(self, step: StepInput) -> None:
+        """Clear the gradients, and the losses that they come from."""
+        if self.losses is not None:
+            self.losses.clear()
         if self.own_zero_grad:
             self._call_zero_grad(step)
         else:  # torch's zero_grad spends 12 us on its profiler range
@@ -208,31 +194,41 @@ class Optimization:
         if in_batch:
             self.metrics.return_to_batch(replica, samples)
 
-    def due(self, step: StepInput) -> Iterable[Optimizer]:
-        """Return the optimizers to step now; iterate to prepare each right before its step."""
-        if not self.automatic or (self.closure_step is not None and step.batches):
-            return ()  # done by training_step, or with the last batch
+    def step(self, step: StepInput) -> None:
+        """Update the weights by the gradients of a step, which are complete."""
+        if not step.samples:  # all of them are left out: the weights stay, as in a step that nan=skip skips
+            for optimizer in self.optimizers:
+                mark_stepped(optimizer)  # else a scheduler warns that it ran before the first optimizer step
+            return
+        if not self.automatic:
+            return
         if self.watch is not None:
             self._require_same_weights(self.watch)
-        strategy = self.strategy
         if self.weights.used is not False:
-            divisor = self.weights.divide_gradients(step)
-            if self.losses is not None:
-                self.losses = [(index, share / divisor) for index, share in self.losses]
-        if strategy.reducer.has_frozen:
-            strategy.reducer.drop_early_gradients()
+            self.divide_gradients(step)
+        if self.strategy.reducer.has_frozen:
+            self.strategy.reducer.drop_early_gradients()
         # before clipping and unscaling, which would hide what was not finite
         if self.guard is not None and self.guard.drops_step():
-            return ()
+            return
         # with nothing to prepare the list itself: no generator in the step
-        return self._prepared(step) if self.prepares_steps else self.optimizers
+        for optimizer in self._prepared(step) if self.prepares_steps else self.optimizers:
+            self.updating = True
+            closure = None if self.make_closure is None else self.make_closure(step, optimizer)
+            self.strategy.optimizer_step(optimizer, closure)
+
+    def divide_gradients(self, step: StepInput) -> None:
+        """Divide gradients and losses by the weights of the step's batches, where they have some; collective."""
+        divisor = self.weights.divide_gradients(step)
+        if self.losses is not None:
+            self.losses = [(index, share / divisor) for index, share in self.losses]
 
     def _require_same_weights(self, watch: WeightWatch) -> None:
         """Refuse a task whose training_step changes parameters, and warn of one that changes buffers."""
         (parameters, buffers), replicas = watch.end_step(), self.state.replicas
         self.watch = watch if watch.steps_left and not parameters else None
         if parameters:
-            self.trainer.refuse(
+            raise TaskError(
                 f"training_step changed weights in step {self.state.global_step + 1}: {first_names(parameters)}. It "
                 f"runs once for each batch of {replicas} replicas, so the result would depend on how those are shared "
                 f"out. Change such weights (a teacher, an average) in on_step_end, which is called once a step, after "
@@ -279,14 +275,15 @@ class Optimization:
         self.task.configure_gradient_clipping(optimizer, limit, algorithm)
 
     def _call_optimizer_step(self, optimizer: Optimizer, step: StepInput) -> None:
+        assert self.make_closure is not None
         batch_idx = step.batches[-1].batch_idx if step.batches else self.state.epoch_rounds
-        index = self.optimizers.index(optimizer)
-        wrapped: Any = self.manual_optimizers[index]
-        self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, lambda: self.loss_of_step(index))
+        wrapped: Any = self.manual_optimizers[self.optimizers.index(optimizer)]
+        self.task.optimizer_step(self.state.epoch, batch_idx, wrapped, self.make_closure(step, optimizer))
 
-    def loss_of_step(self, index: int = 0) -> Tensor | None:
+    def loss_of_step(self, optimizer: Optimizer) -> Tensor | None:
         """Return the loss of an optimizer in the newest step: the mean over the samples of this process's batches."""
-        shares = [share for number, share in self.losses or () if number == index]
+        number = self.optimizers.index(optimizer)
+        shares = [share for index, share in self.losses or () if index == number]
         return sum(shares[1:], shares[0]) if shares else None
 
     def _update_key(self, optimizer: Optimizer) -> int:
@@ -309,15 +306,15 @@ class Optimization:
         step, calls = self.updates
         return calls if step == self.state.global_step else 0
 
-    def step_schedulers(self, interval: str, count: int, plateau: bool | None = None) -> None:
+    def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
         """Step the learning rate schedulers that are due after `count` intervals ("step" or "epoch").
 
-        plateau: only those that take a metric (True), or only the others (False).
+        plateau: those that take a metric, or the others.
         """
         if not self.automatic:
             return
         for config in self.schedulers:
-            if config.is_due(interval, count) and plateau in (None, config.reduce_on_plateau):
+            if config.is_due(interval, count) and config.reduce_on_plateau is plateau:
                 if config.reduce_on_plateau and interval == "step":
                     self.publish_newest()
                 metric = self._monitored(config) if config.reduce_on_plateau else None
@@ -336,7 +333,7 @@ class Optimization:
     def _monitored(self, config: SchedulerConfig) -> Any:
         known = self.trainer.agreed_metrics
         if config.monitor in known:
-            old = config.interval == "epoch" and not self.trainer.was_measured_in_epoch(config.monitor)
+            old = config.interval == "epoch" and not self._is_of_epoch(config.monitor)
             return None if old else known[config.monitor]  # a value counts once
         if config.strict:
             name = str(config.monitor)
@@ -348,6 +345,13 @@ class Optimization:
                 f"{did_you_mean(name, known)} Set strict=False in the lr_scheduler dict to go on without it."
             )
         return None
+
+    def _is_of_epoch(self, name: str) -> bool:
+        """Return whether a metric was measured in the current epoch."""
+        state, measured_at = self.state, self.metrics.measured_at.get(name)
+        if measured_at == -1:  # a value of the checkpoint: of training it is measured again, of validation perhaps not
+            measured_at = state.validated_at
+        return measured_at is None or measured_at > state.global_step - state.epoch_steps
 
     # --- manual -----------------------------------------------------------------------------------------------------
     def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
@@ -373,8 +377,6 @@ class Optimization:
         strategy = self.strategy
         if self.idle:
             return None
-        if self.closure_step is not None:
-            return strategy.optimizer_step(optimizer, self.closure_step.prepared(closure), **options)
         if self.automatic:
             self.updating = True
             return strategy.optimizer_step(optimizer, closure, **options)

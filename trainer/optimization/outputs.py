@@ -1,7 +1,6 @@
 """Parsing and checking of what training_step returns."""
 
 from collections.abc import Mapping, Sequence
-from copy import copy
 from typing import Any
 
 from torch import Tensor
@@ -36,12 +35,12 @@ def losses_of(output: Any, optimizers: int) -> Sequence[Tensor]:
     return losses
 
 
-def as_outputs(output: Any, skipped: dict[str, Any] | None = None) -> Any:
-    """Return the output of a step as passed to hooks: a dict with a detached "loss"; `skipped` for a skipped batch."""
+def as_outputs(output: Any) -> dict[str, Any]:
+    """Return the output of a step as passed to hooks: a dict with a detached "loss", empty for a skipped batch."""
     if isinstance(output, Tensor):
         return {"loss": output.detach()}
     if output is None:
-        return copy(skipped)
+        return {}
     values = dict(output) if isinstance(output, Mapping) else {"loss": output}
     loss = values.get("loss")
     if isinstance(loss, Tensor):

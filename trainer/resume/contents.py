@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     from ..trainer import Trainer
 
 
-STEPS_FIRST = "ends_epoch_with_last_batch"
-"""Key of whether schedulers that go by epochs have stepped once the last batch of an epoch is done."""
-PLATEAU_WAITS = "plateau_waits"
-"""Key of whether ReduceLROnPlateau has yet to make the newest step."""
-
-
 def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     """Return the contents of a checkpoint of this moment; every rank calls it."""
     run, strategy = trainer.current_run, trainer.strategy
@@ -54,7 +48,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
     if not weights_only:
         require_step_done(trainer)
         trainer.state.elapsed = trainer.elapsed
-        if run.loop.plateau_waits:
+        if run.optimization.has_plateau_by_steps and trainer.state.plateau_step < trainer.state.global_step:
             run.optimization.publish_newest()  # its step, which a resume makes, goes by these values
         # whatever is collective here is called on every rank, in this order
         found |= {
@@ -74,10 +68,6 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
             "datamodule": run.datamodule.state_dict() if run.datamodule is not None else {},
             "datamodule_name": type(run.datamodule).__qualname__ if run.datamodule is not None else None,
         }
-        if trainer.ends_epoch_with_last_batch:
-            found[STEPS_FIRST] = True
-        if run.loop.plateau_waits:
-            found[PLATEAU_WAITS] = True
     # last: a hook may look at all of it, and replace some
     known = set(found)
     if weights_only and trainer.weights_skip_callbacks:

@@ -15,7 +15,6 @@ from torch.optim import lr_scheduler
 
 from ...base.errors import CheckpointError
 from ..checkpoints.foreign import LIGHTNING
-from .contents import PLATEAU_WAITS, STEPS_FIRST
 from .left_out import ADDED, LEFT_OUT
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ TRAINED, AVERAGING = "current_model_state", "averaging_state"
 """Keys of Lightning's weight averaging, which stores the average as `state_dict` and the trained weights apart."""
 OWN_KEYS = {
     *("state", "run_id", "numerics", "fingerprint", "precision", "metrics", "callback_metrics", "data", "callbacks"),
-    *("datamodule", "datamodule_name", "versions", "config", ADDED, STEPS_FIRST, PLATEAU_WAITS),
+    *("datamodule", "datamodule_name", "versions", "config", ADDED),
 }
 """Keys of a checkpoint's contents that Lightning's files have not, or have in another form."""
 
@@ -73,6 +72,8 @@ def progress_of(saved: Mapping[str, Any], automatic: bool, accumulate: int) -> d
     return {
         "global_step": step if automatic else total,
         "epoch": epoch + (begun and is_last),
+        "scheduled_epochs": epoch + (begun and is_last),
+        "plateau_step": step if automatic else total,
         "epoch_steps": (done - left) // accumulate if within else 0,
         "epoch_rounds": done - left if within else 0,
         "rounds": total - left,
@@ -223,7 +224,7 @@ def as_lightning(contents: Mapping[str, Any]) -> dict[str, Any]:
     if state is None:  # weights alone
         return {**found, "loops": {}}
     ended = state["epoch_ended"] or _is_at_end(contents)
-    if ended and not state["epoch_ended"] and not contents.get(STEPS_FIRST):
+    if ended and not state["epoch_ended"] and state["scheduled_epochs"] <= state["epoch"]:
         found["optimizer_states"], found["lr_schedulers"] = _with_schedulers_stepped(contents)
     found["loops"] = _loops(contents, ended)
     found["global_step"] = _optimizer_steps(contents)

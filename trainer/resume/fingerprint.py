@@ -20,8 +20,8 @@ from ..data.loaders import is_plain_shuffle, length_of
 from ..optimization import kernels
 
 if TYPE_CHECKING:
+    from ...tasks.optimizers import SchedulerConfig
     from ..optimization.optimization import Optimization
-    from ..optimization.optimizers import SchedulerConfig
 
 PLAIN = (bool, int, float, str, type(None))
 POSITION = {"base_lrs", "_last_lr"}

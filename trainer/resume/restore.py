@@ -18,7 +18,6 @@ from ..checkpoints import foreign, reading
 from ..optimization import kernels
 from ..state import State
 from . import convert, fingerprint
-from .contents import PLATEAU_WAITS, STEPS_FIRST
 from .fingerprint import Changes, SettingChange
 from .left_out import BUILT, LEFT_OUT, OMEGACONF, add_left_out, as_omegaconf, find_hyperparameters, names_added
 
@@ -409,13 +408,6 @@ def load_rest(trainer: "Trainer", saved: Mapping[str, Any], resumes: bool) -> No
     else:
         run.fingerprint.clear()
         run.fingerprint.update({name: value for name, value in saved["fingerprint"].items() if name != "samples"})
-    state = trainer.state
-    # saved after the last batch of an epoch, before its schedulers: Lightning steps them first, Legato after validation
-    stream = saved.get("data", {})
-    full = state.epoch_rounds >= trainer.num_training_batches or (stream.get("ended") and stream.get("last_is_known"))
-    if full and not state.epoch_ended:
-        run.loop.schedulers_stepped = bool(saved.get(STEPS_FIRST))
-    run.loop.plateau_waits = bool(saved.get(PLATEAU_WAITS))
     strategy.precision.load_state_dict(saved["precision"])
     if "metrics" in saved:
         run.metrics.load_state_dict(saved["metrics"], run.layout.owned(strategy.data_ranks.rank))

@@ -135,7 +135,7 @@ class Saver:
                 return
             # First the point of this step, then its checkpoint: a run killed in between would lose the point, or log it
             # twice.
-            if trainer.training and trainer.global_step and trainer.current_run.is_point():
+            if trainer.training and trainer.global_step and trainer.current_run.schedule.is_point():
                 trainer.log_step()
             # on all ranks: a resume from weights that are NaN could only go on with NaN
             trainer.current_run.require_finite()

@@ -29,7 +29,7 @@ from ...tasks.task import Task
 from ..accelerators import name_of
 from ..checkpoints import find
 from ..checkpoints.manifest import load_manifest
-from ..closure import use_closure
+from ..closure import use_closures
 from ..contention import Contention
 from ..data.combined import combined, loaders_in, one_after_another
 from ..data.dealing import DealtData, EvaluationData, TrainingData, training_data
@@ -58,7 +58,6 @@ from ..metrics.torchmetrics import MetricStates
 from ..optimization import kernels
 from ..optimization.nonfinite import make_guard
 from ..optimization.optimization import Optimization
-from ..optimization.optimizers import read_optimizers, unknown_parameters
 from ..optimization.precision import Precision
 from ..processes import garbage
 from ..processes.collectives import SINGLE
@@ -82,6 +81,7 @@ from ..runs import record as run_record
 from ..runs.directory import is_run
 from ..runs.places import FRESH, StoredRun
 from ..runs.status import finite_only
+from ..schedule import Schedule
 from ..strategies import STRATEGIES
 from ..strategies.strategy import Strategy
 from .model_checks import require_dense_gradients, require_parameters, require_sendable
@@ -518,6 +518,7 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     return Run(
         **vars(call),
         optimization=optimization,
+        schedule=Schedule(call, optimization),
         transfer=transfer,
         by_replica=by_replica,
         arity=arity,
@@ -671,11 +672,9 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     require_iterable(loader, "The training loader", trainer.refuses_empty_loaders)
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
-    padded, ahead, ends = trainer.pads_shares, trainer.knows_last_batch, trainer.ends_at_length
+    padded, ends = trainer.pads_shares, trainer.ends_at_length
     left_out = samples_left_out(trainer.leave_out_samples, loader)
-    shares = replace(
-        dealing(call), whole_rounds=whole, padded=padded, reads_ahead=ahead, ends_at_length=ends, left_out=left_out
-    )
+    shares = replace(dealing(call), whole_rounds=whole, padded=padded, ends_at_length=ends, left_out=left_out)
     ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
     count = counter_of(call.task)
     data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
@@ -898,22 +897,19 @@ def make_optimizers(call: JoinedCall) -> Optimization:
     clips = trainer.gradient_clip_val is not None
     require_dense_gradients(task, ["reproducible=bitwise"] * call.bitwise + ["gradient_clip_val"] * clips)
     try:
-        configured = trainer.configured(task)
+        optimizers, schedulers = task.make_optimizers()
     except ValueError:
         require_parameters(task)
         raise
-    optimizers, schedulers = read_optimizers(configured, task.automatic_optimization)
     for callback in trainer.callbacks:
         loop_part(callback, "extend_optimizers")(task, optimizers)
-    if fault := unknown_parameters(task, optimizers):
-        trainer.refuse(fault)
     for optimizer in optimizers:
         kernels.choose_fused(optimizer)
     # after the callbacks' parameter groups, which a wrapper such as zero1's deals out over ranks
     optimizers = [strategy.wrap_optimizer(optimizer) for optimizer in optimizers]
     optimization = Optimization(trainer, task, call.hooks, call.metrics, optimizers, schedulers)
     optimization.use_guard(make_guard(optimization, call))
-    use_closure(call, optimization)
+    use_closures(call, optimization)
     if not task.automatic_optimization:
         strategy.precision.cast_anew()
     if not task.automatic_optimization and (call.local_replicas > 1 or trainer.accumulate_grad_batches > 1):

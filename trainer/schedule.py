@@ -1,0 +1,149 @@
+"""Schedule: when validation, learning rate schedulers, and the end of an epoch and of a run are due.
+
+Each of them happens once, also after a resume from a checkpoint that any hook has saved: `State` holds what is done.
+"""
+
+from typing import TYPE_CHECKING
+
+from .optimization.optimization import Optimization
+
+if TYPE_CHECKING:
+    from .data.steps import StepInput
+    from .run import JoinedCall
+
+
+class Schedule:
+    """Counts the steps of a fit, and decides what is due after each of them."""
+
+    def __init__(self, call: "JoinedCall", optimization: Optimization) -> None:
+        self.call, self.optimization = call, optimization
+        self.trainer, self.state, self.loop, self.data = call.trainer, call.state, call.loop, call.data
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+    @property
+    def epoch_is_full(self) -> bool:
+        """Whether the epoch's last step is done, as far as lengths tell."""
+        return self.state.epoch_rounds >= self.trainer.num_training_batches
+
+    def is_done(self) -> bool:
+        """Return whether the run has reached its end."""
+        limit = self.trainer.max_epochs
+        return (limit is not None and 0 <= limit <= self.state.epoch) or self.stops_here()
+
+    def stops_here(self) -> bool:
+        """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop."""
+        trainer = self.trainer
+        if self.state.global_step >= self.call.agreement.next_step or (trainer.should_stop and trainer.world_size == 1):
+            self.call.agree()
+        return self.reaches_end
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the run stops here, as far as the ranks have agreed."""
+        trainer, state = self.trainer, self.state
+        least_is_done = state.global_step >= (trainer.min_steps or 0) and state.epoch >= (trainer.min_epochs or 0)
+        return (self.call.agreement.stop and least_is_done) or 0 <= trainer.max_steps <= trainer.global_step
+
+    def is_last_step(self, epoch_is_over: bool) -> bool:
+        """Return whether the newest step is a logging point because the run ends after it.
+
+        One that ends by a signal does not count: a resume goes on from there.
+        """
+        if not self.state.epoch_steps:
+            return False
+        if epoch_is_over and self.state.epoch + 1 == self.trainer.max_epochs:
+            return True
+        # without `stops_here`, which may agree with the other ranks and then save
+        return self.reaches_end and not self.call.agreement.signal
+
+    def is_point(self) -> bool:
+        """Return whether the newest step is a logging point, as far as that is known before the data end."""
+        every = self.trainer.log_every_n_steps
+        return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
+
+    # --- steps and epochs -------------------------------------------------------------------------------------------
+    def count(self, step: "StepInput") -> None:
+        """Count a finished step, and advance the schedulers that go by steps; after an epoch's last one all others."""
+        state, optimization = self.state, self.optimization
+        optimization.updating = True  # also where a guard dropped the update
+        state.global_step += 1
+        state.epoch_steps += 1
+        state.epoch_rounds += step.rounds
+        state.rounds += step.rounds
+        state.samples_seen += step.samples
+        if optimization.stepped:
+            optimization.update_scale()
+        if optimization.schedulers:
+            # after the counts: a scheduler is due by the number of finished steps
+            optimization.step_schedulers("step", state.global_step, plateau=False)
+            if self.epoch_is_full:
+                self.step_by_epoch()
+
+    def step_by_epoch(self) -> None:
+        """Step the schedulers that go by epochs and by no metric, once an epoch: with its last step where it is known.
+
+        Before the validation that ends the epoch, so that a checkpoint which that one saves has the next rates.
+        """
+        if self.state.scheduled_epochs <= self.state.epoch:
+            self.state.scheduled_epochs = self.state.epoch + 1
+            self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=False)
+
+    def after_validation(self, ends_epoch: bool = False) -> None:
+        """Step ReduceLROnPlateau where it goes by steps, once a step: after a validation that follows the step."""
+        state = self.state
+        if not self.optimization.has_plateau_by_steps or state.plateau_step >= state.global_step:
+            return
+        if ends_epoch or not self.epoch_is_full:  # else the validation that ends the epoch is yet to come
+            state.plateau_step = state.global_step
+            self.optimization.step_schedulers("step", state.global_step, plateau=True)
+
+    def end_epoch(self) -> None:
+        """Step ReduceLROnPlateau where it goes by epochs; what is left to do of this epoch is to count it."""
+        self.optimization.step_schedulers("epoch", self.state.epoch + 1, plateau=True)
+        self.state.epoch_ended = True
+
+    def count_epoch(self) -> None:
+        """Count the epoch if it has ended."""
+        state = self.state
+        if state.epoch_ended:
+            self.loop.samples_of_epoch = None
+            state.epoch += 1
+            state.epoch_steps = state.epoch_rounds = 0
+            state.epoch_ended = self.loop.epoch_skipped = False
+
+    # --- validation -------------------------------------------------------------------------------------------------
+    def validation_is_due(self) -> bool:
+        """Return whether to validate after this step, within the epoch."""
+        every, seconds, state = self.data.validation_rounds, self.data.validation_seconds, self.state
+        if (every is None and seconds is None) or not state.epoch_steps or state.validated_at == state.global_step:
+            return False
+        epochs, rounds = self.trainer.check_val_every_n_epoch, state.epoch_rounds
+        if epochs is None:
+            rounds = state.rounds
+        elif (state.epoch + 1) % epochs:
+            return False
+        if every is None:
+            return self.seconds() - self.loop.validated_after >= (seconds or 0.0)
+        rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
+        # a step of several batches may pass over the one after which validation is due
+        return rounds % every < rounds_of_step
+
+    def validation_ends_epoch(self, complete: bool) -> bool:
+        """Return whether to validate now that the epoch is `complete`, or that the run was asked to stop within it."""
+        state, agreement, epochs = self.state, self.call.agreement, self.trainer.check_val_every_n_epoch
+        if "validation" not in self.data.evaluations or state.validated_at == state.global_step:
+            return False
+        is_due_by_epoch = epochs is None or (state.epoch + 1) % epochs == 0
+        if agreement.stop and not agreement.signal and state.epoch_steps > 0 and self.stops_here():
+            return is_due_by_epoch
+        within_epochs = (self.data.validation_rounds, self.data.validation_seconds) != (None, None)
+        return complete and not within_epochs and epochs is not None and is_due_by_epoch
+
+    def note_validation(self) -> None:
+        """Remember when the newest validation ended."""
+        self.state.validated_at, self.loop.validated_after = self.state.global_step, self.seconds()
+
+    def seconds(self) -> float:
+        """Return the seconds of the run so far, which are the same on every rank."""
+        # the agreed clock: ranks that decide by their own part ways over a millisecond
+        return self.call.agreement.now() if self.call.metrics.processes == 1 else self.trainer.elapsed
