@@ -166,8 +166,9 @@ class ProgressBar(ProgressDisplay):
         """Return training's means over the epoch so far, and the newest values of other metrics."""
         metrics = dict(self._means)
         for name, value in trainer.progress_bar_metrics.items():
-            if name not in metrics and name.removesuffix("_step").removesuffix("_epoch") not in self._means:
-                metrics[name] = value
+            shown = name.removesuffix("_step")
+            if shown not in metrics and shown.removesuffix("_epoch") not in self._means:
+                metrics[shown] = value
         return metrics
 
     def _is_best(self, trainer: "Trainer") -> bool:

@@ -11,7 +11,6 @@ from ..callbacks.callback import Callback
 from ..tasks.hyperparameters import Hyperparameters
 from . import strategies
 from .data.dealing import EvaluationData
-from .metrics.reduce import Reduced
 from .optimization.optimizers import ManualOptimizer
 from .resume.convert import averaged_weights
 from .resume.left_out import logged_hyperparameters
@@ -23,20 +22,8 @@ from .view import TrainerView
 class TrainerDefaults(TrainerView):
     """The Trainer without its loop; each choice may be overridden."""
 
-    shows_newest_batch: ClassVar[bool] = False
-    """Whether the value of a step is that of its newest batch rather than the mean over its batches."""
     refuses_near_names: ClassVar[bool] = True
     """Whether a method named almost like a hook is an error rather than a warning."""
-    logs_evaluation_batches: ClassVar[bool] = False
-    """Whether what an evaluation logs with `on_step` is written for each of its batches."""
-    bar_names_steps: ClassVar[bool] = False
-    """Whether the progress bar has names of steps, such as loss_step, for what is averaged over epochs, too."""
-    splits_names: ClassVar[bool] = False
-    """Whether a name logged both in steps and between them has a value of each, rather than being refused."""
-    refuses_no_value: ClassVar[bool] = False
-    """Whether log(on_step=False, on_epoch=False) is an error rather than the mean over the epoch."""
-    shares_metrics: ClassVar[bool] = False
-    """Whether training and validation may log the same metric object, whose samples are then mixed."""
     ends_at_length: ClassVar[bool] = False
     """Whether an epoch of training ends at the length of a DataLoader whose IterableDataset goes on beyond it."""
     refuses_empty_loaders: ClassVar[bool] = True
@@ -141,11 +128,6 @@ class TrainerDefaults(TrainerView):
             if owner.__dict__.get("_log_hyperparams", True):
                 found |= logged_hyperparameters(owner)
         return found or None
-
-    def publish_batch(self, reduced: Reduced, index: int) -> None:
-        """Publish what rank 0 has logged for a batch of an evaluation, the `index`-th of its loader in this run."""
-        self.logged_metrics.update(reduced.loggers)
-        self.current_run.write(index, reduced.loggers)
 
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
         """Return the place of a point of the log on the x-axis, and its values."""

@@ -152,8 +152,6 @@ class LoopState:
     """Loader, batch, replica and output of each batch that this process has predicted so far."""
     validated_after: float = 0.0
     """Seconds of the run at the end of the newest validation, or at its start."""
-    evaluated: dict[tuple[str, int], int] = field(default_factory=dict)
-    """Batches done of each evaluation loader, where their values are written."""
     point: tuple[int, dict[str, float]] | None = None
     """The newest point of the log: its step and values."""
     samples_of_epoch: dict[str, Any] | None = None
@@ -708,19 +706,8 @@ class Run(JoinedCall):
     def batch_hooks(self, word: str) -> tuple[Calls, Calls]:
         """Return what to call before and after a batch of an evaluation; a hook may do without `dataloader_idx`."""
         start, end = self.hooks[f"on_{word}_batch_start"], self.hooks[f"on_{word}_batch_end"]
-        last = (self.log_evaluation_batch,) if self.trainer.logs_evaluation_batches else ()
         several = len(self.data.evaluations[word].loaders) > 1
-        return tuple(fitted(hook, 3, several) for hook in start), (*(fitted(hook, 4, several) for hook in end), *last)
-
-    def log_evaluation_batch(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Publish what this batch has logged with `on_step`."""
-        reduced, place = self.metrics.read_batch(), (self.loop.doing, dataloader_idx)
-        self.trainer.progress_bar_metrics.update(reduced.progress_bar)
-        if self.loop.doing == "sanity_check":
-            return
-        index = self.loop.evaluated[place] = self.loop.evaluated.get(place, -1) + 1
-        if reduced.loggers:
-            self.trainer.publish_batch(reduced, index)
+        return tuple(fitted(hook, 3, several) for hook in start), tuple(fitted(hook, 4, several) for hook in end)
 
     def arity_of(self, step: str) -> int:
         """Return how many of (batch, batch_idx, dataloader_idx) the task's step takes."""

@@ -288,6 +288,47 @@ class LightningModule(InitialHyperparameters, Task):
             return map_tensors(data, lambda tensor: tensor, number=partial(torch.as_tensor, device=self.device))
         return super().all_gather(data, group, sync_grads)
 
+    # --- logged values ----------------------------------------------------------------------------------------------
+    def log(  # noqa: PLR0913 (Lightning's signature)
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: Any = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Log a value; one that a step of an evaluation logs with `on_step` is written for each batch, too."""
+        trainer: Any = self.__dict__.get("_trainer")
+        metrics = None if trainer is None or trainer.run is None else trainer.run.metrics
+        if on_step and metrics is not None and metrics.in_step and metrics.stage != "train" and not metrics.muted:
+            shown = name if on_epoch is False else f"{name}_step"
+            full = shown + metrics.suffix if add_dataloader_idx else shown
+            trainer.evaluation_points.note(full, value, prog_bar, logger is not False)
+            if on_epoch is False:
+                return
+        super().log(
+            name,
+            value,
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist=sync_dist,
+            add_dataloader_idx=add_dataloader_idx,
+            batch_size=batch_size,
+            rank_zero_only=rank_zero_only,
+        )
+
     # --- optimization -----------------------------------------------------------------------------------------------
     def make_optimizers(self) -> tuple[list[Optimizer], list[SchedulerConfig]]:
         """Return the optimizers and schedulers of a fit; warn of what Legato refuses in a task."""

@@ -42,6 +42,7 @@ from .callbacks.progress import TQDMProgressBar, refuse_bars
 from .callbacks.rich_progress import RichProgressBar
 from .checkpoint_files import load_file, save_untrained
 from .connectors import CallbackConnector, CheckpointConnector, LoggerConnector, Results, SignalConnector
+from .evaluation_points import EvaluationPoints
 from .exceptions import MisconfigurationException, require_checkpoint
 from .loggers import (
     CSVLogger,
@@ -181,15 +182,9 @@ HIGHEST_SEED = 1 << 32
 class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
-    shows_newest_batch = True
     refuses_near_names = False
-    logs_evaluation_batches = True
-    splits_names = True
-    refuses_no_value = True
-    shares_metrics = True
     refuses_empty_loaders = False
     ends_at_length = True
-    bar_names_steps = True
     keeps_seed = False
     weights_skip_callbacks = True
     keeps_added_code = True
@@ -201,6 +196,8 @@ class Trainer(TrainerAttributes):
     optimizer_wrapper = LightningOptimizer
     fits_continue = True
     records_starts = False  # a folder holds what Lightning writes, and nothing else
+    evaluation_points: EvaluationPoints | None = None
+    """Values that the steps of an evaluation log with `on_step`."""
     has_data = True
     """Whether a train_dataloader that is called again has gone on giving loaders."""
     untrained: set[str]
@@ -433,11 +430,6 @@ class Trainer(TrainerAttributes):
             found |= own
         return found
 
-    def publish_batch(self, reduced: Reduced, index: int) -> None:
-        """Publish values of a batch of an evaluation; those of loggers as tensors."""
-        super().publish_batch(reduced, index)
-        self.take_logged(reduced)
-
     def log_point(self, values: dict[str, float]) -> tuple[int, dict[str, float]]:
         """Return the place of a point: the newest step, after fit their count; or a logged "step", without epoch."""
         values = dict(values)
@@ -531,6 +523,9 @@ class Trainer(TrainerAttributes):
     def evaluate(self, word: str, limit: int | None = None, keep_outputs: bool = False) -> None:
         """Pass once over the loaders; a fit validates under no_grad, within which a step can turn gradients on."""
         self._drop_values()
+        if self.evaluation_points is None or self.evaluation_points.run is not self.current_run:
+            self.evaluation_points = EvaluationPoints(self, self.current_run)
+        self.evaluation_points.follow(word)
         kept = self.inference_mode
         self.inference_mode = kept and self.current_run.stage != "fit"
         try:

@@ -4,6 +4,7 @@
 kept per replica in float64 and added up in replica order, so a logged mean is the same on any number of processes.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -42,6 +43,8 @@ from .torchmetrics import (
     read_values,
     updates_within,
 )
+
+log = logging.getLogger("legato")
 
 Options = tuple[bool, bool | None, bool | None, bool | None, Any, bool, bool, bool]
 """prog_bar, logger, on_step, on_epoch, reduce_fx, add_dataloader_idx, rank_zero_only, sync_dist: see `Task.log`."""
@@ -104,18 +107,6 @@ class Metrics:
         self.pending: list[tuple[Series, Any, Any, int, int]] = []
         self.batches_of_step, self.dropped = 0, -1
         """`dropped`: the newest step if it was dropped: values still logged for it are ignored."""
-        self.shows_newest_batch = False
-        """Whether a step's value is that of its newest batch rather than the mean over its batches."""
-        self.logs_evaluation_batches = False
-        """Whether the values that evaluations log with `on_step` are kept by batch, for `read_batch`."""
-        self.bar_names_steps = False
-        """Whether the progress bar has names of steps, such as loss_step, for what is averaged over epochs, too."""
-        self.splits_names = False
-        """Whether a name logged both in steps and between them is two series."""
-        self.refuses_no_value = False
-        """Whether `on_step=False, on_epoch=False` is refused rather than counted over the epoch."""
-        self.shares_metrics = False
-        """Whether one metric object may be logged in two stages."""
         self.muted = False
         """Whether logged values are ignored, as for masked batches."""
         self.losses: list[tuple[Tensor, int]] = []
@@ -247,8 +238,7 @@ class Metrics:
         if is_metric(value):
             kind = "metric"
             self.logged.update(path for path in map(self.states.path_of, metrics_within([value])) if path is not None)
-            if not self.shares_metrics:
-                self._refuse_shared(name, value)
+            self._warn_of_shared(name, value)
         elif isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()):
             kind = read_kind(reduce_fx, name)
             kind = ONCE if kind == "sum" and not (self.in_batch or synced) else kind
@@ -259,13 +249,12 @@ class Metrics:
             raise TaskError(
                 f"log({name!r}) takes a number, a tensor with one value or a torchmetrics.Metric; got {came}."
             )
-        if self.refuses_no_value and on_step is False and on_epoch is False:
+        if on_step is False and on_epoch is False:
             raise TaskError(f"log({name!r}, on_step=False, on_epoch=False) is not useful: it keeps no value.")
         in_training_step = self.in_step and self.stage == "train"
         on_step = in_training_step if on_step is None else on_step
         on_epoch = not in_training_step if on_epoch is None else on_epoch
-        has_points = in_training_step or (self.in_step and self.logs_evaluation_batches)
-        if not has_points and not on_epoch:
+        if not in_training_step and not on_epoch:
             on_step, on_epoch = False, True
         full = name + self.suffix if add_suffix else name
         on_step, on_epoch = on_step and self.in_step, on_epoch or not on_step
@@ -277,28 +266,19 @@ class Metrics:
         return series
 
     def _is_mixed(self, series: Series, value: Any) -> bool:
-        """Return whether a name that a series has in steps is logged between them, or the other way round.
-
-        Raises TaskError where that is no series of its own: its mean would be over both.
-        """
+        """Return whether a name that a series has in steps is logged between them, or the other way round."""
         if series.in_step is None:  # of a checkpoint, or of another rank
             series.in_step = self.in_step
-        elif series.metric is None and not self.splits_names:
-            raise TaskError(
-                f"{series.name!r} is logged by the steps of {self.stage} and outside of them (such as in "
-                f"on_{self.stage}_epoch_end); its value would be the mean over both. Log one of the two under another "
-                f"name."
-            )
-        return self.splits_names and series.in_step is not self.in_step and series.metric is not value
+        return series.in_step is not self.in_step and series.metric is not value
 
-    def _refuse_shared(self, name: str, metric: Any) -> None:
-        """Raise TaskError for a metric object logged in two open stages: it would mix their samples."""
+    def _warn_of_shared(self, name: str, metric: Any) -> None:
+        """Warn of a metric object logged in two open stages: it mixes their samples."""
         for stage, series in self.stages.items():
             if stage != self.stage and any(one.metric is metric for one in series.values()):
-                raise TaskError(
-                    f"log({name!r}): the same {type(metric).__name__} is logged in {stage} and in {self.stage}, which "
-                    f"would mix their samples. Give each stage a metric of its own (metric.clone())."
-                )
+                log.warning(
+                    "log(%r): the same %s is logged in %s and in %s, which mixes their samples. Give each stage a "
+                    "metric of its own (metric.clone()).", name, type(metric).__name__, stage, self.stage,
+                )  # fmt: skip
 
     def watch(self, loss: Tensor) -> None:
         """Record a loss, to check later that it is finite."""
@@ -352,8 +332,6 @@ class Metrics:
         if series.on_step and step >= (self.step if since is None else since):
             if series.step_at != step:
                 series.step, series.step_at = {}, step
-            elif self.shows_newest_batch:
-                series.step.pop(replica, None)
             accumulate(series.step, replica, series.kind, value, weight)
 
     def drop_step(self) -> None:
@@ -417,15 +395,6 @@ class Metrics:
         sums = {one.name: joined(one.kind, one.sums, more.get(one.name, {})) for one in shown}
         return {one.name.replace(OTHER, ""): total(one.kind, sums[one.name]) for one in shown}
 
-    def read_batch(self) -> Reduced:
-        """Return what this process has logged with `on_step` since the last call, in an evaluation."""
-        newest = {one[0].name: one for one in self.pending if one[0].on_step}
-        if not newest:
-            return Reduced()
-        values = to_floats([value for _, value, *_ in newest.values()])
-        self.flush()
-        return sort_out(zip((one[0] for one in newest.values()), values, strict=True), "_step", self.bar_names_steps)
-
     def own_values(self) -> Reduced:
         """Return this process's newest values of steps since this or `log_point` was called; no collective.
 
@@ -435,7 +404,7 @@ class Metrics:
         self.flush(since)
         known = [one for one in (self.series or {}).values() if one.step and one.step_at >= since]
         found = [(one, total(one.kind, one.step)) for one in known if not one.synced or self.processes == 1]
-        return sort_out(found, "_step", self.bar_names_steps)
+        return sort_out(found, "_step")
 
     def own_values_between_steps(self) -> Reduced:
         """Return what this process has logged between steps since the epoch began; otherwise like `own_values`."""
@@ -444,7 +413,7 @@ class Metrics:
         sums = [
             (one, joined(one.kind, one.sums, one.closing)) for one in known if not one.synced or self.processes == 1
         ]
-        return sort_out([(one, total(one.kind, own)) for one, own in sums if own], "_epoch", self.bar_names_steps)
+        return sort_out([(one, total(one.kind, own)) for one, own in sums if own], "_epoch")
 
     def reduce_step(self) -> Reduced:
         """Return the newest step's values of the current stage, over all replicas. Collective."""
@@ -452,7 +421,7 @@ class Metrics:
 
     def newest_values(self) -> Reduced:
         """Return the newest step's values before the step counter advances; no collective where values are shared."""
-        return sort_out(self._totals_of_step(), "_step", self.bar_names_steps) if self.shares else self.reduce_step()
+        return sort_out(self._totals_of_step(), "_step") if self.shares else self.reduce_step()
 
     def log_point(self, checks_losses: bool, extra: Sequence[float]) -> tuple[Reduced, list[float]]:
         """Return the newest step's values over all replicas, and the maximum over ranks of each number in `extra`.
@@ -481,7 +450,7 @@ class Metrics:
             found = [(one, total(one.kind, sums)) for one, sums in gathered]
             found += [(one, total(one.kind, one.step)) for one in mine if one.alone]
         self._refuse_bad_loss(-maxima[0])  # the maximum of the negative is the first step
-        return sort_out(found, "_step", self.bar_names_steps), maxima[1:]
+        return sort_out(found, "_step"), maxima[1:]
 
     def _rows_to_show(self) -> list[Row]:
         """Return the sums of the training epoch so far that the progress bar shows, where ranks have parts of them."""
@@ -523,7 +492,7 @@ class Metrics:
             self.batches[self.stage] = 0
             self.means_shown = {}
             self.batches_left_out *= self.stage != "train"
-        return sort_out(found, "_epoch", self.bar_names_steps)
+        return sort_out(found, "_epoch")
 
     def _gather_epoch(self) -> list[tuple[Series, dict[int, list[float]]]]:
         """Return every series of the epoch with its sums over all replicas. Collective."""

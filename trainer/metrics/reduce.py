@@ -156,11 +156,8 @@ def total(kind: str, sums: dict[int, list[float]]) -> float:
     return sum(values) if kind == "sum" else extreme(kind, values)
 
 
-def sort_out(found: Iterable[tuple[Series, float]], suffix: str, bar_names_steps: bool = False) -> Reduced:
-    """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`.
-
-    bar_names_steps: the first of these in the progress bar, too, rather than the name alone.
-    """
+def sort_out(found: Iterable[tuple[Series, float]], suffix: str) -> Reduced:
+    """Name each value and assign it to its outputs; a series of steps and epochs gets `name_step` and `name_epoch`."""
     reduced = Reduced()
     for series, value in found:
         name = shown = series.name.replace(OTHER, "")
@@ -172,7 +169,7 @@ def sort_out(found: Iterable[tuple[Series, float]], suffix: str, bar_names_steps
         if series.to_loggers:
             reduced.loggers[name] = value
         if series.prog_bar:
-            reduced.progress_bar[shown if suffix == "_step" and not bar_names_steps else name] = value
+            reduced.progress_bar[name] = value
     return reduced
 
 

@@ -224,7 +224,7 @@ def as_lightning(contents: Mapping[str, Any]) -> dict[str, Any]:
     if state is None:  # weights alone
         return {**found, "loops": {}}
     ended = state["epoch_ended"] or _is_at_end(contents)
-    if ended and not state["epoch_ended"] and state["scheduled_epochs"] <= state["epoch"]:
+    if ended and not state["epoch_ended"] and state.get("scheduled_epochs", 0) <= state["epoch"]:
         found["optimizer_states"], found["lr_schedulers"] = _with_schedulers_stepped(contents)
     found["loops"] = _loops(contents, ended)
     found["global_step"] = _optimizer_steps(contents)

@@ -97,15 +97,6 @@ LOADERS = {
     "test": "test_dataloader",
     "predict": "predict_dataloader",
 }
-METRICS_CHOICES = (
-    "shows_newest_batch",
-    "logs_evaluation_batches",
-    "splits_names",
-    "bar_names_steps",
-    "refuses_no_value",
-    "shares_metrics",
-)
-"""Attributes by which a subclass of Trainer chooses how values are logged."""
 LIMIT_OF = {
     "validation": "limit_val_batches",
     "test": "limit_test_batches",
@@ -163,8 +154,6 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     ranks, version = strategy.place.world_size, membership.version
     call.agreement.join(strategy.collectives, ranks, state.global_step, state.elapsed, version)
     call.agreement.newest = membership.newest
-    for name in METRICS_CHOICES:
-        setattr(call.metrics, name, getattr(trainer, name))
     # a shared lock of each process, for which the next holder waits: workers live up to a second longer than a launcher
     # that was killed
     trainer.saver.remember_run_dir(trainer.run_dir)

@@ -1,0 +1,47 @@
+"""EvaluationPoints: what steps of an evaluation log with `on_step`, of which Lightning writes a point a batch."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ...trainer.metrics.reduce import Reduced, to_floats
+
+if TYPE_CHECKING:
+    from ...trainer.run import Run
+    from .trainer import Trainer
+
+
+class EvaluationPoints:
+    """Keeps what the steps of one run's evaluations log for a batch, and writes it when the batch ends."""
+
+    def __init__(self, trainer: "Trainer", run: "Run") -> None:
+        self.trainer, self.run = trainer, run
+        self.newest: dict[str, tuple[Any, bool, bool]] = {}
+        """By name the value of the batch, whether the progress bar shows it, and whether loggers get it."""
+        self.batches: dict[tuple[str, int], int] = {}
+        """Batches done of each loader of each kind of evaluation: the place of a point."""
+
+    def follow(self, word: str) -> None:
+        """Write a point after each batch of the evaluation `word`."""
+        hooks, name = self.run.hooks, f"on_{word}_batch_end"
+        if self.write not in hooks[name]:
+            hooks[name] = (*hooks[name], self.write)
+
+    def note(self, name: str, value: Any, shown: bool, logged: bool) -> None:
+        """Keep a number, or a tensor with one, that a step logs; metric objects have a value per epoch only."""
+        if isinstance(value, (int, float, Tensor)):
+            self.newest[name] = value.detach() if isinstance(value, Tensor) else value, shown, logged
+
+    def write(self, output: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Publish the values of a batch; a sanity check's reach the progress bar alone."""
+        newest, self.newest, doing = self.newest, {}, self.run.loop.doing
+        values = dict(zip(newest, to_floats([value for value, *_ in newest.values()]), strict=True))
+        self.trainer.progress_bar_metrics.update({name: values[name] for name in newest if newest[name][1]})
+        if doing == "sanity_check":
+            return
+        index = self.batches[doing, dataloader_idx] = self.batches.get((doing, dataloader_idx), -1) + 1
+        logged = {name: values[name] for name in newest if newest[name][2]}
+        if logged:
+            self.trainer.logged_metrics.update(logged)
+            self.trainer.take_logged(Reduced(loggers=logged))
+            self.run.write(index, logged)
