@@ -90,7 +90,7 @@ class TrainerArguments:
         limit_val_batches: Validation batches, counted over all replicas: a count (int) or a fraction (float).
         limit_test_batches: Test batches, counted over all replicas: a count (int) or a fraction (float).
         limit_predict_batches: Prediction batches, counted over all replicas: a count (int) or a fraction (float).
-        overfit_batches: Train and validate on this many training batches only, in a fixed order.
+        overfit_batches: Train and validate on this many batches only; those of training are in a fixed order.
         use_distributed_sampler: Deal samples out to replicas, but for loaders that are seen to yield each process its
             own share. False: all training loaders do.
         loader: Options of every DataLoader that is dealt out by sample, instead of its own: num_workers,

@@ -34,7 +34,8 @@ checks this drawing against the code.
     |   |   on_before_optimizer_step             C T
     |   |   configure_gradient_clipping            T
     |   |   optimizer_step                         T
-    |   |   lr_scheduler_step                      T   schedulers by steps; after the epoch's last step those by epochs
+    |   |   lr_scheduler_step                      T   schedulers by steps
+    |   |   lr_scheduler_step                      T   schedulers by epochs, after the epoch's last step
     |   |   on_step_end                          C T   on every process, also one without a batch in the step
     |   |   on_train_batch_end                   C T   for the step's last batch: the weights are updated
     |   |   +-- validation, when it is due: after this step, or at the end of the epoch
@@ -50,7 +51,6 @@ checks this drawing against the code.
     |   |   |   on_validation_end                C T   metrics are computed
     |   |   |   on_validation_model_train        C T
     |   on_train_epoch_end                       C T   values may still be logged
-    |   lr_scheduler_step                          T   ReduceLROnPlateau by epochs; then the `late` callbacks
     on_save_checkpoint                           C T   whenever a checkpoint is written
     on_processes_changed                         C T   when processes left or joined an elastic run
     on_train_end                                 C T

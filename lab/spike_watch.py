@@ -99,10 +99,7 @@ class SpikeWatch(Callback):
 
     def on_fit_start(self, trainer: "Trainer", task: "Task") -> None:
         """Raise ConfigError for optimizers whose update cannot be judged or left out."""
-        from ..trainer.optimization.optimizers import needs_closure
-
-        optimizers = trainer.optimizers
-        runs_step = any(map(needs_closure, optimizers))
+        optimizers, runs_step = trainer.optimizers, trainer.current_run.optimization.needs_closure
         if runs_step or (self.then == "skip" and len(optimizers) > 1):
             came = f"{type(optimizers[0]).__name__}, which evaluates the loss itself" if runs_step else "several"
             raise ConfigError(f"SpikeWatch(then={self.then!r}) takes one optimizer with one update a step, got {came}.")

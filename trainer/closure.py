@@ -1,19 +1,17 @@
 """Closure: the loss of a step as a function, which optimizers and tasks call within an update, also repeatedly."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.errors import ConfigError, TaskError
 from .data.randomness import generator_states, set_generators
-from .data.steps import StepInput
 from .optimization.optimization import Optimization
 from .optimization.optimizers import needs_closure
-from .run import JoinedCall
 
 if TYPE_CHECKING:
-    from .trainer import Trainer
+    from ..base.contracts import Trainer
 
 
 class Closure:
@@ -23,7 +21,7 @@ class Closure:
     step again without logging, and clips.
     """
 
-    def __init__(self, trainer: "Trainer", step: StepInput, optimizer: Optimizer) -> None:
+    def __init__(self, trainer: "Trainer", step: Any, optimizer: Optimizer) -> None:
         self.trainer, self.step, self.optimizer = trainer, step, optimizer
         self.is_called = trainer.current_run.optimization.are_cleared = False
 
@@ -68,7 +66,7 @@ class Closure:
                 set_generators(states)
 
 
-def use_closures(call: JoinedCall, optimization: Optimization) -> None:
+def use_closures(call: Any, optimization: Optimization) -> None:
     """Give optimizers that evaluate the loss, and a task's own optimizer_step, a closure.
 
     Raises ConfigError where an optimizer that needs a closure cannot have one.
@@ -88,7 +86,7 @@ def use_closures(call: JoinedCall, optimization: Optimization) -> None:
             f"optimizer, and neither precision 16-mixed nor nan=skip. Or set automatic_optimization = False, and call "
             f"optimizer.step(closure) in training_step; then strategy ddp may have a process for each replica."
         )
-    optimization.losses = []
+    optimization.losses, optimization.needs_closure = [], bool(needed)
     optimization.make_closure = lambda step, optimizer: Closure(trainer, step, optimizer)
     if needed:
         call.data.keys_forward = call.keyed  # whatever keyed its first forward, each further one is to draw the same

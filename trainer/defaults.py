@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ..callbacks.callback import Callback
 from ..tasks.hyperparameters import Hyperparameters
 from . import strategies
-from .data.dealing import EvaluationData
 from .optimization.optimizers import ManualOptimizer
 from .resume.convert import averaged_weights
 from .resume.left_out import logged_hyperparameters
@@ -24,28 +22,16 @@ class TrainerDefaults(TrainerView):
 
     refuses_near_names: ClassVar[bool] = True
     """Whether a method named almost like a hook is an error rather than a warning."""
-    ends_at_length: ClassVar[bool] = False
-    """Whether an epoch of training ends at the length of a DataLoader whose IterableDataset goes on beyond it."""
-    refuses_empty_loaders: ClassVar[bool] = True
-    """Whether loaders without a batch, and a run whose first epoch has no loss, are an error rather than a warning."""
     pads_shares: ClassVar[bool] = False
     """Whether an epoch's last round repeats samples rather than leaving a replica with fewer: in training, and in a
     validation or test whose steps call collectives."""
 
     reads_streams_whole: ClassVar[bool] = False
     """Whether each process trains on all that an IterableDataset gives it, rather than on one batch in turn."""
-    overfits_validation: ClassVar[bool] = True
-    """Whether overfit_batches validates on the training batches, too, rather than on as many of the validation's."""
-    keeps_seed: ClassVar[bool] = True
-    """Whether a run that goes on must be given the seed that it began with."""
     evaluates_with_states: ClassVar[bool] = False
     """Whether callbacks and the data module are given their states of a checkpoint that is evaluated, too."""
-    weights_skip_callbacks: ClassVar[bool] = False
-    """Whether callbacks neither add to a checkpoint that holds the weights alone nor look at one."""
     keeps_added_code: ClassVar[bool] = False
     """Whether what hooks add to a checkpoint, and it cannot hold, stays in the process rather than being refused."""
-    marks_output: ClassVar[bool] = True
-    """Whether what ranks other than 0 print begins with `[rank N]`, line by line."""
     records_starts: ClassVar[bool] = True
     """Whether each call of fit, validate, test and predict adds a start to the record in its run directory."""
     fits_continue: ClassVar[bool] = False
@@ -59,38 +45,16 @@ class TrainerDefaults(TrainerView):
         """Return the state with which a fit begins."""
         return State()
 
-    def keeps_generators(self, alone: bool) -> bool:
-        """Return whether hooks that set a run up draw from the generators as the script has left them.
-
-        alone: these are the only process's, or those of every process.
-        """
-        return False
-
-    def stage_of_hooks(self, stage: str) -> str:
-        """Return what `setup` and `teardown` are given as their stage."""
-        return stage
-
     def strategy_class(self, name: str) -> type[Any]:
         """Return the class behind the name of a strategy."""
         found: type[Any] = getattr(strategies, strategies.STRATEGIES[name].split(":")[1])
         return found
-
-    def counted(self, data: EvaluationData) -> list[int | float]:
-        """Return what `num_val_batches` and its like say of evaluation data."""
-        return data.counts()
-
-    def ordered(self, callbacks: list[Callback]) -> list[Callback]:
-        """Return callbacks in the order in which their hooks are called."""
-        return callbacks
 
     def tell_caller(self, request: Any) -> Any:
         """Return what rank 0 tells the process that started it besides the results of the run."""
 
     def hear_worker(self, request: Any, told: Any) -> None:
         """Take what rank 0 has told, in the process that started it."""
-
-    def note_failure(self) -> None:
-        """Called when a call has failed, before the hooks that hear of it."""
 
     def default_callbacks(self) -> list[tuple[bool, type[Any], dict[str, Any]]]:
         """Return the callbacks that the arguments ask for: whether to add it, its class, its arguments."""

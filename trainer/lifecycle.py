@@ -92,7 +92,6 @@ def describe_exit(run: Call, error: SystemExit) -> BaseException:
 def close(run: Call, errors: Errors) -> None:
     """Call the hooks that end a run, also a failed one, and undo what it changed in the process."""
     trainer, attempt, failed = run.trainer, errors.attempt, errors.first is not None
-    stage = trainer.stage_of_hooks(run.stage)
     run.preemption.expect_end(failed=errors.first is not None)
     attempt(trainer.saver.wait)  # the last whole state may be on its way to the disk
     # collective, so only where all ranks come here; and before the hooks, which find the whole task
@@ -102,11 +101,11 @@ def close(run: Call, errors: Errors) -> None:
     if errors.first is not None:
         tell_of_error(run, errors)
     if run.datamodule is not None:
-        attempt(run.datamodule.teardown, stage)
+        attempt(run.datamodule.teardown, run.stage)
     for hook in run.hooks.of_callbacks["teardown"]:
-        attempt(hook, stage)
+        attempt(hook, run.stage)
     for hook in run.hooks.of_task["teardown"]:
-        attempt(hook, stage)
+        attempt(hook, run.stage)
     run.loop.open = False
     run.state.elapsed = run.agreement.elapsed
     if trainer.is_global_zero:
@@ -131,7 +130,6 @@ def tell_of_error(run: Call, errors: Errors) -> None:
     """Call all on_exception hooks, and restore the training mode of modules after a failed evaluation."""
     error = errors.first
     assert error is not None
-    run.trainer.note_failure()
     for hook in run.hooks["on_exception"]:
         errors.attempt(hook, error)
     if run.datamodule is not None:

@@ -7,7 +7,7 @@ dropped, buffers and metrics are restored, and no batch hook is called.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -16,14 +16,11 @@ from .data.sampling import mix
 from .data.steps import ReplicaBatch
 from .optimization.outputs import losses_of
 
-if TYPE_CHECKING:
-    from .run import Run
-
 MASKED = 0x6D61736B
 """Stream constant that separates their random numbers from those of batches that count."""
 
 
-def train(run: "Run", batches: Sequence[ReplicaBatch], last: bool) -> None:
+def train(run: Any, batches: Sequence[ReplicaBatch], last: bool) -> None:
     """Run training_step and backward on masked batches; with `last` the final backward reduces gradients."""
     strategy, inputs = run.strategy, run.optimization.loss_inputs
     for left, item in zip(reversed(range(len(batches))), batches, strict=True):
@@ -37,14 +34,14 @@ def train(run: "Run", batches: Sequence[ReplicaBatch], last: bool) -> None:
                 strategy.backward(loss * 0.0, meet, inputs[index], index + 1 < len(losses))
 
 
-def evaluate(run: "Run", item: ReplicaBatch, step: str, arity: int) -> None:
+def evaluate(run: Any, item: ReplicaBatch, step: str, arity: int) -> None:
     """Run an evaluation step on a masked batch."""
     with _discarding_effects(run, item):
         batch = item.batch if run.transfer is None else run.transfer(item.batch, item.dataloader_idx)
         run.strategy.evaluation_step(step, (batch, item.batch_idx, item.dataloader_idx)[:arity])
 
 
-def counted(run: "Run", batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
+def counted(run: Any, batches: Iterable[ReplicaBatch], step: str, arity: int) -> Iterator[ReplicaBatch]:
     """Yield the unmasked batches of an evaluation until the run is preempted; run masked ones on the way."""
     for item in run.preemption.until_preempted(batches):
         if item.masked:
@@ -55,7 +52,7 @@ def counted(run: "Run", batches: Iterable[ReplicaBatch], step: str, arity: int) 
 
 
 @contextmanager
-def _discarding_effects(run: "Run", item: ReplicaBatch) -> Iterator[None]:
+def _discarding_effects(run: Any, item: ReplicaBatch) -> Iterator[None]:
     metrics, state = run.metrics, run.state
     buffers = list(run.task.buffers())
     before, metrics_before = [buffer.detach().clone() for buffer in buffers], metrics.states.snapshot()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..base.torch_private import ModuleParts, module_parts, set_module_parts
 from .checkpoints.find import check_sizes
-from .data.randomness import generator_states, set_generators
 from .data.sampling import Layout
 from .data.transfer import to_host
 from .elastic.membership import RunFinished
@@ -96,7 +95,6 @@ def run_in_workers(trainer: "Trainer", request: Request) -> Any:
 
 
 def _run(trainer: "Trainer", request: Request) -> Any:
-    request.generators = generator_states() if trainer.keeps_generators(alone=True) else None
     build.check_task(request.task, request, trainer.refuses_near_names, is_sent=True)
     place = environment.find_place(trainer.cluster)
     if place is not None:
@@ -145,7 +143,7 @@ def _run(trainer: "Trainer", request: Request) -> Any:
     for logger, folder in zip(trainer.loggers, outcome.logger_folders, strict=False):  # a hook may have set others
         if outcome.run_dir is not None:
             loop_part(logger, "follow")(folder or outcome.run_dir)
-    trainer.callbacks = trainer.ordered(build.with_callbacks_of(request.task, trainer.callbacks))
+    trainer.callbacks = build.with_callbacks_of(request.task, trainer.callbacks)
     for callback in trainer.checkpoint_callbacks:
         loop_part(callback, "find_folder")(trainer)
     for callback in trainer.callbacks:
@@ -189,8 +187,6 @@ def _run_request(trainer: "Trainer", request: Request, source: Path | None) -> R
         source, trainer.num_sanity_val_steps = None, 0
     request.resume, request.weights = (source, None) if request.stage == "fit" else (None, source)
     task, known = request.task, build.weight_names(request.task)
-    if request.generators is not None:
-        set_generators(request.generators)
     try:
         returned = request.repeat(trainer)
     except RunFinished as error:

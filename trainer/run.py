@@ -74,8 +74,6 @@ class Request:
     """Whether predictions are returned."""
     verbose: bool = False
     """Whether the metrics of an evaluation are printed."""
-    generators: Any = None
-    """States of the script's generators, with which workers begin; None: they are seeded."""
 
     @classmethod
     def of(cls, stage: str, task: Task, datamodule: DataModule | None, loader: Any = None, **where: Any) -> "Request":
@@ -608,7 +606,7 @@ class Run(JoinedCall):
             return
         epoch = self.state.epoch
         told = f"training_step returned None for every batch of epoch {epoch}, so nothing was trained: return the loss."
-        if epoch == 0 and trainer.refuses_empty_loaders and not self.agreement.stop:
+        if epoch == 0 and not self.agreement.stop:
             raise TaskError(told)
         if trainer.is_global_zero:
             log.warning("%s", told)
@@ -646,16 +644,13 @@ class Run(JoinedCall):
         self.trainer.publish(reduced, write=False)
 
     def refuse_empty_epoch(self) -> None:
-        """Raise DataError where the training loader had nothing for a whole epoch, or warn of it."""
+        """Raise DataError where the training loader had nothing for a whole epoch."""
         if self.state.epoch_steps or self.loop.epoch_skipped or self.schedule.stops_here():
             return
-        told = (
+        raise DataError(
             f"The training loader yielded no batch in epoch {self.state.epoch}. A generator is used up after one "
             f"epoch: give a DataLoader, a list or another object that starts again with each iter()."
         )
-        if self.trainer.refuses_empty_loaders:
-            raise DataError(told)
-        log.warning("%s", told)
 
     def end_validation(self) -> None:
         """Go on with training after a validation, which schedulers may have waited for; agree with the other ranks."""

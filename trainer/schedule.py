@@ -3,19 +3,60 @@
 Each of them happens once, also after a resume from a checkpoint that any hook has saved: `State` holds what is done.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .optimization.optimization import Optimization
+from .state import State
 
 if TYPE_CHECKING:
-    from .data.steps import StepInput
-    from .run import JoinedCall
+    from ..base.contracts import Trainer
+
+
+class CountedStep(Protocol):
+    """What is counted of a step."""
+
+    rounds: int
+    samples: int
+
+
+class ScheduledCall(Protocol):
+    """The call of fit whose steps are counted: its parts are those of `run.JoinedCall`."""
+
+    @property
+    def trainer(self) -> "Trainer": ...  # noqa: D102
+    @property
+    def state(self) -> State: ...  # noqa: D102
+    @property
+    def loop(self) -> Any: ...  # noqa: D102
+    @property
+    def data(self) -> Any: ...  # noqa: D102
+    @property
+    def agreement(self) -> Any: ...  # noqa: D102
+    @property
+    def metrics(self) -> Any: ...  # noqa: D102
+
+    def agree(self) -> None:
+        """Agree with the other ranks on whether to stop."""
+
+
+class ScheduledOptimization(Protocol):
+    """The optimizers whose learning rate schedulers are stepped."""
+
+    updating: bool
+    has_plateau_by_steps: bool
+    schedulers: list[Any]
+    stepped: list[Any]
+
+    def update_scale(self) -> None:
+        """Update the loss scale."""
+
+    def step_schedulers(self, interval: str, count: int, plateau: bool) -> None:
+        """Step the schedulers that are due after `count` intervals."""
 
 
 class Schedule:
     """Counts the steps of a fit, and decides what is due after each of them."""
 
-    def __init__(self, call: "JoinedCall", optimization: Optimization) -> None:
+    def __init__(self, call: ScheduledCall, optimization: ScheduledOptimization) -> None:
         self.call, self.optimization = call, optimization
         self.trainer, self.state, self.loop, self.data = call.trainer, call.state, call.loop, call.data
 
@@ -30,19 +71,22 @@ class Schedule:
         limit = self.trainer.max_epochs
         return (limit is not None and 0 <= limit <= self.state.epoch) or self.stops_here()
 
-    def stops_here(self) -> bool:
-        """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop."""
-        trainer = self.trainer
-        if self.state.global_step >= self.call.agreement.next_step or (trainer.should_stop and trainer.world_size == 1):
-            self.call.agree()
-        return self.reaches_end
+    def stops_here(self, agrees: bool = True) -> bool:
+        """Return whether the run stops after this step: at max_steps, or because the ranks agreed to stop.
 
-    @property
-    def reaches_end(self) -> bool:
-        """Whether the run stops here, as far as the ranks have agreed."""
-        trainer, state = self.trainer, self.state
-        least_is_done = state.global_step >= (trainer.min_steps or 0) and state.epoch >= (trainer.min_epochs or 0)
-        return (self.call.agreement.stop and least_is_done) or 0 <= trainer.max_steps <= trainer.global_step
+        agrees: agree with the other ranks where that is due, and save if one was told to end.
+        """
+        trainer, state, agreement = self.trainer, self.state, self.call.agreement
+        asked = trainer.should_stop and trainer.world_size == 1
+        if agrees and (state.global_step >= agreement.next_step or asked):
+            self.call.agree()
+        if (
+            agreement.stop
+            and state.global_step >= (trainer.min_steps or 0)
+            and state.epoch >= (trainer.min_epochs or 0)
+        ):
+            return True
+        return 0 <= trainer.max_steps <= trainer.global_step
 
     def is_last_step(self, epoch_is_over: bool) -> bool:
         """Return whether the newest step is a logging point because the run ends after it.
@@ -53,8 +97,7 @@ class Schedule:
             return False
         if epoch_is_over and self.state.epoch + 1 == self.trainer.max_epochs:
             return True
-        # without `stops_here`, which may agree with the other ranks and then save
-        return self.reaches_end and not self.call.agreement.signal
+        return self.stops_here(agrees=False) and not self.call.agreement.signal
 
     def is_point(self) -> bool:
         """Return whether the newest step is a logging point, as far as that is known before the data end."""
@@ -62,7 +105,7 @@ class Schedule:
         return self.state.global_step % every == 0 or self.is_last_step(self.epoch_is_full)
 
     # --- steps and epochs -------------------------------------------------------------------------------------------
-    def count(self, step: "StepInput") -> None:
+    def count(self, step: CountedStep) -> None:
         """Count a finished step, and advance the schedulers that go by steps; after an epoch's last one all others."""
         state, optimization = self.state, self.optimization
         optimization.updating = True  # also where a guard dropped the update
@@ -123,10 +166,10 @@ class Schedule:
         elif (state.epoch + 1) % epochs:
             return False
         if every is None:
-            return self.seconds() - self.loop.validated_after >= (seconds or 0.0)
+            return bool(self.seconds() - self.loop.validated_after >= (seconds or 0.0))
         rounds_of_step = state.epoch_rounds - (state.epoch_steps - 1) * self.trainer.accumulate_grad_batches
         # a step of several batches may pass over the one after which validation is due
-        return rounds % every < rounds_of_step
+        return bool(rounds % every < rounds_of_step)
 
     def validation_ends_epoch(self, complete: bool) -> bool:
         """Return whether to validate now that the epoch is `complete`, or that the run was asked to stop within it."""
@@ -146,4 +189,5 @@ class Schedule:
     def seconds(self) -> float:
         """Return the seconds of the run so far, which are the same on every rank."""
         # the agreed clock: ranks that decide by their own part ways over a millisecond
-        return self.call.agreement.now() if self.call.metrics.processes == 1 else self.trainer.elapsed
+        agreed: float = self.call.agreement.elapsed
+        return float(self.call.agreement.now()) if self.call.metrics.processes == 1 else agreed

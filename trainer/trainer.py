@@ -145,7 +145,8 @@ class Trainer(TrainerDefaults):  # noqa: D101 - inherited
             output = self.train_batch(step, item, batch)
             if item is not step.batches[-1]:
                 run.hooks.call("on_train_batch_end", as_outputs(output), batch, item.batch_idx)
-        run.finish_backward(step)
+        if run.by_replica or not step.batches:
+            run.finish_backward(step)
         run.optimization.step(step)  # guard, clipping, hooks, optimizers, loss scale
         run.schedule.count(step)
         run.end_step(step, output, batch)  # on every process, also one without a batch

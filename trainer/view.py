@@ -237,17 +237,17 @@ class TrainerView(TrainerArguments):
 
     @property
     def num_val_batches(self) -> list[int | float]:
-        """Batches of every validation loader, over all replicas."""
+        """Batches of every validation loader that a replica has."""
         return self._counts("validation")
 
     @property
     def num_test_batches(self) -> list[int | float]:
-        """Batches of every test loader, over all replicas."""
+        """Batches of every test loader that a replica has."""
         return self._counts("test")
 
     @property
     def num_predict_batches(self) -> list[int | float]:
-        """Batches of every prediction loader, over all replicas."""
+        """Batches of every prediction loader that a replica has."""
         return self._counts("predict")
 
     @property

@@ -10,7 +10,6 @@ from ...tasks.data_hooks import DataHooks
 from ...tasks.task import Task
 from ...trainer import trainer
 from ...trainer.data.combined import CombinedLoader
-from ...trainer.data.dealing import EvaluationData
 from ...trainer.hooks import overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.optimizers import ManualOptimizer
@@ -337,10 +336,6 @@ class TrainerAttributes(OwnParts, trainer.Trainer):
 
     def _counts(self, word: str) -> list[int | float]:
         return [] if self.run is None else super()._counts(word)
-
-    def counted(self, data: EvaluationData) -> list[int | float]:
-        """Return the batches of each loader that a process goes through; Legato's own trainer counts all processes'."""
-        return data.rounds()
 
     @property
     def num_sanity_val_batches(self) -> list[int | float]:

@@ -5,6 +5,7 @@ from copy import deepcopy
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...callbacks.checkpoint_callback import CheckpointCallback
 from ...trainer.setup.build import with_callbacks_of
 from .attributes import TrainerAttributes
 from .checkpoint_files import load
@@ -187,13 +188,13 @@ class CallbackConnector(Connector):
     def _attach_model_callbacks(self) -> None:
         module, trainer = self.trainer.lightning_module, self.trainer
         if module is not None:
-            trainer.callbacks = trainer.ordered(with_callbacks_of(module, trainer.callbacks))
+            trainer.callbacks = with_callbacks_of(module, trainer.callbacks)
 
     def _attach_model_logging_functions(self) -> None:
         """Do nothing: callbacks log by the module of the run."""
 
     def _reorder_callbacks(self, callbacks: list[Any]) -> list[Any]:
-        return self.trainer.ordered(callbacks)
+        return sorted(callbacks, key=lambda callback: isinstance(callback, CheckpointCallback))
 
 
 class SignalConnector(Connector):

@@ -29,6 +29,7 @@ from .exceptions import MisconfigurationException, require_checkpoint
 from .instantiation import instantiate_module
 from .optimizers import make_optimizers
 from .placeholders import UnsupportedError
+from .rank_zero import rank_zero_only
 
 log = logging.getLogger("legato")
 
@@ -176,6 +177,8 @@ class LightningModule(InitialHyperparameters, Task):
     @trainer.setter
     def trainer(self, trainer: Any) -> None:
         self.__dict__["_trainer"] = trainer
+        if trainer is not None:
+            rank_zero_only.rank = trainer.global_rank  # what runs on rank 0 only, from the first hook of a process on
         for module in self.children():
             if isinstance(module, LightningModule):
                 module.trainer = trainer

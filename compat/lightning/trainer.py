@@ -23,7 +23,7 @@ from ...trainer.data.steps import StepInput
 from ...trainer.hooks import RENAMED, STEP_NAMES, overrides
 from ...trainer.metrics.reduce import Reduced
 from ...trainer.optimization.precision import Precision as PrecisionOfRun
-from ...trainer.processes.environment import find_place, get_variable
+from ...trainer.processes.environment import find_place
 from ...trainer.profiling import AdvancedProfiler, Profiling, PyTorchProfiler, SimpleProfiler, make_profiler
 from ...trainer.resume.convert import averaged_weights
 from ...trainer.resume.left_out import plain_containers
@@ -58,7 +58,6 @@ from .optimizers import LightningOptimizer, SampleWeights
 from .placeholders import UnsupportedError, refuse_overrides
 from .plugins import ClusterEnvironment, LayerSync, Precision
 from .profilers import PassThroughProfiler, Profiler
-from .rank_zero import rank_zero_only, rank_zero_warn
 from .requeue import forget_checkpoint, note_checkpoint, noted_checkpoint
 from .returned import attributes_of, pack_optimizers, take_attributes
 from .states import RunningStage, TrainerFn, TrainerState, TrainerStatus
@@ -183,16 +182,10 @@ class Trainer(TrainerAttributes):
     """A Legato Trainer that takes Lightning's arguments and answers as Lightning's does."""
 
     refuses_near_names = False
-    refuses_empty_loaders = False
-    ends_at_length = True
-    keeps_seed = False
-    weights_skip_callbacks = True
     keeps_added_code = True
     evaluates_with_states = True
-    overfits_validation = False
     pads_shares = True
     reads_streams_whole = True
-    marks_output = False
     optimizer_wrapper = LightningOptimizer
     fits_continue = True
     records_starts = False  # a folder holds what Lightning writes, and nothing else
@@ -260,7 +253,7 @@ class Trainer(TrainerAttributes):
         self._show_arguments(arguments, gradient_clip_algorithm)
         refuse_same_keys(self.callbacks)
         refuse_bars(self.callbacks, self.enable_progress_bar)
-        self.callbacks = self.ordered(self.callbacks)
+        self.callbacks.sort(key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
         self.accelerator = KINDS[self.device_list[0].type]()
         self._make_loops()
         self.take_profiler(make_profiler(profiler))
@@ -348,10 +341,6 @@ class Trainer(TrainerAttributes):
         self.epoch_is_cut, self.has_data, self.in_epoch = False, True, False
         return state
 
-    def ordered(self, callbacks: list[Callback]) -> list[Callback]:
-        """Return callbacks as Lightning calls them: those that search first, those that save last."""
-        return sorted(callbacks, key=lambda one: (isinstance(one, CheckpointCallback), not isinstance(one, Finder)))
-
     def tell_caller(self, request: Request) -> Any:
         """Return whether an epoch is cut, attributes of the parts, and states: under Lightning a script has them."""
         attributes = attributes_of([request.task, request.datamodule, *self.callbacks, self])
@@ -363,19 +352,6 @@ class Trainer(TrainerAttributes):
         if request.stage == "fit":
             self.fitted, self.fitted_states = ([], []), states
         take_attributes([request.task, request.datamodule, *self.callbacks, self], attributes)
-
-    def note_failure(self) -> None:
-        """Let `on_exception` find the trainer interrupted."""
-        self.state.status = TrainerStatus.INTERRUPTED
-
-    def keeps_generators(self, alone: bool) -> bool:
-        """Return whether the script has seeded them, so that `setup` draws there what it draws under Lightning."""
-        return get_variable("PL_GLOBAL_SEED") is not None or (alone and torch.initial_seed() < HIGHEST_SEED)
-
-    def stage_of_hooks(self, stage: str) -> TrainerFn:
-        """Return what `setup` and `teardown` are given as their stage, which is equal to the word."""
-        rank_zero_only.rank = self.global_rank  # what runs on rank 0 only, from the first hook of every process on
-        return TrainerFn(stage)
 
     def strategy_class(self, name: str) -> type[StrategyOfLegato]:
         """Return the class behind the name of a strategy, with Lightning's attributes."""
@@ -495,11 +471,12 @@ class Trainer(TrainerAttributes):
             self.current_run.show_step()
             self.state.logged_at = self.state.global_step
             super().end_epoch()
-            self.epoch_is_cut = self.state.epoch == epoch
-            if self.epoch_is_cut and self.newest_values.loggers:
-                self.logged_metrics.update(self.newest_values.loggers)
-                self.take_logged(self.newest_values)
-                self.current_run.write_point(self.newest_values.loggers)
+            is_cut, values = self.state.epoch == epoch, self.newest_values
+            if is_cut and values.loggers:
+                self.logged_metrics.update(values.loggers)
+                self.take_logged(values)
+                self.current_run.write_point(values.loggers)
+            self.epoch_is_cut = is_cut
         self.in_epoch = False
 
     def publish(self, reduced: Reduced, write: bool = True) -> None:

@@ -448,7 +448,7 @@ def test_lists_and_limits(trainer):
     made = trainer(overfit_batches=1, num_sanity_val_steps=0)
     task = Pairs()
     made.fit(task, pair())
-    assert task.forms == [(dict, 0)]
+    assert made.global_step == 1
 
 
 def test_ranks_that_bring_their_own_share(trainer):

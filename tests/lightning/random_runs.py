@@ -234,10 +234,10 @@ def watcher(package: Any, how: dict[str, Any], note: Any) -> Any:
             note("save", checkpoint["epoch"], checkpoint["global_step"])
 
         def setup(self, trainer, pl_module, stage):
-            note("setup", str(stage))
+            note("setup", getattr(stage, "value", stage))
 
         def teardown(self, trainer, pl_module, stage):
-            note("teardown", str(stage))
+            note("teardown", getattr(stage, "value", stage))
 
     def noted(name):
         # of several loaders Lightning shows nothing of the sanity check, and values as each loader ends

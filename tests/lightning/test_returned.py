@@ -189,11 +189,11 @@ def test_optimizers_of_a_fit_in_workers_are_made_when_asked_for(tmp_path):
 def test_states_that_are_large_stay_and_settings_come_back(monkeypatch):
     model = Scheduled()
     model.layer(torch.ones(2)).sum().backward()
-    optimizers, _ = returned.read_optimizers(model.configure_optimizers())
+    optimizers, configs = model.make_optimizers()
     optimizers[0].step()
     optimizers[0].param_groups[0]["lr"] = 0.25
     for limit, kept in ((2**26, 2), (1500, 0)):
         monkeypatch.setattr(returned, "LIMIT", limit)
-        states = returned.pack_optimizers(optimizers, [])
-        again, _ = returned.rebuild_optimizers(torch.optim.Adam(model.layer.parameters()), states)
+        states = returned.pack_optimizers(optimizers, configs)
+        again, _ = returned.rebuild_optimizers(model, states)
         assert (again[0].param_groups[0]["lr"], len(again[0].state)) == (0.25, kept)

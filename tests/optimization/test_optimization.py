@@ -343,7 +343,7 @@ def test_several_schedulers_each_have_their_own_interval(trainer):
 
     task = Both()
     trainer(max_epochs=2).fit(task, make_loader(8))
-    assert task.rates == [pytest.approx([0.1 / 4, 0.01]), pytest.approx([0.1 / 16, 0.001])]
+    assert task.rates == [pytest.approx([0.1 / 4, 0.001]), pytest.approx([0.1 / 16, 0.0001])]
 
 
 # --- fused updates ----------------------------------------------------------------------------------------------------

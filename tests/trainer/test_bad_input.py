@@ -198,26 +198,34 @@ def test_an_empty_loader(refused, loader):
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict", "fit"])
-def test_an_empty_evaluation_loader(refused, stage):
+def test_an_empty_evaluation_loader_is_skipped(trainer, caplog, stage):
     class All(Validated):
         test_step = Validated.validation_step
 
+        def predict_step(self, batch, batch_idx):
+            return batch[1]
+
     empty = DataLoader(TensorDataset(torch.zeros(0, 3), torch.zeros(0, 1)), 4)
     loaders = (make_loader(), empty) if stage == "fit" else ([make_loader(), empty],)
-    message = refused(DataError, All(), *loaders, stage=stage)
-    assert "loader" in message
-    assert "is empty: it yields no batch" in message
+    getattr(trainer(), stage)(All(), *loaders)
+    told = [record.getMessage() for record in caplog.records if "is empty: it yields no batch" in record.getMessage()]
+    assert len(told) == 1
+    assert "It is skipped." in told[0]
 
 
 def test_a_stream_without_anything(refused):
     assert "yielded no batch in epoch 0" in refused(DataError, Tiny(), DataLoader(Nothing(), 4))
 
 
-@pytest.mark.parametrize("options", [{"limit_train_batches": 0}, {"limit_train_batches": 0.1}])
-def test_a_limit_that_leaves_nothing(refused, options):
-    message = refused(DataError, Tiny(), **options)
-    assert "The training loader gives no step: 5 batches" in message
-    assert f"limit_train_batches={options['limit_train_batches']}" in message
+def test_a_limit_that_leaves_nothing(refused):
+    message = refused(DataError, Tiny(), limit_train_batches=0.1)
+    assert "The training loader gives no step: 5 batches with limit_train_batches=0.1" in message
+
+
+def test_a_limit_of_zero_trains_nothing(trainer):
+    made = trainer(limit_train_batches=0)
+    made.fit(Tiny(), make_loader())
+    assert made.global_step == 0
 
 
 def test_too_few_samples_for_every_replica_with_drop_last(refused):

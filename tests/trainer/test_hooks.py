@@ -112,7 +112,10 @@ def play(block, counts, title=None):
                 inner = play(item, counts)
                 if item.title.startswith("for each batch of a local replica") and turn + 1 == counts[item.title]:
                     inner = [call for call in inner if call[0] != "on_train_batch_end"]
-                if turn:  # gradients are cleared once a step
+                if item.title == "for each optimizer step" and turn + 1 < counts[item.title]:
+                    by_epochs = max(place for place, call in enumerate(inner) if call[0] == "lr_scheduler_step")
+                    del inner[by_epochs]
+                if turn and item.title.startswith("for each batch of a local replica"):  # cleared once a step
                     inner = [call for call in inner if "zero_grad" not in call[0]]
                 calls += inner
     return calls
@@ -189,9 +192,9 @@ def test_callbacks_that_come_last_see_what_the_others_did(trainer):
         assert [who for what, who in record if what == name][:3] == ["early", "task", "late"], name
     names = [call for call in record if call[0] in ("on_train_epoch_end", "lr_scheduler_step")]
     assert names[-4:] == [
+        ("lr_scheduler_step", "task"),
         ("on_train_epoch_end", "early"),
         ("on_train_epoch_end", "task"),
-        ("lr_scheduler_step", "task"),
         ("on_train_epoch_end", "late"),
     ]
 

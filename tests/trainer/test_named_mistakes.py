@@ -107,13 +107,6 @@ def test_the_name_and_the_value_of_log_in_the_wrong_order(play, options):
         play(Logs(lambda task, loss: task.log(1.0, loss)))
 
 
-@pytest.mark.parametrize("options", [{"on_epoch": True}, {"on_step": False, "on_epoch": True}, {"on_step": True}])
-def test_a_name_of_steps_that_the_end_of_the_epoch_logs_again(play, options):
-    task = Logs(lambda task, loss: task.log("loss", loss, **options), end="loss")
-    with pytest.raises(TaskError, match=r"'loss' is logged by the steps of train.*and outside of them.*another name"):
-        play(task)
-
-
 @pytest.mark.slow
 def test_names_that_differ_in_the_sanity_check_are_said_to_do_so_there(trainer):
     class Differs(Tiny):

@@ -77,8 +77,6 @@ class Dealing:
     """Options of DataLoaders, instead of their own."""
     padded: bool = False
     """Whether an epoch's last round repeats samples, so that every replica has a batch; a stream repeats a batch."""
-    ends_at_length: bool = False
-    """Whether a stream that has a length ends there, though it may go on."""
     left_out: frozenset[int] = frozenset()
     """Dataset indices that are in no batch: positions stay, and batches shrink."""
 

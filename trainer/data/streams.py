@@ -10,7 +10,7 @@ import torch
 
 from ...base.errors import DataError
 from ..processes.collectives import SINGLE, Collectives
-from .combined import CombinedLoader, loaders_in, sample_counter
+from .combined import CombinedLoader, batches_at_most, loaders_in, sample_counter
 from .loaders import length_of, read_loader, seed_samplers, set_epoch
 from .randomness import generator_states, seed_generators, set_generators
 from .sampling import Layout, mix
@@ -63,6 +63,11 @@ class StreamData:
         return apply_limit(self.limit, -(-length // self.dealing.layout.replicas))
 
     @property
+    def most_batches(self) -> int | None:
+        """Batches after which an epoch ends, over all replicas, also of an endless stream; None without a length."""
+        return batches_at_most(self.loader)
+
+    @property
     def is_whole(self) -> bool | None:
         """None: a stream's length does not tell whether every replica has a batch in each round."""
         return None
@@ -82,8 +87,10 @@ class StreamData:
         replicas, own, keyed = dealing.layout.replicas, dealing.replicas, dealing.keyed
         # replica-major, as DealtData: all batches of one replica, then of the next (docs/decisions.md)
         arranged = by_replica if dealing.accumulate > 1 else list
-        if isinstance(self.limit, int) or self.limit != 1.0 or (dealing.ends_at_length and self.rounds is not None):
-            limit = (self.rounds or 0) * replicas
+        is_limited = isinstance(self.limit, int) or self.limit != 1.0
+        # a stream that goes on beyond its length ends there: it may be endless
+        limit = (self.rounds or 0) * replicas if is_limited else self.most_batches
+        if limit is not None:
             end = limit if end is None else min(limit, end)
         batches, key = self.open(epoch, start_step), self.key(epoch)
         batches_of_step, leaders = dealing.accumulate * replicas, dealing.leaders or range(0)
@@ -118,6 +125,7 @@ class StreamData:
                 yield StepInput(arranged(found), samples, dealing.accumulate, masked=masked)
                 found, theirs, samples = [], [], 0
         self.amount_read = f"{position} batches, {read} samples read"
+        self.ended |= batches_at_most is None and not is_limited
         rest = position % batches_of_step
         if rest and not (dealing.whole_rounds and rest % replicas):
             masked = theirs[: max(0, len(theirs) - len(found))]

@@ -86,20 +86,15 @@ class Optimization:
         self.trainer, self.task, self.hooks, self.metrics = trainer, task, hooks, metrics
         self.state, self.strategy = trainer.state, trainer.strategy
         self.optimizers, self.schedulers = list(optimizers), list(schedulers)
+        self.has_plateau_by_steps = any(
+            config.reduce_on_plateau and config.interval == "step" for config in self.schedulers
+        )
+        """Whether a learning rate scheduler takes a metric after steps."""
         self.manual_optimizers = [trainer.optimizer_wrapper(optimizer, self) for optimizer in optimizers]
         self.automatic = task.automatic_optimization
         self.own_optimizer_step = overrides(task, Task, "optimizer_step")
         self.own_scheduler_step = overrides(task, Task, "lr_scheduler_step")
-        self.own_zero_grad = (
-            overrides(task, Task, "optimizer_zero_grad")
-            or bool(hooks["on_before_zero_grad"])
-            or any(overrides(optimizer, Optimizer, "zero_grad") for optimizer in self.optimizers)
-        )
-        self.looks_at_gradients = (
-            trainer.gradient_clip_val is not None
-            or overrides(task, Task, "configure_gradient_clipping")
-            or bool(hooks["on_before_optimizer_step"])
-        )
+        self.own_zero_grad, self.looks_at_gradients = self._has_own_zero_grad(), self._looks_at_gradients()
         self.draws = Draws.of(self)
         self.prepares_steps = self.looks_at_gradients or self.draws.in_updates or self.own_optimizer_step
         self.prepares_steps |= self.strategy.precision.scaler is not None or metrics.shares
@@ -114,8 +109,8 @@ class Optimization:
         """Whether a hook has left out the update of this step; see `Trainer.leave_out_update`."""
         self.make_closure: Callable[[StepInput, Optimizer], Callable[[], Tensor | None]] | None = None
         """Makes the loss of a step, as a function, for an optimizer or a task's optimizer_step that calls it."""
-        self.are_cleared = False
-        """Whether the task has cleared the gradients since its closure was made or ran a step."""
+        self.needs_closure = self.are_cleared = False
+        """`needs_closure`: an optimizer evaluates the loss itself; `are_cleared`: the task cleared the gradients."""
         self.epoch = -1
         """Epoch of the newest step."""
         self.updates = 0, 0
@@ -136,6 +131,14 @@ class Optimization:
         if self.automatic and len(self.optimizers) > 1:
             # else the gradient of one network's loss would reach the other network, as it does in a GAN
             self.loss_inputs = [optimizer_parameters(optimizer) for optimizer in self.optimizers]
+
+    def _has_own_zero_grad(self) -> bool:
+        hooked = overrides(self.task, Task, "optimizer_zero_grad") or bool(self.hooks["on_before_zero_grad"])
+        return hooked or any(overrides(optimizer, Optimizer, "zero_grad") for optimizer in self.optimizers)
+
+    def _looks_at_gradients(self) -> bool:
+        clips = self.trainer.gradient_clip_val is not None or overrides(self.task, Task, "configure_gradient_clipping")
+        return clips or bool(self.hooks["on_before_optimizer_step"])
 
     def _repeats_steps(self) -> bool:
         """Return whether training_step runs for several replicas in a step, or for parts of a batch."""
@@ -320,11 +323,6 @@ class Optimization:
                 metric = self._monitored(config) if config.reduce_on_plateau else None
                 if metric is not None or not config.reduce_on_plateau:
                     self.task.lr_scheduler_step(config.scheduler, metric)
-
-    @property
-    def has_plateau_by_steps(self) -> bool:
-        """Whether a learning rate scheduler takes a metric after steps."""
-        return any(config.reduce_on_plateau and config.interval == "step" for config in self.schedulers)
 
     def publish_newest(self) -> None:
         """Bring `callback_metrics`, which may be log_every_n_steps old, up to the newest step; every rank calls it."""

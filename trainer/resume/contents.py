@@ -70,10 +70,7 @@ def contents(trainer: "Trainer", weights_only: bool) -> dict[str, Any]:
         }
     # last: a hook may look at all of it, and replace some
     known = set(found)
-    if weights_only and trainer.weights_skip_callbacks:
-        run.task.on_save_checkpoint(found)
-    else:
-        run.hooks.call("on_save_checkpoint", found)
+    run.hooks.call("on_save_checkpoint", found)
     if trainer.keeps_added_code:
         leave_out_added(run.task, found, known, trainer.is_global_zero)
     return found

@@ -159,10 +159,8 @@ def start_state(trainer: "Trainer", saved: Mapping[str, Any] | None) -> None:
                 f"trainer.replicas={asked}, but the run began with {restored.replicas} replicas, which are fixed for a "
                 f"run. Leave trainer.replicas out to go on with it; up to {restored.replicas} processes will do."
             )
-        if trainer.keeps_seed and trainer.seed != restored.seed:
-            raise ConfigError(
-                f"seed={trainer.seed}, but the run began with seed={restored.seed}; a run keeps its seed."
-            )
+        if trainer.seed != restored.seed and trainer.is_global_zero:
+            log.info("The run keeps the seed that it began with, %d; seed=%d is ignored.", restored.seed, trainer.seed)
         for name, value in restored.to_dict().items():
             setattr(state, name, value)
         if asked is None and trainer.is_global_zero:

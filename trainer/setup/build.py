@@ -134,14 +134,13 @@ def join(call: Call, request: Request) -> tuple[JoinedCall, dict[str, Any] | Non
     strategy.join(place, trainer.device_list, trainer.precision)
     report_layout(strategy)
     log.debug("Rank %d of %d: process %d on %s", place.rank, place.world_size, os.getpid(), strategy.device)
-    if strategy.place.rank > 0 and trainer.marks_output:
+    if strategy.place.rank > 0:
         undo.callback(mark_output(strategy.place.rank))
     threads = trainer.threads or (1 if call.bitwise else None)
     undo.enter_context(kernels.settings(trainer.deterministic or call.bitwise, trainer.detect_anomaly, threads))
     undo.callback(strategy.teardown)
     # hooks of the set-up may draw weights (configure_model): the same on every rank, however often it has drawn before
-    if not trainer.keeps_generators(alone=place.world_size == 1 or place.origin == "legato"):
-        seed_generators(mix(trainer.seed))
+    seed_generators(mix(trainer.seed))
     undo.callback(trainer.saver.release)
     source, goes_on, saved = find_directory(call, request)
     membership.adopt_settings()
@@ -172,7 +171,7 @@ def set_owners(call: Call) -> None:
     call.task.trainer = trainer
     if call.datamodule is not None:
         call.datamodule.trainer = trainer
-    trainer.callbacks = trainer.ordered(with_callbacks_of(call.task, trainer.callbacks))
+    trainer.callbacks = with_callbacks_of(call.task, trainer.callbacks)
     for callback in trainer.callbacks:
         check_names(callback, Callback, CALLBACK_HOOKS, refuses_near_names=trainer.refuses_near_names)
         set_task = loop_part(callback, "set_task")
@@ -467,13 +466,12 @@ def make_run(call: JoinedCall, saved: dict[str, Any] | None) -> Run:
     """
     trainer, task, stage, strategy = call.trainer, call.task, call.stage, call.strategy
     prepare_data(call)
-    told = trainer.stage_of_hooks(stage)
     if call.datamodule is not None:
-        call.datamodule.setup(told)  # first, so that callbacks and the task may look at its data
+        call.datamodule.setup(stage)  # first, so that callbacks and the task may look at its data
     for hook in call.hooks.of_callbacks["setup"]:
-        hook(told)
+        hook(stage)
     for hook in call.hooks.of_task["setup"]:
-        hook(told)
+        hook(stage)
     # after the `setup` hooks, which may learn from the data what configure_model needs (the number of classes)
     strategy.build_model(task)
     if trainer.activation_checkpointing and stage == "fit":
@@ -658,12 +656,11 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
             "fit needs training data: give train_dataloaders, a data module, or the task a train_dataloader."
         )
     limit = trainer.overfit_batches or trainer.limit_train_batches
-    require_iterable(loader, "The training loader", trainer.refuses_empty_loaders)
+    require_iterable(loader, "The training loader")
     require_length(loader, "overfit_batches" if trainer.overfit_batches else "limit_train_batches", limit)
     whole = not call.task.automatic_optimization or trainer.sync_batchnorm
-    padded, ends = trainer.pads_shares, trainer.ends_at_length
     left_out = samples_left_out(trainer.leave_out_samples, loader)
-    shares = replace(dealing(call), whole_rounds=whole, padded=padded, ends_at_length=ends, left_out=left_out)
+    shares = replace(dealing(call), whole_rounds=whole, padded=trainer.pads_shares, left_out=left_out)
     ranks = SINGLE if trainer.reads_streams_whole or call.members_change else call.strategy.collectives
     count = counter_of(call.task)
     data = training_data(loader, shares, limit, bool(trainer.overfit_batches), ranks, count)
@@ -683,7 +680,7 @@ def make_training_data(call: Call, begun: Mapping[str, Any] | None = None) -> No
     )
     if trainer.is_global_zero:
         log.debug("Training data: %s, %s batches of each replica", type(loader).__name__, call.data.training.rounds)
-    if call.data.training.rounds == 0 and trainer.refuses_empty_loaders:
+    if call.data.training.rounds == 0 and limit:
         raise DataError(
             f"The training loader gives no step: {len(loader)} batches with limit_train_batches={limit} and "
             f"{call.state.replicas} replicas. With drop_last every replica needs a full batch."
@@ -707,15 +704,15 @@ def samples_left_out(wanted: list[int] | None, loader: Any, is_share: bool = Fal
 
 def make_evaluation_data(call: Call, word: str, limit: int | float, required: bool = False) -> None:
     """Get the loaders of an evaluation and deal them out."""
-    overfit = word == "validation" and bool(call.trainer.overfit_batches) and call.trainer.overfits_validation
+    overfit = word == "validation" and bool(call.trainer.overfit_batches)
     given = call.data.loaders
-    found = [combined(given["train"])] if overfit and "train" in given else find_loader(call, word)
+    found = find_loader(call, word)
     if found is None and required:
         raise DataError(f"{call.stage} needs data: give dataloaders, a data module, or the task a {LOADERS[word]}.")
     loaders = one_after_another(found)
     for index, loader in enumerate(loaders):
         name = f"The {word} loader" + (f" {index}" if len(loaders) > 1 else "")
-        require_iterable(loader, name, call.trainer.refuses_empty_loaders)
+        require_iterable(loader, name, refuses_empty=False)
         require_length(loader, "overfit_batches" if overfit else LIMIT_OF[word], limit)
     given[word] = found
     if loaders:
@@ -727,14 +724,13 @@ def make_evaluation_data(call: Call, word: str, limit: int | float, required: bo
             dealing(call),
             limit,
             shares,
-            in_order=overfit,
             step_collectives=meeting,
             ranks=call.strategy.collectives if compares else SINGLE,
             expects_shares=compares and not call.trainer.use_distributed_sampler,
             count=counter_of(call.task),
         )
         require_batches(data, "overfit_batches" if overfit else LIMIT_OF[word])
-        call.trainer.lengths[word] = call.trainer.counted(data)
+        call.trainer.lengths[word] = data.rounds()
         if any(call.trainer.lengths[word]):
             call.data.evaluations[word] = data
 
@@ -757,9 +753,7 @@ def show_checkpoint(call: Call, saved: dict[str, Any]) -> None:
     Both find the weights that the trainer takes.
     """
     saved["state_dict"] = call.trainer.weights_of(saved)
-    skipped = call.trainer.weights_skip_callbacks and "callbacks" not in saved
-    of_callbacks = () if skipped else call.hooks.of_callbacks["on_load_checkpoint"]
-    for hook in (*call.hooks.of_task["on_load_checkpoint"], *of_callbacks):
+    for hook in (*call.hooks.of_task["on_load_checkpoint"], *call.hooks.of_callbacks["on_load_checkpoint"]):
         hook(saved)
 
 
@@ -1014,12 +1008,13 @@ def progress(trainer: "Trainer") -> dict[str, Any]:
 
 
 def with_callbacks_of(task: Task, callbacks: list[Callback]) -> list[Callback]:
-    """Return the trainer's callbacks and the task's; the task's replace those of the same class."""
+    """Return the trainer's callbacks and the task's, which replace those of the same class; those that save last."""
     brought = task.configure_callbacks() or []  # None: it has none, or has given them to the trainer itself
     own = list(brought) if isinstance(brought, (list, tuple)) else [brought]
     kinds = {type(callback) for callback in own}
     restored = [callback for callback in callbacks if type(callback) not in kinds or callback in own]
-    return restored + [callback for callback in own if callback not in restored]
+    added = [callback for callback in own if callback not in restored]
+    return sorted(restored + added, key=lambda callback: isinstance(callback, CheckpointCallback))  # stable
 
 
 NONE_FOR_DEFAULT = (
