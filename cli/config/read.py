@@ -597,13 +597,3 @@ def _texts(value: Any, key: Key) -> Iterator[tuple[Key, str]]:
             yield from _texts(item, (*key, name))
     elif isinstance(value, str):
         yield key, value
-
-
-def name_of_value(value: Any) -> str:
-    """Return a value as part of a file's name."""
-    if isinstance(value, dict):
-        value = str(value.get(TARGET, "")).rpartition(".")[2] or list(value.values())
-    if isinstance(value, list):
-        return "-".join(map(name_of_value, value))
-    text = value.lstrip(".-/ ") if isinstance(value, str) else format_value(value)
-    return re.sub(r"[^\w.+=,@-]+", "-", text)[:80]

@@ -4,11 +4,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...base.errors import ConfigError
 from ...base.targets import TARGET
 from ...trainer.runs.directory import RunDirectory, flat_config
-from ..config.read import MOVED, SECTION_OF, dotted, dump_yaml
-from ..config.signatures import NO_DEFAULT, Sources, trainer_arguments
+from ..config.check import RUN, TOP, TRAINER
+from ..config.classes import NO_DEFAULT, read_arguments
+from ..config.read import dump_yaml
 
 NOT_COMPARED = ("run.name", "run.root", "resume", "checkpoint")
 """Keys that say where a run is, not what it does."""
@@ -66,22 +66,18 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def from_defaults(config: Mapping[str, str]) -> dict[str, str]:
     """Return the values of a stored config that are not defaults; a class that is not found here has none."""
-    sources = Sources()
-    known = {one.name: one for one in trainer_arguments()}
+    known = {"trainer": TRAINER, "run": RUN}
     defaults: dict[str, Any] = {
-        dotted(MOVED[name]) if name in MOVED else f"trainer.{name}": one.default
-        for name, one in known.items()
-        if name not in SECTION_OF and one.default is not NO_DEFAULT
+        f"{section}.{name}": parameter.default
+        for section, signature in known.items()
+        for name, parameter in signature.parameters.items()
     }
+    defaults["seed"] = TOP.parameters["seed"].default
     for key, path in config.items():
         if key.endswith(f".{TARGET}"):
-            try:
-                signature = sources.signature(path)
-            except (LookupError, ConfigError, RecursionError):
-                continue
-            for name, one in ({} if signature is None else signature.parameters).items():
-                if one.default is not NO_DEFAULT:
-                    defaults[f"{key.removesuffix(TARGET)}{name}"] = one.default
+            for name, default in (read_arguments(path) or {}).items():
+                if default is not NO_DEFAULT:
+                    defaults[f"{key.removesuffix(TARGET)}{name}"] = default
     texts = flat_config(dump_yaml(defaults))
     plain = {"resume": "null", "checkpoint": "null"} | {key.strip("'\""): text for key, text in texts.items()}
     return {key: value for key, value in config.items() if plain.get(key) != value}
