@@ -90,7 +90,7 @@ def test_the_diff_makes_of_the_commit_what_ran(project, tmp_path):
     (project / "data.txt").write_text("not code\n")
     made = fit(project)
     (start,) = read_starts(made.run_dir)
-    assert start["git"]["changed"] == ["net.py", "folder/new one.py"]
+    assert start["git"]["changed"] == ["folder/new one.py", "net.py"]
     git(tmp_path, "clone", "-q", str(project), "again")
     git(tmp_path / "again", "apply", str(made.run_dir / start["git"]["diff_file"]))
     for name in start["git"]["changed"]:

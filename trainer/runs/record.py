@@ -12,12 +12,14 @@ import json
 import os
 import platform
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -224,16 +226,12 @@ def code_of(folder: Path) -> dict[str, Any] | None:
     over LARGEST_DIFF bytes, or where git took too long. "changed" holds the names of these files.
     """
     deadline = time.monotonic() + GIT_SECONDS
-    head = _git(folder, deadline, "rev-parse", "--show-toplevel", "HEAD", "--abbrev-ref", "HEAD")
+    places = ("--show-toplevel", "--git-path", "index", "--git-path", "objects")
+    head = _git(folder, deadline, "rev-parse", *places, "HEAD", "--abbrev-ref", "HEAD")
     if head is None:
         return None
-    root, commit, branch = (head.decode(errors="replace").splitlines() + [""] * 3)[:3]
-    diff = _git(Path(root), deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD")
-    new = _git(Path(root), deadline, "ls-files", "--others", "--exclude-standard", "-z", "--", "*.py")
-    names = [] if new is None else [os.fsdecode(name) for name in new.split(b"\0") if name]
-    for name in names[:MOST_NAMES]:
-        if diff is not None and len(diff) <= LARGEST_DIFF:
-            diff += _new_file(Path(root), name)
+    root, index, objects, commit, branch = os.fsdecode(head).splitlines()
+    diff = _uncommitted(Path(root), folder / index, folder / objects, deadline)
     changed = re.findall(rb"(?m)^diff --git a/(.*?) b/", diff or b"")
     return {
         "root": root,
@@ -245,10 +243,28 @@ def code_of(folder: Path) -> dict[str, Any] | None:
     }
 
 
-def _git(folder: Path, deadline: float, *words: str) -> bytes | None:
+def _uncommitted(root: Path, index: Path, objects: Path, deadline: float) -> bytes | None:
+    """Return what differs from the commit, new .py files included; None where git does not tell."""
+    # Git itself writes new files into the diff, links as links, once it means to add them. It does so in a copy of its
+    # index, with a place of its own for objects: the repository is not touched.
+    with tempfile.TemporaryDirectory() as scratch:
+        variables = {
+            "GIT_INDEX_FILE": os.path.join(scratch, "index"),
+            "GIT_OBJECT_DIRECTORY": scratch,
+            "GIT_ALTERNATE_OBJECT_DIRECTORIES": os.path.abspath(objects),
+        }
+        with suppress(OSError):  # a repository without an index yet
+            # with its time: a file as old as the index is compared by its content, which a later copy would spare
+            shutil.copy2(index, variables["GIT_INDEX_FILE"])
+        _git(root, deadline, "add", "--intent-to-add", "--", "*.py", variables=variables)  # fails where there is none
+        return _git(root, deadline, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", variables=variables)
+
+
+def _git(folder: Path, deadline: float, *words: str, variables: Mapping[str, str] | None = None) -> bytes | None:
     """Return what git answers; None where it is not installed, fails, or is not done at the deadline."""
     # no optional locks: a git command that the user gives at the same time must not find the index locked
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
+    added = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+    command = [*added, "git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
     left = deadline - time.monotonic()
     if left <= 0:
         return None
@@ -267,24 +283,3 @@ def _git(folder: Path, deadline: float, *words: str) -> bytes | None:
             return answer.read()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _new_file(root: Path, name: str) -> bytes:
-    """Return a file that git does not know yet as the diff that makes it; nothing for one that cannot be read."""
-    path = root / name
-    if path.is_symlink():  # as git stores it: what it points to may be anything, outside of the repository too
-        return _diff_of(name, os.fsencode(os.readlink(path)), b"120000")
-    try:
-        content = b"" if (root / name).stat().st_size > LARGEST_DIFF else (root / name).read_bytes()
-    except OSError:
-        return b""
-    return b"" if not content or b"\0" in content else _diff_of(name, content, b"100644")
-
-
-def _diff_of(name: str, content: bytes, mode: bytes) -> bytes:
-    """Return the diff that makes a file with this content."""
-    encoded = os.fsencode(name)
-    lines = re.findall(rb"[^\n]*\n|[^\n]+", content)
-    head = b"diff --git a/%b b/%b\nnew file mode %b\n--- /dev/null\n+++ b/%b\n" % (encoded, encoded, mode, encoded)
-    end = b"" if content.endswith(b"\n") else b"\n\\ No newline at end of file\n"
-    return head + b"@@ -0,0 +1,%d @@\n" % len(lines) + b"".join(b"+" + line for line in lines) + end
