@@ -10,7 +10,6 @@ from torch.optim import SGD, AdamW, lr_scheduler
 import legato as lg
 from legato.base.errors import CheckpointError, ConfigError
 from legato.callbacks import Checkpoint
-from legato.trainer.checkpoints import commit, reading
 
 TOLD = "The run resumes with other settings"
 
@@ -177,16 +176,6 @@ def test_a_path_begins_a_new_run_whose_epoch_ends_where_samples_differ(run):
     assert "batch_size: 10 -> 15" in run.told
     assert "epoch 0 ends here" in run.told
     assert (trainer.global_step, len(run.task.seen)) == (10, 6)
-
-
-def test_an_old_checkpoint_has_its_epoch_ended_on_demand(run, tmp_path):
-    first = run(max_steps=4)
-    path = first.run_dir / "checkpoints" / "step-00000004"
-    saved = reading.read_checkpoint(path)
-    del saved["fingerprint"]
-    commit.write(path, saved)
-    run(loader=shuffled(), resume_at="epoch", max_epochs=2)
-    assert len(run.task.seen) == 9
 
 
 def test_it_works_under_bitwise_too(run):
@@ -406,21 +395,3 @@ def test_parameters_that_cannot_be_matched_are_refused_by_name(run):
                 grouped(False, ("0.weight", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias", "3.weight", "3.bias"))
             )
         )
-
-
-# --- nothing has changed ----------------------------------------------------------------------------------------------
-@pytest.mark.slow
-def test_old_checkpoints_load_with_what_can_be_compared(run):
-    first = run(Rated(cosine(27)), max_steps=4)
-    path = first.run_dir / "checkpoints" / "step-00000004"
-    saved = reading.read_checkpoint(path)
-    del saved["fingerprint"]
-    for name in ("mkldnn", "scaled_dot_product_attention", "deterministic_algorithms", "cudnn_benchmark"):
-        del saved["numerics"][name]
-    commit.write(path, saved)
-    run(Rated(cosine(27)), max_steps=4)
-    assert run.told is None
-    run(Rated(cosine(27)), max_steps=4, reproducible="bitwise", threads=torch.get_num_threads())
-    run(Rated(cosine(54), weight_decay=0.5), max_steps=5)
-    assert "CosineAnnealingLR.T_max: 27 -> 54" in run.told
-    assert "SGD.weight_decay=0 and not 0.5" in run.told

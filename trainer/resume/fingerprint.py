@@ -4,7 +4,6 @@ A resume compares the checkpoint's with its own (`compare`): settings that decid
 settings that change the training, and those that are restored from the checkpoint.
 """
 
-import inspect
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -206,9 +205,7 @@ def compare(
     for index, now in enumerate(own["optimizers"]):
         number = f"[{index}]" if len(own["optimizers"]) > 1 else ""
         before = _at(was.get("optimizers", ()), index)
-        states = saved["optimizer_states"][index]
-        if before is None:
-            found.restored += _changed_settings_of_old(states, now, number, bool(own["schedulers"]))
+        if before is None:  # a file of another program does not tell
             continue
         for group, (one, other) in enumerate(zip(in_group_order(before, now), now["groups"], strict=False)):
             place = f"{now['class']}{number}" + (f".param_groups[{group}]" if len(now["groups"]) > 1 else "")
@@ -222,7 +219,7 @@ def compare(
         if None not in (before["parameters"], now["parameters"]) and before["parameters"] != now["parameters"]:
             found.changed.append(SettingChange(f"{now['class']}{number}.params", "another order", "matched by name"))
     for index, now in enumerate(own["schedulers"]):
-        found.changed += changed_schedule(_at(was.get("schedulers", ()), index), saved["lr_schedulers"][index], now)
+        found.changed += changed_schedule(_at(was.get("schedulers", ()), index), now)
     return found
 
 
@@ -235,15 +232,11 @@ def in_group_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[di
     return [groups[places.get(frozenset(group), min(index, len(groups) - 1))] for index, group in enumerate(names)]
 
 
-def changed_schedule(
-    before: Mapping[str, Any] | None, state: Mapping[str, Any], now: Mapping[str, Any]
-) -> list[SettingChange]:
-    """Return the settings of a learning rate scheduler that differ from the one whose `state` was saved."""
+def changed_schedule(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[SettingChange]:
+    """Return the settings of a learning rate scheduler that differ from the checkpoint's; none where it has none."""
     name = now["class"]
-    if before is None:  # older checkpoints: constructor arguments are told from progress by their names
-        known = set(inspect.signature(getattr(torch.optim.lr_scheduler, name, object)).parameters)
-        was = {key: value for key, value in _flat(_plain_or_missing(state)).items() if key in known - {"last_epoch"}}
-        return _changed_values(was, now["state"], f"{name}.")
+    if before is None:
+        return []
     if before["class"] != name:
         return [SettingChange(SCHEDULER, before["class"], name)]
     how = _changed_values(before, {key: now[key] for key in ("interval", "frequency")}, f"{name} ")
@@ -281,24 +274,6 @@ def _changed_samples(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[Set
     limits = {"limit_train_batches"} if now[rounds] is not None and rounds not in names else set()
     left_out = limits | ({rounds} if names - {rounds} else set())
     return [change for change in found if change.name not in left_out]
-
-
-def _changed_settings_of_old(
-    state: Mapping[str, Any], now: Mapping[str, Any], number: str, scheduled: bool
-) -> list[SettingChange]:
-    """Compare with the settings in an optimizer's state, for checkpoints without a fingerprint.
-
-    With schedulers, settings that they may have changed are left out, except the initial learning rate.
-    """
-    found = []
-    for was, own in zip(state.get("param_groups", ()), now["groups"], strict=False):
-        names = {"initial_lr", "weight_decay"} if scheduled else own.keys() - {"initial_lr"}
-        changes = _changed_values(settings_of(was), {name: own[name] for name in own if name in names})
-        found += [
-            SettingChange(f"{now['class']}{number}.{name.removeprefix('initial_')}", *values)
-            for name, *values in changes
-        ]
-    return found
 
 
 def _at(sequence: Sequence[Any], index: int) -> Any:

@@ -73,9 +73,7 @@ def changes_of(trainer: "Trainer", saved: Mapping[str, Any], index: int) -> list
     """Return the settings of a scheduler that differ from the checkpoint's."""
     before = (saved.get("fingerprint") or {}).get("schedulers", ())
     own = trainer.current_run.fingerprint["schedulers"][index]
-    return fingerprint.changed_schedule(
-        before[index] if index < len(before) else None, saved["lr_schedulers"][index], own
-    )
+    return fingerprint.changed_schedule(before[index] if index < len(before) else None, own)
 
 
 def _position(trainer: "Trainer", saved: Mapping[str, Any], index: int, changed: list[SettingChange]) -> int | None:
@@ -282,7 +280,7 @@ def find_changes(trainer: "Trainer", saved: Mapping[str, Any], rescheduled: Coll
             f"reproducible: bitwise cannot go on with the same bits here: {_list_changes(differing)}. Go on as it was, "
             f"or with reproducible: order, which keeps samples and random numbers but not the last bits."
         )
-    if within and (found.samples or (before is None and trainer.resume_at == "epoch")):
+    if within and found.samples:
         found.end_epoch = not done
         run.end_epoch_here(before)
     return found
